@@ -1,0 +1,1 @@
+"""Context-parallel attention for Megatron: balanced, zero-redundancy, any mask."""

@@ -1,0 +1,173 @@
+"""Bands: the form in which every mask reaches plans and kernels.
+
+A band is a rectangle of queries times keys, cut by up to two diagonals:
+
+    row q, key k visible  <=>  q0 <= q < q1,  k0 <= k < k1,  d_lo <= k - q < d_hi
+
+so row q of a band sees exactly the keys ``max(k0, q + d_lo) <= k < min(k1, q + d_hi)``.
+The four mask types of a slice are bands, and, unlike slices, bands are closed under
+cutting by rows, cutting by columns, and shifting either coordinate. That is what sharding a
+mask over ranks does, so one representation serves the whole way from the user to the kernel.
+
+A table of n bands is an int64 array ``[n, 6]`` with the columns
+``Q0, Q1, K0, K1, D_LO, D_HI``. A missing diagonal is ``-NO_DIAGONAL`` / ``+NO_DIAGONAL``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Q0, Q1, K0, K1, D_LO, D_HI = range(6)
+NUM_COLUMNS = 6
+
+NO_DIAGONAL = 1 << 40
+"""Larger than any difference of two token indices, small enough to add up in int64."""
+
+IntArray = NDArray[np.int64]
+
+
+def empty_bands() -> IntArray:
+    """A table of no bands, int64 ``[0, 6]``."""
+    return np.zeros((0, NUM_COLUMNS), dtype=np.int64)
+
+
+def row_bounds(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """First and past-the-last visible key of one row of each band.
+
+    Args:
+        bands: int64 ``[n, 6]``.
+        rows: int64 ``[n]``, one query row for each band (not checked against its range).
+
+    Returns:
+        ``(lo, hi)``, int64 ``[n]`` each; the row is empty where ``lo >= hi``.
+    """
+    lo = np.maximum(bands[:, K0], rows + bands[:, D_LO])
+    hi = np.minimum(bands[:, K1], rows + bands[:, D_HI])
+    return lo, hi
+
+
+def tighten(bands: IntArray) -> IntArray:
+    """The same visible area in the smallest rectangles; empty bands are dropped.
+
+    After it, every row of a band sees at least one key and every key of a band is seen by
+    at least one row, so ``[K0, K1)`` is exactly the set of keys that the band needs.
+    """
+    out = bands[bands[:, D_LO] < bands[:, D_HI]].copy()
+    if not len(out):
+        return out
+    # Rows that see a key: k1 > q + d_lo and k0 < q + d_hi.
+    out[:, Q0] = np.maximum(out[:, Q0], out[:, K0] - out[:, D_HI] + 1)
+    out[:, Q1] = np.minimum(out[:, Q1], out[:, K1] - out[:, D_LO])
+    # Keys that the remaining rows see.
+    out[:, K0] = np.maximum(out[:, K0], out[:, Q0] + out[:, D_LO])
+    out[:, K1] = np.minimum(out[:, K1], out[:, Q1] - 1 + out[:, D_HI])
+    keep = (out[:, Q0] < out[:, Q1]) & (out[:, K0] < out[:, K1])
+    out = out[keep]
+    # A diagonal that cuts nothing off is dropped, so that equal areas look equal.
+    cuts_lo = out[:, Q1] - 1 + out[:, D_LO] > out[:, K0]
+    cuts_hi = out[:, Q0] + out[:, D_HI] < out[:, K1]
+    out[:, D_LO] = np.where(cuts_lo, out[:, D_LO], -NO_DIAGONAL)
+    out[:, D_HI] = np.where(cuts_hi, out[:, D_HI], NO_DIAGONAL)
+    return out
+
+
+def _ramp_sum(first: IntArray, slope: int, start: IntArray, stop: IntArray) -> IntArray:
+    """Sum of ``first + slope * i`` for ``start <= i < stop``, 0 where there is no such i."""
+    count = np.maximum(stop - start, 0)
+    return count * first + slope * (count * (start + stop - 1) // 2)
+
+
+def areas(bands: IntArray) -> IntArray:
+    """Number of visible (q, k) pairs of each band, int64 ``[n]``, in closed form.
+
+    The width of row ``q0 + i`` is ``min(k1, q + d_hi) - max(k0, q + d_lo)``. Its two parts
+    are sums of at most two linear pieces each once the rows are cut to the visible ones.
+    """
+    total = np.zeros(len(bands), dtype=np.int64)
+    valid = bands[:, D_LO] < bands[:, D_HI]
+    t = bands[valid]
+    if not len(t):
+        return total
+    q0 = np.maximum(t[:, Q0], t[:, K0] - t[:, D_HI] + 1)
+    q1 = np.minimum(t[:, Q1], t[:, K1] - t[:, D_LO])
+    q1 = np.maximum(q0, q1)
+    rows = q1 - q0
+    # hi: q + d_hi for the first rows, then k1.
+    n_hi = np.clip(t[:, K1] - t[:, D_HI] - q0, 0, rows)
+    sum_hi = _ramp_sum(q0 + t[:, D_HI], 1, np.zeros_like(rows), n_hi) + (rows - n_hi) * t[:, K1]
+    # lo: k0 for the first rows, then q + d_lo.
+    n_lo = np.clip(t[:, K0] - t[:, D_LO] - q0, 0, rows)
+    sum_lo = n_lo * t[:, K0] + _ramp_sum(q0 + t[:, D_LO], 1, n_lo, rows)
+    empty = (t[:, K0] >= t[:, K1]) | (rows == 0)
+    total[valid] = np.where(empty, 0, sum_hi - sum_lo)
+    return total
+
+
+def cut_rows(bands: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
+    """Cuts bands at row boundaries.
+
+    Args:
+        bands: int64 ``[n, 6]``.
+        bounds: int64 ``[m + 1]``, strictly increasing; segment i is ``[bounds[i], bounds[i+1])``.
+
+    Returns:
+        ``(pieces, segment)``: the pieces inside the segments, in the order of the bands, and
+        the segment of each piece, int64 ``[num_pieces]``.
+    """
+    return _cut(bands, bounds, Q0, Q1)
+
+
+def cut_columns(bands: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
+    """Cuts bands at column (key) boundaries; see `cut_rows`."""
+    return _cut(bands, bounds, K0, K1)
+
+
+def _cut(bands: IntArray, bounds: IntArray, lo: int, hi: int) -> tuple[IntArray, IntArray]:
+    first = np.maximum(np.searchsorted(bounds, bands[:, lo], side="right") - 1, 0)
+    last = np.minimum(np.searchsorted(bounds, bands[:, hi], side="left"), len(bounds) - 1)
+    counts = np.maximum(last - first, 0)
+    index, segment = expand(first, counts)
+    pieces = bands[index]
+    pieces[:, lo] = np.maximum(pieces[:, lo], bounds[segment])
+    pieces[:, hi] = np.minimum(pieces[:, hi], bounds[segment + 1])
+    return pieces, segment
+
+
+def expand(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """For each i, the pairs ``(i, first[i] + j)`` for ``0 <= j < counts[i]``, concatenated."""
+    index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    offsets = np.cumsum(counts) - counts
+    value = np.arange(len(index), dtype=np.int64) - offsets[index] + first[index]
+    return index, value
+
+
+def merge_ranges(ranges: IntArray, group: IntArray | None = None) -> tuple[IntArray, IntArray]:
+    """Union of half-open ranges, group by group.
+
+    Args:
+        ranges: int64 ``[n, 2]``, in any order, overlapping or not; empty ranges are ignored.
+        group: int64 ``[n]``, which set each range belongs to; one set when None.
+
+    Returns:
+        ``(merged, group)``: disjoint, non-touching ranges sorted by (group, start).
+    """
+    if group is None:
+        group = np.zeros(len(ranges), dtype=np.int64)
+    keep = ranges[:, 0] < ranges[:, 1]
+    ranges, group = ranges[keep], group[keep]
+    if not len(ranges):
+        return ranges.reshape(0, 2), group
+    order = np.lexsort((ranges[:, 0], group))
+    ranges, group = ranges[order], group[order]
+    # Lift each group above all ends of the one before it: then one running maximum serves all.
+    low, high = ranges.min(), ranges.max()
+    lift = group * (high - low + 2)
+    start, end = ranges[:, 0] + lift, ranges[:, 1] + lift
+    reach = np.maximum.accumulate(end)
+    is_first = np.ones(len(ranges), dtype=bool)
+    is_first[1:] = start[1:] > reach[:-1]
+    at = np.flatnonzero(is_first)
+    stop = np.append(at[1:], len(ranges)) - 1
+    merged = np.stack([ranges[at, 0], reach[stop] - lift[at]], axis=1)
+    return merged, group[at]

@@ -1,0 +1,251 @@
+"""What attends to what, in global token coordinates: ranges, slices, masks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+
+from megatron_magi.mask import bands as bd
+from megatron_magi.mask.overlap import find_overlap
+
+
+class MaskType(IntEnum):
+    """How the rectangle of a slice is masked. The values are shared with the kernels.
+
+    FULL: every query sees every key. CAUSAL: the diagonal ends in the bottom-right corner.
+    INV_CAUSAL: the diagonal starts in the top-left corner and keys left of it are hidden.
+    BI_CAUSAL: both diagonals.
+    """
+
+    FULL = 0
+    CAUSAL = 1
+    INV_CAUSAL = 2
+    BI_CAUSAL = 3
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AttnRange:
+    """A half-open range of token indices ``[start, end)``.
+
+    Raises:
+        ValueError: ``start`` is negative or larger than ``end``.
+    """
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"range: expected 0 <= start <= end, got [{self.start}, {self.end})")
+
+    @classmethod
+    def from_range(cls, attn_range: Sequence[int] | AttnRange) -> AttnRange:
+        """From a pair ``(start, end)``."""
+        if isinstance(attn_range, AttnRange):
+            return attn_range
+        start, end = attn_range
+        return cls(int(start), int(end))
+
+    @property
+    def seqlen(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.start, self.end))
+
+    def __repr__(self) -> str:
+        return f"[{self.start}, {self.end})"
+
+
+class AttnRanges(list[AttnRange]):
+    """A list of `AttnRange`, kept in the order given."""
+
+    @classmethod
+    def from_ranges(cls, ranges: Iterable[Sequence[int] | AttnRange]) -> AttnRanges:
+        """From pairs ``(start, end)``: a nested list, an ``[n, 2]`` array or tensor, or ranges."""
+        if hasattr(ranges, "tolist"):
+            ranges = ranges.tolist()
+        return cls(AttnRange.from_range(r) for r in ranges)
+
+    def to_naive_ranges(self) -> list[tuple[int, int]]:
+        """A list of pairs ``(start, end)``."""
+        return [(r.start, r.end) for r in self]
+
+    @property
+    def total_seqlen(self) -> int:
+        """Sum of the lengths; tokens in two ranges count twice."""
+        return sum(len(r) for r in self)
+
+    @property
+    def end(self) -> int:
+        """Largest end, 0 when there is no range."""
+        return max((r.end for r in self), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AttnSlice:
+    """A rectangle of queries times keys with one of the four mask types."""
+
+    q_range: AttnRange
+    k_range: AttnRange
+    mask_type: MaskType = MaskType.FULL
+
+    def __repr__(self) -> str:
+        return f"AttnSlice(q={self.q_range!r}, k={self.k_range!r}, {self.mask_type.name})"
+
+
+class AttnMask:
+    """An attention mask: a set of slices over ``total_seqlen_q`` x ``total_seqlen_k`` tokens.
+
+    Immutable and hashable; equal when the slices are equal in the same order. Holds no
+    tensor and no device. Tokens that no slice covers see nothing (output 0, lse -inf).
+
+    Args:
+        slices: int array-like ``[n, 5]`` with the columns q_start, q_end, k_start, k_end,
+            mask type; or `AttnSlice` objects.
+        total_seqlen_q: number of query tokens.
+        total_seqlen_k: number of key tokens; that of the queries when None.
+
+    Raises:
+        ValueError: a range is out of bounds or inverted, a mask type is unknown, or two
+            slices cover a common (query, key) pair.
+    """
+
+    __slots__ = ("__dict__", "_digest", "_table", "total_seqlen_k", "total_seqlen_q")
+
+    def __init__(
+        self,
+        slices: Iterable[AttnSlice] | np.ndarray | Sequence[Sequence[int]],
+        total_seqlen_q: int,
+        total_seqlen_k: int | None = None,
+    ) -> None:
+        self.total_seqlen_q = int(total_seqlen_q)
+        self.total_seqlen_k = self.total_seqlen_q if total_seqlen_k is None else int(total_seqlen_k)
+        self._table = _slice_table(slices)
+        self._table.setflags(write=False)
+        self._validate()
+        text = hashlib.sha256(np.int64([self.total_seqlen_q, self.total_seqlen_k]).tobytes())
+        text.update(self._table.tobytes())
+        self._digest = text.digest()
+
+    @classmethod
+    def from_ranges(
+        cls,
+        q_ranges: Iterable,
+        k_ranges: Iterable,
+        mask_types: Iterable[MaskType | int] | MaskType | int,
+        total_seqlen_q: int,
+        total_seqlen_k: int | None = None,
+    ) -> AttnMask:
+        """Any mask, from explicit ranges: ``q_ranges[i]`` sees ``k_ranges[i]`` as ``mask_types[i]``.
+
+        Raises:
+            ValueError: the three lists differ in length, or as in the constructor.
+        """
+        q, k = AttnRanges.from_ranges(q_ranges), AttnRanges.from_ranges(k_ranges)
+        if isinstance(mask_types, int):
+            mask_types = [mask_types] * len(q)
+        types = [int(t) for t in mask_types]
+        if not len(q) == len(k) == len(types):
+            raise ValueError(
+                f"q_ranges, k_ranges, mask_types: lengths disagree: {len(q)}, {len(k)}, {len(types)}"
+            )
+        table = [(a.start, a.end, b.start, b.end, t) for a, b, t in zip(q, k, types, strict=True)]
+        return cls(np.array(table, dtype=np.int64).reshape(-1, 5), total_seqlen_q, total_seqlen_k)
+
+    def _validate(self) -> None:
+        t = self._table
+        for name, total in (("total_seqlen_q", self.total_seqlen_q), ("total_seqlen_k", self.total_seqlen_k)):
+            if total < 0:
+                raise ValueError(f"{name}: must not be negative, got {total}")
+        for what, lo, hi, total in (("q_range", 0, 1, self.total_seqlen_q), ("k_range", 2, 3, self.total_seqlen_k)):
+            bad = np.flatnonzero((t[:, lo] < 0) | (t[:, lo] > t[:, hi]) | (t[:, hi] > total))
+            if len(bad):
+                i = int(bad[0])
+                raise ValueError(f"{what} of slice {i}: [{t[i, lo]}, {t[i, hi]}) is not a range in [0, {total})")
+        bad = np.flatnonzero((t[:, 4] < 0) | (t[:, 4] > 3))
+        if len(bad):
+            raise ValueError(f"mask_type of slice {int(bad[0])}: expected 0, 1, 2 or 3, got {t[bad[0], 4]}")
+        pair = find_overlap(self.bands_untightened)
+        if pair is not None:
+            i, j, q, k = pair
+            raise ValueError(
+                f"slices: slice {i} {self.slices[i]!r} and slice {j} {self.slices[j]!r} overlap: "
+                f"both cover query {q}, key {k}"
+            )
+
+    @property
+    def table(self) -> np.ndarray:
+        """int64 ``[n, 5]``, read-only: q_start, q_end, k_start, k_end, mask type."""
+        return self._table
+
+    @cached_property
+    def slices(self) -> tuple[AttnSlice, ...]:
+        """The slices as objects, in the order given."""
+        return tuple(
+            AttnSlice(AttnRange(a, b), AttnRange(c, d), MaskType(t)) for a, b, c, d, t in self._table.tolist()
+        )
+
+    @property
+    def bands_untightened(self) -> np.ndarray:
+        """One band a slice, in the slices' order, int64 ``[n, 6]``."""
+        t = self._table
+        out = np.empty((len(t), bd.NUM_COLUMNS), dtype=np.int64)
+        out[:, :4] = t[:, :4]
+        from_top_left = (t[:, 4] == MaskType.INV_CAUSAL) | (t[:, 4] == MaskType.BI_CAUSAL)
+        to_bottom_right = (t[:, 4] == MaskType.CAUSAL) | (t[:, 4] == MaskType.BI_CAUSAL)
+        out[:, bd.D_LO] = np.where(from_top_left, t[:, 2] - t[:, 0], -bd.NO_DIAGONAL)
+        out[:, bd.D_HI] = np.where(to_bottom_right, t[:, 3] - t[:, 1] + 1, bd.NO_DIAGONAL)
+        return out
+
+    @cached_property
+    def bands(self) -> np.ndarray:
+        """The mask as tight bands, int64 ``[m, 6]``, m <= n (see `megatron_magi.mask.bands`)."""
+        out = bd.tighten(self.bands_untightened)
+        out.setflags(write=False)
+        return out
+
+    @cached_property
+    def area(self) -> int:
+        """Number of visible (query, key) pairs."""
+        return int(bd.areas(self.bands).sum())
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that identify the content, equal across processes and runs."""
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttnMask) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"AttnMask({len(self._table)} slices, total_seqlen_q={self.total_seqlen_q}, "
+            f"total_seqlen_k={self.total_seqlen_k})"
+        )
+
+
+def _slice_table(slices: Iterable[AttnSlice] | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:
+    if not isinstance(slices, np.ndarray):
+        rows = [
+            (s.q_range.start, s.q_range.end, s.k_range.start, s.k_range.end, int(s.mask_type))
+            if isinstance(s, AttnSlice)
+            else tuple(s)
+            for s in slices
+        ]
+        slices = np.array(rows, dtype=np.int64).reshape(len(rows), -1) if rows else np.zeros((0, 5), np.int64)
+    if slices.ndim != 2 or slices.shape[1] != 5:
+        raise ValueError(f"slices: expected shape [n, 5], got {list(slices.shape)}")
+    return np.ascontiguousarray(slices, dtype=np.int64).copy()

@@ -1,0 +1,130 @@
+"""What a plan is: frozen plain data, made on the CPU, executed without decisions.
+
+Index arrays are read-only numpy int64. "Row" is a token of the rank's shard; ``local`` counts
+rows of the rank's own shard, ``remote`` rows of the buffer of one stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_magi.mask import AttnMask
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Who holds which tokens: shared by all masks over the same sequence.
+
+    The sequence of ``total_seqlen`` tokens is padded at its end to ``padded_seqlen`` and cut
+    at ``chunk_bounds``; each rank holds some chunks, in ascending order.
+    """
+
+    total_seqlen: int
+    padded_seqlen: int
+    cp_size: int
+    chunk_bounds: np.ndarray  # [num_chunks + 1], from 0 to padded_seqlen
+    chunk_rank: np.ndarray  # [num_chunks]
+    ranges: tuple[np.ndarray, ...]  # per rank [n, 2]: its global tokens, touching chunks joined
+    shard_lengths: tuple[int, ...]  # tokens a rank, padding included
+    digest: bytes
+
+    def global_index(self, cp_rank: int) -> np.ndarray:
+        """Global token of each row of the shard, int64 ``[shard_lengths[cp_rank]]``.
+
+        Padding rows have indices in ``[total_seqlen, padded_seqlen)``.
+        """
+        return _arange_ranges(self.ranges[cp_rank])
+
+    def undispatch_index(self) -> np.ndarray:
+        """Where each global token is in the shards concatenated by rank, int64 ``[padded_seqlen]``."""
+        order = np.concatenate([self.global_index(r) for r in range(self.cp_size)])
+        out = np.empty_like(order)
+        out[order] = np.arange(len(order), dtype=np.int64)
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One group_cast (and, run backwards, one group_reduce) as one rank sees it.
+
+    The rank sends the rows ``send_index`` of its shard, grouped by destination, and receives
+    ``sum(recv_splits)`` rows grouped by source. ``recv_order`` is None when they are already
+    in buffer order; otherwise buffer row i is received row ``recv_order[i]``.
+    """
+
+    send_index: np.ndarray  # [sum(send_splits)]
+    send_splits: tuple[int, ...]  # rows to each rank
+    recv_splits: tuple[int, ...]  # rows from each rank
+    recv_order: np.ndarray | None  # [sum(recv_splits)]
+
+    @property
+    def num_recv(self) -> int:
+        """Rows of the stage's buffer."""
+        return sum(self.recv_splits)
+
+    @property
+    def num_send(self) -> int:
+        """Rows this rank sends."""
+        return sum(self.send_splits)
+
+
+class StepKind(Enum):
+    """FETCH and REDUCE start a communication; ATTEND computes, waiting for its fetch first."""
+
+    FETCH = "fetch"
+    ATTEND = "attend"
+    REDUCE = "reduce"
+
+
+class Step(NamedTuple):
+    """One step of a schedule on one stage. Stage 0 is local, 1..degree are remote."""
+
+    kind: StepKind
+    stage: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ordered steps of one pass, the same on every rank.
+
+    ``saved_stage``: the remote stage whose keys the forward keeps for the backward, or None.
+    """
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    saved_stage: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank does for one mask. ``bands[s]``: int64 ``[n, 6]`` in (row of the shard, row
+    of stage s's keys); stage 0's keys are the shard's own. ``transfers[s - 1]`` feeds stage s."""
+
+    cp_rank: int
+    cp_size: int
+    num_rows: int
+    bands: tuple[np.ndarray, ...]
+    transfers: tuple[Transfer, ...]
+    schedule: Schedule
+    plan_hash: int
+    area: int
+    runtime: dict = field(default_factory=dict, repr=False)  # device copies, owned by `attention`
+
+    @property
+    def degree(self) -> int:
+        """Number of remote stages."""
+        return len(self.transfers)
+
+
+def _arange_ranges(ranges: np.ndarray) -> np.ndarray:
+    lengths = ranges[:, 1] - ranges[:, 0]
+    offsets = np.cumsum(lengths) - lengths
+    base = np.repeat(ranges[:, 0] - offsets, lengths)
+    return base + np.arange(int(lengths.sum()), dtype=np.int64)
+
+
+__all__ = ["AttnMask", "Dispatch", "RankPlan", "Schedule", "Step", "StepKind", "Transfer"]
