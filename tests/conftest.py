@@ -1,0 +1,41 @@
+"""Shared fixtures, and skips that state their reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_magi.testing.spawn import run_ranks
+
+
+def _why_not(item: pytest.Item) -> str | None:
+    """Why a test cannot run on this machine, None when it can."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return "needs a GPU"
+    if item.get_closest_marker("sm90"):
+        if not torch.cuda.is_available():
+            return "needs a GPU of compute capability 9.0"
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) != (9, 0):
+            return f"needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+    marker = item.get_closest_marker("ranks")
+    if marker and item.get_closest_marker("gpu") and torch.cuda.device_count() < marker.args[0]:
+        return f"needs {marker.args[0]} GPUs, there are {torch.cuda.device_count()}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = _why_not(item)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def ranks():
+    """``ranks(num_ranks, fn, *args)``: results of ``fn(rank, num_ranks, *args)`` in rank order, on gloo."""
+
+    def call(num_ranks, fn, *args, **options):
+        return run_ranks(fn, num_ranks, *args, **options)
+
+    return call
