@@ -53,9 +53,13 @@ def tighten(bands: IntArray) -> IntArray:
     After it, every row of a band sees at least one key and every key of a band is seen by
     at least one row, so ``[K0, K1)`` is exactly the set of keys that the band needs.
     """
-    out = bands[bands[:, D_LO] < bands[:, D_HI]].copy()
-    if not len(out):
-        return out
+    return tighten_with_index(bands)[0]
+
+
+def tighten_with_index(bands: IntArray) -> tuple[IntArray, IntArray]:
+    """`tighten`, and the row of ``bands`` that each remaining band came from, int64 ``[m]``."""
+    index = np.flatnonzero(bands[:, D_LO] < bands[:, D_HI])
+    out = bands[index]
     # Rows that see a key: k1 > q + d_lo and k0 < q + d_hi.
     out[:, Q0] = np.maximum(out[:, Q0], out[:, K0] - out[:, D_HI] + 1)
     out[:, Q1] = np.minimum(out[:, Q1], out[:, K1] - out[:, D_LO])
@@ -63,13 +67,13 @@ def tighten(bands: IntArray) -> IntArray:
     out[:, K0] = np.maximum(out[:, K0], out[:, Q0] + out[:, D_LO])
     out[:, K1] = np.minimum(out[:, K1], out[:, Q1] - 1 + out[:, D_HI])
     keep = (out[:, Q0] < out[:, Q1]) & (out[:, K0] < out[:, K1])
-    out = out[keep]
+    out, index = out[keep], index[keep]
     # A diagonal that cuts nothing off is dropped, so that equal areas look equal.
     cuts_lo = out[:, Q1] - 1 + out[:, D_LO] > out[:, K0]
     cuts_hi = out[:, Q0] + out[:, D_HI] < out[:, K1]
     out[:, D_LO] = np.where(cuts_lo, out[:, D_LO], -NO_DIAGONAL)
     out[:, D_HI] = np.where(cuts_hi, out[:, D_HI], NO_DIAGONAL)
-    return out
+    return out, index
 
 
 def _ramp_sum(first: IntArray, slope: int, start: IntArray, stop: IntArray) -> IntArray:
@@ -115,23 +119,25 @@ def cut_rows(bands: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
         ``(pieces, segment)``: the pieces inside the segments, in the order of the bands, and
         the segment of each piece, int64 ``[num_pieces]``.
     """
-    return _cut(bands, bounds, Q0, Q1)
-
-
-def cut_columns(bands: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
-    """Cuts bands at column (key) boundaries; see `cut_rows`."""
-    return _cut(bands, bounds, K0, K1)
-
-
-def _cut(bands: IntArray, bounds: IntArray, lo: int, hi: int) -> tuple[IntArray, IntArray]:
-    first = np.maximum(np.searchsorted(bounds, bands[:, lo], side="right") - 1, 0)
-    last = np.minimum(np.searchsorted(bounds, bands[:, hi], side="left"), len(bounds) - 1)
-    counts = np.maximum(last - first, 0)
-    index, segment = expand(first, counts)
+    index, segment = cut_intervals(bands[:, Q0], bands[:, Q1], bounds[:-1], bounds[1:])
     pieces = bands[index]
-    pieces[:, lo] = np.maximum(pieces[:, lo], bounds[segment])
-    pieces[:, hi] = np.minimum(pieces[:, hi], bounds[segment + 1])
+    pieces[:, Q0] = np.maximum(pieces[:, Q0], bounds[segment])
+    pieces[:, Q1] = np.minimum(pieces[:, Q1], bounds[segment + 1])
     return pieces, segment
+
+
+def cut_intervals(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
+    """Pairs of an interval ``[lo[i], hi[i])`` and a segment ``[starts[j], ends[j])`` that meet.
+
+    The segments are sorted and disjoint, and may leave gaps.
+
+    Returns:
+        ``(i, j)``, int64, sorted by i and then j.
+    """
+    first = np.searchsorted(ends, lo, side="right")
+    stop = np.searchsorted(starts, hi, side="left")
+    counts = np.where(lo < hi, np.maximum(stop - first, 0), 0)
+    return expand(first, counts)
 
 
 def expand(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:

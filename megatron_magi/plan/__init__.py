@@ -1,0 +1,19 @@
+"""Who computes what and what travels when: pure data, made on the CPU."""
+
+from megatron_magi.plan.cache import PlanCache
+from megatron_magi.plan.plan import Plan, PlanStats, make_dispatch, make_plan
+from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, Step, StepKind, Transfer
+
+__all__ = [
+    "Dispatch",
+    "Plan",
+    "PlanCache",
+    "PlanStats",
+    "RankPlan",
+    "Schedule",
+    "Step",
+    "StepKind",
+    "Transfer",
+    "make_dispatch",
+    "make_plan",
+]

@@ -1,0 +1,187 @@
+"""`make_plan`: a mask, a configuration and a number of ranks in; who does what out."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask import bands as bd
+from megatron_magi.plan.balance import assign_chunks
+from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.overlap import choose_degree
+from megatron_magi.plan.partition import Partition, localise, partition, split_stages
+from megatron_magi.plan.schedule import make_schedule
+from megatron_magi.plan.transfers import TransferTable
+from megatron_magi.plan.types import Dispatch, RankPlan, Schedule
+
+_FORMAT = b"plan-1"
+"""Part of the hash: ranks that run different versions of the planner must not agree."""
+
+
+@dataclass(frozen=True)
+class PlanStats:
+    """Figures of a plan. Tuples have one entry a rank.
+
+    Attributes:
+        areas: visible (query, key) pairs that the rank computes.
+        balance: largest area over the mean; 1.0 when there is nothing to compute.
+        num_rows: rows that the rank holds, padding included.
+        received_rows: rows of k and v that the rank fetches in a forward pass.
+        lower_bound_rows: rows that it needs and does not hold.
+        degree: remote stages.
+    """
+
+    areas: tuple[int, ...]
+    balance: float
+    num_rows: tuple[int, ...]
+    received_rows: tuple[int, ...]
+    lower_bound_rows: tuple[int, ...]
+    degree: int
+
+
+class Plan:
+    """Who holds what, who computes what, what travels: for one mask, all ranks. Read-only."""
+
+    def __init__(self, mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> None:
+        self.mask = mask
+        self.dispatch = dispatch
+        self.config = config
+        part = partition(mask, dispatch)
+        bands = localise(part, part.remote, dispatch.cp_size, 1)
+        self.degree = _degree(part, bands, config.overlap)
+        pieces = part.remote
+        if self.degree != 1:
+            pieces = split_stages(part, self.degree)
+            bands = localise(part, pieces, dispatch.cp_size, self.degree)
+        self._bands = bands
+        self._lower_bound = part.remote_rows
+        self._transfers = TransferTable(part.runs, pieces, dispatch.cp_size, self.degree)
+        self._received = np.zeros(dispatch.cp_size, dtype=np.int64)
+        np.add.at(self._received, pieces.dst, pieces.length)
+        overlap = config.overlap
+        self.schedule: Schedule = make_schedule(
+            self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
+        )
+        self.plan_hash = _plan_hash(mask, dispatch, self.degree, self.schedule)
+        self._rank_plans: dict[int, RankPlan] = {}
+
+    @property
+    def cp_size(self) -> int:
+        """Number of context-parallel ranks."""
+        return self.dispatch.cp_size
+
+    def for_rank(self, cp_rank: int) -> RankPlan:
+        """The part of rank ``cp_rank``; made once.
+
+        Raises:
+            ValueError: ``cp_rank`` is not in ``[0, cp_size)``.
+        """
+        if not 0 <= cp_rank < self.cp_size:
+            raise ValueError(f"cp_rank: expected 0 <= cp_rank < {self.cp_size}, got {cp_rank}")
+        if cp_rank not in self._rank_plans:
+            bands = self._bands[cp_rank]
+            self._rank_plans[cp_rank] = RankPlan(
+                cp_rank=cp_rank,
+                cp_size=self.cp_size,
+                num_rows=self.dispatch.shard_lengths[cp_rank],
+                bands=bands,
+                transfers=self._transfers.for_rank(cp_rank),
+                schedule=self.schedule,
+                plan_hash=self.plan_hash,
+                area=int(sum(bd.areas(b).sum() for b in bands)),
+            )
+        return self._rank_plans[cp_rank]
+
+    def stats(self) -> PlanStats:
+        """Balance and volume of the plan."""
+        areas = [int(sum(bd.areas(b).sum() for b in tables)) for tables in self._bands]
+        mean = sum(areas) / len(areas)
+        return PlanStats(
+            areas=tuple(areas),
+            balance=max(areas) / mean if mean else 1.0,
+            num_rows=self.dispatch.shard_lengths,
+            received_rows=tuple(self._received.tolist()),
+            lower_bound_rows=tuple(self._lower_bound.tolist()),
+            degree=self.degree,
+        )
+
+    def __repr__(self) -> str:
+        return f"Plan({self.mask!r}, cp_size={self.cp_size}, degree={self.degree}, hash={self.plan_hash:016x})"
+
+
+def make_plan(
+    mask: AttnMask, config: MagiConfig | None = None, cp_size: int = 1, dispatch: Dispatch | None = None
+) -> Plan:
+    """Plans distributed attention: pure, deterministic, on the CPU, without communication.
+
+    Args:
+        mask: the mask of the whole sequence; queries and keys are the same tokens.
+        config: how; defaults when None.
+        cp_size: number of ranks.
+        dispatch: reuse the token distribution of another plan over a sequence of the same
+            length, so that several masks (window and full layers) share one dispatch.
+
+    Raises:
+        ValueError: an argument is out of range, or ``dispatch`` does not fit.
+    """
+    config = MagiConfig() if config is None else config
+    if mask.total_seqlen_q != mask.total_seqlen_k:
+        raise ValueError(
+            f"mask: queries and keys must be the same tokens, got total_seqlen_q={mask.total_seqlen_q} and "
+            f"total_seqlen_k={mask.total_seqlen_k}"
+        )
+    if cp_size < 1:
+        raise ValueError(f"cp_size: expected at least 1, got {cp_size}")
+    if dispatch is None:
+        dispatch = make_dispatch(mask, config.dispatch, cp_size)
+    elif dispatch.total_seqlen != mask.total_seqlen_q or dispatch.cp_size != cp_size:
+        raise ValueError(
+            f"dispatch: made for {dispatch.total_seqlen} tokens over {dispatch.cp_size} ranks, "
+            f"the mask has {mask.total_seqlen_q} over {cp_size}"
+        )
+    return Plan(mask, dispatch, config)
+
+
+def make_dispatch(mask: AttnMask, config: DispatchConfig, cp_size: int) -> Dispatch:
+    """Spreads the tokens of a mask over ranks.
+
+    Raises:
+        ValueError: uneven shards of fewer tokens than ranks.
+    """
+    total = mask.total_seqlen_q
+    bounds = chunk_bounds(total, cp_size, config)
+    if len(bounds) - 1 < cp_size:
+        raise ValueError(
+            f"cp_size: {total} tokens in chunks of {int(bounds[-1] - bounds[0]) if total else 0} give "
+            f"{len(bounds) - 1} chunks, fewer than {cp_size} ranks; use a smaller chunk_size or even shards"
+        )
+    rank = assign_chunks(mask, bounds, cp_size, config)
+    ranges = tuple(_joined_ranges(bounds, rank == r) for r in range(cp_size))
+    lengths = tuple(int((r[:, 1] - r[:, 0]).sum()) for r in ranges)
+    text = hashlib.sha256(np.int64([total, cp_size]).tobytes() + bounds.tobytes() + rank.tobytes())
+    for array in (bounds, rank, *ranges):
+        array.setflags(write=False)
+    return Dispatch(total, int(bounds[-1]), cp_size, bounds, rank, ranges, lengths, text.digest())
+
+
+def _joined_ranges(bounds: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    edge = np.diff(np.concatenate([[0], mine.astype(np.int8), [0]]))
+    first, last = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
+    return np.stack([bounds[first], bounds[last]], axis=1)
+
+
+def _degree(part: Partition, bands: list[tuple[np.ndarray, ...]], config: OverlapConfig) -> int:
+    local = np.array([bd.areas(tables[0]).sum() for tables in bands])
+    remote = np.array([bd.areas(tables[1]).sum() for tables in bands])
+    return choose_degree(local, remote, part.remote_rows, config)
+
+
+def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule) -> int:
+    steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
+    text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
+    text.update(f"{degree}|{steps}|{schedule.saved_stage}".encode())
+    return int.from_bytes(text.digest()[:8], "little") >> 1

@@ -1,0 +1,57 @@
+"""Arguments of group_cast and group_reduce, and the lower bound on the bytes they move."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_magi.mask import bands as bd
+from megatron_magi.plan.partition import RemotePieces, Runs, stage_offsets
+from megatron_magi.plan.types import Transfer
+
+
+class TransferTable:
+    """All pieces of all ranks, from which the view of one rank is cut when it is asked for."""
+
+    def __init__(self, runs: Runs, pieces: RemotePieces, cp_size: int, degree: int) -> None:
+        self._pieces = pieces
+        self._cp_size = cp_size
+        self._degree = degree
+        self._src = runs.rank[pieces.run]
+        self._src_row = pieces.start - runs.bounds[pieces.run] + runs.local[pieces.run]
+        self._buffer_row = stage_offsets(pieces, cp_size, degree)
+
+    def for_rank(self, rank: int) -> tuple[Transfer, ...]:
+        """The transfers of stages 1..degree as ``rank`` sees them."""
+        return tuple(self._transfer(rank, stage) for stage in range(1, self._degree + 1))
+
+    def _transfer(self, rank: int, stage: int) -> Transfer:
+        p = self._pieces
+        sent = np.flatnonzero((self._src == rank) & (p.stage == stage))  # by dst, then start
+        received = np.flatnonzero((p.dst == rank) & (p.stage == stage))
+        by_source = received[np.lexsort((p.start[received], self._src[received]))]
+        return Transfer(
+            send_index=_rows(self._src_row[sent], p.length[sent]),
+            send_splits=self._splits(p.dst[sent], p.length[sent]),
+            recv_splits=self._splits(self._src[received], p.length[received]),
+            recv_order=self._recv_order(by_source),
+        )
+
+    def _splits(self, peer: np.ndarray, length: np.ndarray) -> tuple[int, ...]:
+        rows = np.zeros(self._cp_size, dtype=np.int64)
+        np.add.at(rows, peer, length)
+        return tuple(rows.tolist())
+
+    def _recv_order(self, by_source: np.ndarray) -> np.ndarray | None:
+        """Received row of each buffer row; None when they agree."""
+        length = self._pieces.length[by_source]
+        arrives_at = np.cumsum(length) - length
+        in_buffer = np.argsort(self._buffer_row[by_source], kind="stable")
+        if np.array_equal(in_buffer, np.arange(len(in_buffer))):
+            return None
+        return _rows(arrives_at[in_buffer], length[in_buffer])
+
+
+def _rows(first: np.ndarray, length: np.ndarray) -> np.ndarray:
+    out = bd.expand(first, length)[1]
+    out.setflags(write=False)
+    return out
