@@ -1,0 +1,238 @@
+"""Plans against a brute-force reading of the mask."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask.dense import count_cover, dense_mask
+from megatron_magi.plan import Plan, StepKind, make_plan
+
+ALGORITHMS = ("affinity", "min_heap", "sorted_sequential", "sequential")
+
+
+@st.composite
+def masks(draw, max_seqlen: int = 48) -> AttnMask:
+    """A mask of up to five random slices that do not overlap, of any type and alignment."""
+    seqlen = draw(st.integers(1, max_seqlen))
+    kept: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(0, 5))):
+        q = sorted((draw(st.integers(0, seqlen)), draw(st.integers(0, seqlen))))
+        k = sorted((draw(st.integers(0, seqlen)), draw(st.integers(0, seqlen))))
+        candidate = (*q, *k, draw(st.integers(0, 3)))
+        try:
+            AttnMask([*kept, candidate], seqlen)
+        except ValueError:
+            continue
+        kept.append(candidate)
+    return AttnMask(kept, seqlen)
+
+
+@st.composite
+def configs(draw) -> MagiConfig:
+    uneven = draw(st.booleans())
+    return MagiConfig(
+        dispatch=DispatchConfig(
+            algorithm=draw(st.sampled_from(ALGORITHMS)),
+            chunk_size=draw(st.sampled_from([None, 1, 2, 5])) if not uneven else 1,
+            uneven_shard=uneven,
+            alignment=draw(st.sampled_from([1, 2, 3])),
+        ),
+        overlap=OverlapConfig(degree=draw(st.sampled_from([None, 0, 1, 2, 5])), hide_tail_reduce=draw(st.booleans())),
+    )
+
+
+def documents(lengths: list[int] | np.ndarray, mask_type: int = 1) -> AttnMask:
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    types = np.full(len(ends), mask_type)
+    return AttnMask(np.stack([starts, ends, starts, ends, types], axis=1), int(ends[-1]))
+
+
+def uneven_lengths(total: int, num_documents: int, seed: int = 0) -> np.ndarray:
+    """Log-uniform over a factor of 64, which is how wild real documents are."""
+    weight = np.exp(np.random.default_rng(seed).uniform(0, np.log(64), num_documents))
+    lengths = np.maximum(1, (weight / weight.sum() * total).astype(np.int64))
+    lengths[-1] += total - lengths.sum()
+    return lengths
+
+
+def stage_keys(plan: Plan, cp_rank: int) -> list[np.ndarray]:
+    """Global key of every row of each stage's buffer, by carrying out the transfers on indices."""
+    held = [plan.dispatch.global_index(r) for r in range(plan.cp_size)]
+    keys = [held[cp_rank]]
+    for stage in range(plan.degree):
+        received = []
+        for src in range(plan.cp_size):
+            sent = plan.for_rank(src).transfers[stage]
+            first = sum(sent.send_splits[:cp_rank])
+            received.append(held[src][sent.send_index[first : first + sent.send_splits[cp_rank]]])
+        mine = plan.for_rank(cp_rank).transfers[stage]
+        assert tuple(len(r) for r in received) == mine.recv_splits
+        rows = np.concatenate(received)
+        keys.append(rows if mine.recv_order is None else rows[mine.recv_order])
+    return keys
+
+
+def skip_too_few_tokens(mask: AttnMask, config: MagiConfig, cp_size: int) -> bool:
+    return config.dispatch.uneven_shard and mask.total_seqlen_q < cp_size
+
+
+@settings(max_examples=150, deadline=None)
+@given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
+def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: MagiConfig, cp_size: int) -> None:
+    if skip_too_few_tokens(mask, config, cp_size):
+        return
+    plan = make_plan(mask, config, cp_size)
+    computed = np.zeros((plan.dispatch.padded_seqlen,) * 2, dtype=np.int64)
+    for rank in range(cp_size):
+        rows = plan.dispatch.global_index(rank)
+        for keys, bands in zip(stage_keys(plan, rank), plan.for_rank(rank).bands, strict=True):
+            computed[np.ix_(rows, keys)] += count_cover(bands, len(rows), len(keys))
+    n = mask.total_seqlen_q
+    np.testing.assert_array_equal(computed[:n, :n], dense_mask(mask).astype(np.int64))
+    assert computed[n:].sum() == 0 and computed[:, n:].sum() == 0
+    assert sum(plan.stats().areas) == mask.area
+
+
+@settings(max_examples=100, deadline=None)
+@given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
+def test_a_rank_receives_exactly_the_keys_it_needs_and_does_not_hold(mask, config, cp_size) -> None:
+    if skip_too_few_tokens(mask, config, cp_size):
+        return
+    plan = make_plan(mask, config, cp_size)
+    visible = dense_mask(mask)
+    for rank in range(cp_size):
+        held = plan.dispatch.global_index(rank)
+        real = held[held < mask.total_seqlen_q]
+        needed = set(np.flatnonzero(visible[real].any(axis=0)).tolist()) - set(real.tolist())
+        received = np.concatenate(stage_keys(plan, rank)[1:] or [np.zeros(0, np.int64)]).tolist()
+        assert len(received) == len(set(received))
+        assert set(received) == needed
+        assert plan.stats().received_rows[rank] == plan.stats().lower_bound_rows[rank] == len(needed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
+def test_shards_cover_the_sequence_once_and_even_shards_are_equal(mask, config, cp_size) -> None:
+    if skip_too_few_tokens(mask, config, cp_size):
+        return
+    dispatch = make_plan(mask, config, cp_size).dispatch
+    held = np.concatenate([dispatch.global_index(r) for r in range(cp_size)])
+    np.testing.assert_array_equal(np.sort(held), np.arange(dispatch.padded_seqlen))
+    np.testing.assert_array_equal(held[dispatch.undispatch_index()], np.arange(dispatch.padded_seqlen))
+    if config.dispatch.uneven_shard:
+        assert dispatch.padded_seqlen == mask.total_seqlen_q
+    else:
+        assert len(set(dispatch.shard_lengths)) == 1
+        assert dispatch.shard_lengths[0] % config.dispatch.alignment == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(mask=masks(), degree=st.integers(0, 6), hide=st.booleans(), cp_size=st.integers(1, 4))
+def test_schedules_attend_each_stage_once_after_its_fetch(mask, degree, hide, cp_size) -> None:
+    config = MagiConfig(overlap=OverlapConfig(degree=degree, hide_tail_reduce=hide))
+    plan = make_plan(mask, config, cp_size)
+    schedule = plan.schedule
+    for steps, saved in ((schedule.forward, None), (schedule.backward, schedule.saved_stage)):
+        attended = [s.stage for s in steps if s.kind is StepKind.ATTEND]
+        assert sorted(attended) == list(range(plan.degree + 1))
+        fetched = [s.stage for s in steps if s.kind is StepKind.FETCH]
+        assert sorted(fetched) == [s for s in range(1, plan.degree + 1) if s != saved]
+        for stage in fetched:
+            assert _at(steps, StepKind.FETCH, stage) < _at(steps, StepKind.ATTEND, stage)
+    reduced = [s.stage for s in schedule.backward if s.kind is StepKind.REDUCE]
+    assert sorted(reduced) == list(range(1, plan.degree + 1))
+    for stage in reduced:
+        assert _at(schedule.backward, StepKind.ATTEND, stage) < _at(schedule.backward, StepKind.REDUCE, stage)
+    if plan.degree and hide and degree != 0:
+        assert schedule.backward[-1] == (StepKind.ATTEND, 0)
+
+
+def _at(steps, kind, stage) -> int:
+    return [tuple(s) for s in steps].index((kind, stage))
+
+
+def test_plans_are_deterministic_and_hashes_tell_masks_apart() -> None:
+    mask, other = documents([5, 9, 2, 16]), documents([5, 9, 3, 15])
+    first, again = make_plan(mask, cp_size=2), make_plan(documents([5, 9, 2, 16]), cp_size=2)
+    assert first.plan_hash == again.plan_hash < 2**63
+    np.testing.assert_array_equal(first.dispatch.chunk_rank, again.dispatch.chunk_rank)
+    assert first.plan_hash != make_plan(other, cp_size=2).plan_hash
+
+
+def test_several_masks_share_one_dispatch() -> None:
+    full, window = documents([64, 64]), documents([8] * 16)
+    plan = make_plan(full, cp_size=4)
+    second = make_plan(window, cp_size=4, dispatch=plan.dispatch)
+    assert second.dispatch is plan.dispatch
+    assert sum(second.stats().areas) == window.area
+    with pytest.raises(ValueError, match="dispatch: made for 128 tokens over 4 ranks"):
+        make_plan(full, cp_size=2, dispatch=plan.dispatch)
+
+
+def test_64_uneven_documents_over_8_ranks_balance_within_two_percent() -> None:
+    for seed in range(5):
+        plan = make_plan(documents(uneven_lengths(131072, 64, seed)), cp_size=8)
+        assert plan.stats().balance <= 1.02
+
+
+def test_affinity_moves_fewer_rows_than_min_heap_at_the_same_balance() -> None:
+    mask = documents(uneven_lengths(131072, 64))
+    affinity = make_plan(mask, cp_size=8).stats()
+    heap = make_plan(mask, MagiConfig(dispatch=DispatchConfig(algorithm="min_heap")), 8).stats()
+    assert affinity.balance <= 1.02
+    assert sum(affinity.received_rows) < 0.5 * sum(heap.received_rows)
+
+
+def test_a_million_tokens_in_500_documents_over_64_ranks_plan_in_a_second() -> None:
+    mask = documents(uneven_lengths(1 << 20, 500))
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        plan = make_plan(mask, cp_size=64)
+        for rank in range(64):
+            plan.for_rank(rank)
+        best = min(best, time.perf_counter() - start)
+    assert plan.stats().balance <= 1.05
+    assert best < 1.0
+
+
+def test_the_cost_model_adds_stages_only_where_they_hide_something() -> None:
+    mask = documents([4096])
+    slow_link = OverlapConfig(cost=CostModel(gbytes_per_s=1.0, tflops=10.0, stage_latency_us=1.0))
+    slow_stage = OverlapConfig(cost=CostModel(stage_latency_us=1e6))
+    assert make_plan(mask, MagiConfig(overlap=slow_link), 4).degree > 1
+    assert make_plan(mask, MagiConfig(overlap=slow_stage), 4).degree == 1
+    assert make_plan(documents([1024] * 4), cp_size=1).degree == 0
+
+
+def test_documents_that_fit_their_ranks_move_nothing() -> None:
+    plan = make_plan(documents([256] * 4), MagiConfig(dispatch=DispatchConfig(chunk_size=256)), 4)
+    assert plan.degree == 0
+    assert plan.stats().received_rows == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [({"cp_size": 0}, "cp_size"), ({"config": MagiConfig(dispatch=DispatchConfig(uneven_shard=True)), "cp_size": 9}, "cp_size")],
+)
+def test_bad_arguments_name_themselves(kwargs, name) -> None:
+    with pytest.raises(ValueError, match=name):
+        make_plan(documents([4, 4]), **kwargs)
+
+
+def test_queries_and_keys_must_be_the_same_tokens() -> None:
+    with pytest.raises(ValueError, match="total_seqlen_k"):
+        make_plan(AttnMask([(0, 4, 0, 8, 0)], 4, 8), cp_size=1)
+
+
+def test_a_rank_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="cp_rank"):
+        make_plan(documents([8]), cp_size=2).for_rank(2)
