@@ -1,7 +1,7 @@
 """Who computes what and what travels when: pure data, made on the CPU."""
 
 from megatron_magi.plan.cache import PlanCache
-from megatron_magi.plan.plan import Plan, PlanStats, make_dispatch, make_plan
+from megatron_magi.plan.plan import Plan, PlanStats, dispatch_from_chunks, make_dispatch, make_plan
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, Step, StepKind, Transfer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Step",
     "StepKind",
     "Transfer",
+    "dispatch_from_chunks",
     "make_dispatch",
     "make_plan",
 ]

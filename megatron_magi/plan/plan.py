@@ -159,13 +159,28 @@ def make_dispatch(mask: AttnMask, config: DispatchConfig, cp_size: int) -> Dispa
             f"cp_size: {total} tokens in chunks of {int(bounds[-1] - bounds[0]) if total else 0} give "
             f"{len(bounds) - 1} chunks, fewer than {cp_size} ranks; use a smaller chunk_size or even shards"
         )
-    rank = assign_chunks(mask, bounds, cp_size, config)
+    return dispatch_from_chunks(total, bounds, assign_chunks(mask, bounds, cp_size, config), cp_size)
+
+
+def dispatch_from_chunks(
+    total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank: np.ndarray, cp_size: int
+) -> Dispatch:
+    """A dispatch of one's own: chunk i is ``[chunk_bounds[i], chunk_bounds[i + 1])`` on ``chunk_rank[i]``.
+
+    Raises:
+        ValueError: the bounds do not cover the tokens in order, or a rank is out of range.
+    """
+    bounds, rank = np.array(chunk_bounds, dtype=np.int64), np.array(chunk_rank, dtype=np.int64)
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] < total_seqlen or (np.diff(bounds) <= 0).any():
+        raise ValueError(f"chunk_bounds: expected increasing bounds from 0 to at least {total_seqlen} tokens")
+    if rank.shape != (len(bounds) - 1,) or (rank < 0).any() or (rank >= cp_size).any():
+        raise ValueError(f"chunk_rank: expected {len(bounds) - 1} ranks in [0, {cp_size})")
     ranges = tuple(_joined_ranges(bounds, rank == r) for r in range(cp_size))
     lengths = tuple(int((r[:, 1] - r[:, 0]).sum()) for r in ranges)
-    text = hashlib.sha256(np.int64([total, cp_size]).tobytes() + bounds.tobytes() + rank.tobytes())
+    text = hashlib.sha256(np.int64([total_seqlen, cp_size]).tobytes() + bounds.tobytes() + rank.tobytes())
     for array in (bounds, rank, *ranges):
         array.setflags(write=False)
-    return Dispatch(total, int(bounds[-1]), cp_size, bounds, rank, ranges, lengths, text.digest())
+    return Dispatch(total_seqlen, int(bounds[-1]), cp_size, bounds, rank, ranges, lengths, text.digest())
 
 
 def _joined_ranges(bounds: np.ndarray, mine: np.ndarray) -> np.ndarray:

@@ -1,0 +1,110 @@
+"""Balance and communication of every way to spread a batch over ranks; needs no GPU.
+
+    python benchmarks/bench_dispatch.py [--csv FILE]
+
+Columns: largest area over the mean (1.00 is perfect), rows of k and v that the mean and the busiest
+rank fetch, as a share of the whole sequence, and the time to plan all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask import AttnMask
+from megatron_magi.plan import Dispatch, Plan, dispatch_from_chunks, make_plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """A packed batch of causal documents, lengths log-uniform over a factor of 64."""
+
+    total_seqlen: int
+    num_documents: int
+    cp_size: int
+
+    def mask(self, seed: int) -> AttnMask:
+        """The mask of a batch drawn with ``seed``."""
+        weight = np.exp(np.random.default_rng(seed).uniform(0, np.log(64), self.num_documents))
+        lengths = np.maximum(1, (weight / weight.sum() * self.total_seqlen).astype(np.int64))
+        lengths[-1] += self.total_seqlen - lengths.sum()
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        return AttnMask(np.stack([starts, ends, starts, ends, np.ones_like(ends)], axis=1), self.total_seqlen)
+
+
+CASES = (
+    Case(131_072, 64, 8),
+    Case(131_072, 1, 8),
+    Case(65_536, 20, 4),
+    Case(1 << 20, 500, 64),
+    Case(1 << 20, 64, 64),
+)
+SEEDS = range(5)
+
+
+def zigzag(total_seqlen: int, cp_size: int) -> Dispatch:
+    """Two chunks a rank, mirrored: what Megatron and TransformerEngine do for one causal document."""
+    bounds = np.linspace(0, total_seqlen, 2 * cp_size + 1).astype(np.int64)
+    rank = np.concatenate([np.arange(cp_size), np.arange(cp_size)[::-1]])
+    return dispatch_from_chunks(total_seqlen, bounds, rank, cp_size)
+
+
+def contiguous(total_seqlen: int, cp_size: int) -> Dispatch:
+    """One piece a rank."""
+    bounds = np.linspace(0, total_seqlen, cp_size + 1).astype(np.int64)
+    return dispatch_from_chunks(total_seqlen, bounds, np.arange(cp_size), cp_size)
+
+
+def plans(mask: AttnMask, cp_size: int):
+    """Yields ``(name, plan, seconds)``."""
+    for name, fixed in (("contiguous", contiguous), ("zigzag", zigzag)):
+        yield name, *_timed(mask, cp_size, MagiConfig(), fixed(mask.total_seqlen_q, cp_size))
+    for name in ("sorted_sequential", "min_heap", "affinity"):
+        yield name, *_timed(mask, cp_size, MagiConfig(dispatch=DispatchConfig(algorithm=name)), None)
+
+
+def _timed(mask: AttnMask, cp_size: int, config: MagiConfig, dispatch: Dispatch | None) -> tuple[Plan, float]:
+    start = time.perf_counter()
+    plan = make_plan(mask, config, cp_size, dispatch)
+    for rank in range(cp_size):
+        plan.for_rank(rank)
+    return plan, time.perf_counter() - start
+
+
+def main() -> None:
+    """Prints the table; the worst balance and the mean of the rest over the seeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="also write the rows to this file")
+    path = parser.parse_args().csv
+    header = ["tokens", "documents", "ranks", "dispatch", "worst_balance", "mean_fetch", "max_fetch", "plan_s"]
+    print("".join(f"{h:>18}" for h in header))
+    rows = []
+    for case in CASES:
+        found: dict[str, list[tuple[float, float, float, float]]] = {}
+        for seed in SEEDS:
+            for name, plan, seconds in plans(case.mask(seed), case.cp_size):
+                stats = plan.stats()
+                fetched = np.array(stats.received_rows) / case.total_seqlen
+                found.setdefault(name, []).append((stats.balance, fetched.mean(), fetched.max(), seconds))
+        for name, values in found.items():
+            v = np.array(values)
+            figures = [v[:, 0].max(), v[:, 1].mean(), v[:, 2].mean(), v[:, 3].mean()]
+            rows.append([case.total_seqlen, case.num_documents, case.cp_size, name, *(f"{x:.4f}" for x in figures)])
+            print("".join(f"{c!s:>18}" for c in rows[-1]), flush=True)
+    if path:
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows([header, *rows])
+    # The default must keep the promise of the documentation.
+    bad = [r for r in rows if r[3] == "affinity" and r[1] > 1 and float(r[4]) > (1.02 if r[2] <= 8 else 1.05)]
+    sys.exit(f"balance of the default dispatch is off: {bad}" if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
