@@ -1,0 +1,125 @@
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_magi.mask import AttnMask, AttnRange, AttnRanges, AttnSlice, MaskType, builders
+from megatron_magi.mask.dense import count_cover, dense_mask
+from megatron_magi.mask.overlap import find_overlap
+
+SIZE = 9
+
+
+def slice_tables(max_slices):
+    pair = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
+    row = st.tuples(pair, pair, st.sampled_from(list(MaskType))).map(lambda r: (*r[0], *r[1], int(r[2])))
+    return st.lists(row, min_size=1, max_size=max_slices)
+
+
+@given(slice_tables(1))
+def test_the_four_mask_types_are_what_they_say(rows):
+    q0, q1, k0, k1, mask_type = rows[0]
+    expected = np.zeros((SIZE, SIZE), dtype=bool)
+    for q in range(q0, q1):
+        for k in range(k0, k1):
+            below_bottom_right = k1 - 1 - k >= q1 - 1 - q
+            above_top_left = k - k0 >= q - q0
+            expected[q, k] = {
+                MaskType.FULL: True,
+                MaskType.CAUSAL: below_bottom_right,
+                MaskType.INV_CAUSAL: above_top_left,
+                MaskType.BI_CAUSAL: below_bottom_right and above_top_left,
+            }[MaskType(mask_type)]
+    mask = AttnMask(rows, SIZE)
+    np.testing.assert_array_equal(dense_mask(mask), expected)
+    assert mask.area == expected.sum()
+
+
+@given(slice_tables(5))
+def test_slices_that_share_a_pair_are_refused_and_named(rows):
+    bands = [AttnMask([row], SIZE).bands_untightened for row in rows]
+    cover = count_cover(np.concatenate(bands), SIZE, SIZE)
+    if cover.max() <= 1:
+        assert AttnMask(rows, SIZE).area == cover.sum()
+        return
+    with pytest.raises(ValueError, match="overlap") as error:
+        AttnMask(rows, SIZE)
+    i, j, q, k = find_overlap(np.concatenate(bands))
+    assert i < j
+    for named in (i, j):
+        assert dense_mask(AttnMask([rows[named]], SIZE))[q, k]
+        assert f"slice {named} {AttnMask([rows[named]], SIZE).slices[0]!r}" in str(error.value)
+    assert f"query {q}, key {k}" in str(error.value)
+
+
+def test_rectangles_may_overlap_where_their_visible_areas_do_not():
+    both = [(0, 6, 0, 6, MaskType.CAUSAL), (0, 5, 1, 6, MaskType.INV_CAUSAL)]
+    assert AttnMask(both, 6).area == 36
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ((0, 5, 0, 4, 0), r"q_range of slice 0: \[0, 5\) is not a range in \[0, 4\)"),
+        ((0, 4, 0, 5, 0), r"k_range of slice 0: \[0, 5\) is not a range in \[0, 4\)"),
+        ((3, 2, 0, 4, 0), r"q_range of slice 0: \[3, 2\)"),
+        ((0, 4, -1, 4, 0), r"k_range of slice 0: \[-1, 4\)"),
+        ((0, 4, 0, 4, 4), "mask_type of slice 0: expected 0, 1, 2 or 3, got 4"),
+    ],
+)
+def test_slices_out_of_bounds_are_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        AttnMask([row], 4)
+
+
+def test_other_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="total_seqlen_q: must not be negative"):
+        AttnMask([], -1)
+    with pytest.raises(ValueError, match="total_seqlen_k: must not be negative"):
+        AttnMask([], 1, -1)
+    with pytest.raises(ValueError, match=r"slices: expected shape \[n, 5\]"):
+        AttnMask([(0, 1, 0, 1)], 4)
+    with pytest.raises(ValueError, match="lengths disagree: 1, 2, 1"):
+        AttnMask.from_ranges([(0, 1)], [(0, 1), (1, 2)], [0], 4)
+    with pytest.raises(ValueError, match=r"expected 0 <= start <= end, got \[3, 2\)"):
+        AttnRange(3, 2)
+
+
+def test_slices_ranges_and_tables_build_equal_masks():
+    table = AttnMask([(0, 4, 0, 4, 1), (4, 8, 0, 8, 0)], 8)
+    objects = AttnMask([AttnSlice(AttnRange(a, b), AttnRange(c, d), MaskType(t)) for a, b, c, d, t in table.table], 8)
+    ranges = AttnMask.from_ranges([(0, 4), (4, 8)], AttnRanges.from_ranges([[0, 4], [0, 8]]), [1, 0], 8)
+    assert table == objects == ranges
+    assert table.slices == objects.slices
+    assert len({table, objects, ranges}) == 1
+
+
+def test_masks_differ_when_slices_types_or_lengths_do():
+    masks = [
+        builders.causal(8),
+        builders.full(8),
+        builders.causal(8, 9),
+        AttnMask([(0, 8, 0, 8, 1)], 9),
+        AttnMask([(0, 8, 0, 8, 1)], 9, 8),
+        builders.varlen([0, 4, 8]),
+    ]
+    assert len(set(masks)) == len({m.digest for m in masks}) == len(masks)
+
+
+def test_a_mask_cannot_be_changed_and_survives_pickling():
+    mask = builders.causal(8)
+    with pytest.raises(ValueError):
+        mask.table[0, 0] = 1
+    with pytest.raises(ValueError):
+        mask.bands[0, 0] = 1
+    again = pickle.loads(pickle.dumps(mask))
+    assert again == mask and again.area == mask.area
+
+
+def test_the_table_given_can_be_reused_by_its_owner():
+    rows = np.array([[0, 8, 0, 8, 1]])
+    mask = AttnMask(rows, 8)
+    rows[:] = 0
+    assert mask == builders.causal(8)
