@@ -1,0 +1,1 @@
+"""Implementations of slice attention. Each module has `forward` and `backward`; none imports another."""

@@ -1,0 +1,259 @@
+"""Blocked attention in plain torch, on any device: memory grows with the tokens, never with their square.
+
+Walks the blocks of `megatron_magi.ops.block_plan`. Inside, tensors are head-major: the rows of a
+block and the query heads of one key head are one matrix dimension, so grouped heads need no
+copies of k and v. Inputs narrower than fp32 are multiplied as they are on CUDA, into fp32; on a CPU
+they are widened first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.ops.block_plan import BlockPlan, KeyChunk, RowBlock, Selection, block_plan
+from megatron_magi.ops.merge import accumulate_dtype, merge_
+from megatron_magi.ops.options import AttnOptions
+
+
+class _Scales(NamedTuple):
+    """Where the scale and the cap are multiplied in: into q where q is wide enough to stay exact."""
+
+    on_q: float
+    on_logits: float  # after the matrix product
+    softcap: float
+    on_dq: float
+    on_dk: float
+
+    @classmethod
+    def make(cls, options: AttnOptions, is_wide: bool) -> _Scales:
+        inner = options.softmax_scale / (options.softcap or 1.0)  # argument of tanh, or the logit
+        on_q = inner if is_wide else 1.0
+        return cls(on_q, inner / on_q, options.softcap, options.softmax_scale, options.softmax_scale / on_q)
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    accumulate: bool,
+    sink_lse: Tensor | None,
+    return_max_logits: bool,
+) -> Tensor | None:
+    """Writes attention to ``out`` and ``lse``, or merges it into them with ``accumulate``.
+
+    Arguments are those of `slice_attention_forward`, checked. ``sink_lse``: ``[num_heads_q]``
+    or ``[num_rows, num_heads_q]``. Returns max_logits if asked for.
+    """
+    plan = block_plan(bands, q.shape[1], q.device)
+    scales = _Scales.make(options, _is_wide(q))
+    num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
+    rows_q, rows_k, rows_v = _grouped(q, num_heads_kv, scales.on_q), _head_major(k), _head_major(v)
+    result = torch.zeros((*rows_q.shape[:3], v.shape[2]), dtype=dtype, device=q.device)
+    # The largest logit and the lse of each row.
+    stats = torch.full((2, *rows_q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
+    for block in plan.blocks:
+        block_out, largest, block_lse = _attend(block, plan, rows_q, rows_k, rows_v, scales)
+        _put(result, block, block_out)
+        _put(stats[1], block, block_lse)
+        if return_max_logits:
+            _put(stats[0], block, largest)
+    result = _rows(result)
+    max_logits, row_lse = (_rows(s)[..., 0] for s in stats)
+    if sink_lse is not None:
+        # A partial result over no key: the sink adds to the denominator, nothing to the output.
+        merge_(result, row_lse, result.new_zeros(()).expand_as(result), sink_lse.expand_as(row_lse))
+    if accumulate:
+        merge_(out, lse, result, row_lse)
+    else:
+        out.copy_(result)
+        lse.copy_(row_lse)
+    if not return_max_logits:
+        return None
+    return max_logits.amax(dim=0) if len(max_logits) else max_logits.new_full(max_logits.shape[1:], -torch.inf)
+
+
+@torch.no_grad()
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    *,
+    grads: tuple[Tensor, Tensor, Tensor],
+    accumulate: bool,
+) -> None:
+    """Writes dq, dk, dv to ``grads``, or adds to them with ``accumulate``.
+
+    Arguments are those of `slice_attention_backward`, checked.
+    """
+    plan = block_plan(bands, q.shape[1], q.device)
+    scales = _Scales.make(options, _is_wide(q))
+    num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
+    tensors = _BackwardTensors(
+        q=_grouped(q, num_heads_kv, scales.on_q),
+        k=_head_major(k),
+        v=_head_major(v),
+        dout=_grouped(dout.to(q.dtype), num_heads_kv, 1.0),
+        # A row without keys and sinks is in no block; 0 keeps -inf - -inf away in any case.
+        lse=_grouped(lse[..., None].to(dtype).nan_to_num(neginf=0.0), num_heads_kv, 1.0),
+        delta=_grouped(delta[..., None].to(dtype), num_heads_kv, 1.0),
+        dq=torch.zeros(_grouped_shape(q, num_heads_kv), dtype=dtype, device=q.device),
+        dk=torch.zeros((num_heads_kv, k.shape[0], k.shape[2]), dtype=dtype, device=q.device),
+        dv=torch.zeros((num_heads_kv, v.shape[0], v.shape[2]), dtype=dtype, device=q.device),
+    )
+    for block in plan.blocks:
+        _attend_backward(block, plan, tensors, scales)
+    dq, dk, dv = _rows(tensors.dq), tensors.dk.transpose(0, 1), tensors.dv.transpose(0, 1)
+    if scales.on_dk != 1.0:
+        dk.mul_(scales.on_dk)
+    dq.mul_(scales.on_dq)
+    for into, grad in zip(grads, (dq, dk, dv), strict=True):
+        into.copy_(into + grad if accumulate else grad)
+
+
+class _BackwardTensors(NamedTuple):
+    """Head-major: ``[num_heads_kv, num_rows, group, dim]``, keys ``[num_heads_kv, num_keys, dim]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def _attend(
+    block: RowBlock, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, scales: _Scales
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, largest logit and lse of a block, ``[num_heads_kv, num_rows * group, dim or 1]``."""
+    rows_q = _take(q, block.rows)
+    out = largest = total = None
+    for chunk in block.chunks:
+        logits = _logits(block, chunk, plan, rows_q, _take(k, chunk.keys), scales)
+        # A row may see nothing of this chunk: a finite maximum keeps -inf - -inf away.
+        new = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+        if largest is not None:
+            new = torch.maximum(new, largest)
+        p = logits.sub_(new).exp_()
+        chunk_total = p.sum(dim=-1, keepdim=True)
+        chunk_out = _product(p.to(v.dtype), _take(v, chunk.keys))
+        if largest is not None:
+            keep = torch.exp(largest - new)
+            chunk_total.addcmul_(total, keep)
+            chunk_out.addcmul_(out, keep)
+        out, largest, total = chunk_out, new, chunk_total
+    return out.div_(total), largest, total.log().add_(largest)
+
+
+def _attend_backward(block: RowBlock, plan: BlockPlan, t: _BackwardTensors, scales: _Scales) -> None:
+    rows_q, dout = _take(t.q, block.rows), _take(t.dout, block.rows)
+    lse, delta = _take(t.lse, block.rows), _take(t.delta, block.rows)
+    dq = None
+    for chunk in block.chunks:
+        keys = _take(t.k, chunk.keys)
+        logits = _logits(block, chunk, plan, rows_q, keys, scales)
+        p = torch.sub(logits, lse, out=None if scales.softcap else logits).exp_()
+        dlogits = _product(dout, _take(t.v, chunk.keys).transpose(1, 2)).sub_(delta).mul_(p)
+        if scales.softcap:
+            slope = logits.div_(scales.softcap).square_().neg_().add_(1)
+            # Hidden pairs: p is 0, the slope of a logit of -inf is not finite.
+            dlogits.mul_(slope).masked_fill_(p == 0, 0)
+        dlogits = dlogits.to(rows_q.dtype)
+        _add_product(t.dv, chunk.keys, p.to(dout.dtype).transpose(1, 2), dout)
+        _add_product(t.dk, chunk.keys, dlogits.transpose(1, 2), rows_q)
+        chunk_dq = _product(dlogits, keys)
+        dq = chunk_dq if dq is None else dq.add_(chunk_dq)
+    _put(t.dq, block, dq)
+
+
+def _logits(
+    block: RowBlock, chunk: KeyChunk, plan: BlockPlan, rows_q: Tensor, keys: Tensor, scales: _Scales
+) -> Tensor:
+    """``[num_heads_kv, num_rows * group, num_keys]``, -inf where hidden, in the accumulation dtype."""
+    logits = _product(rows_q, keys.transpose(1, 2))
+    if scales.on_logits != 1.0:
+        logits.mul_(scales.on_logits)
+    if scales.softcap:
+        logits.tanh_().mul_(scales.softcap)
+    mask = chunk.mask
+    if mask is not None:
+        hidden = mask.hidden(plan.columns, block.num_rows)
+        by_row = logits.view(logits.shape[0], block.num_rows, -1, chunk.num_keys)
+        by_row[..., mask.first : mask.last].masked_fill_(hidden[:, None], -torch.inf)
+    return logits
+
+
+def _is_wide(t: Tensor) -> bool:
+    """Whether the matrix products run in the accumulation dtype."""
+    return t.device.type != "cuda" or t.dtype in (torch.float32, torch.float64)
+
+
+def _grouped_shape(t: Tensor, num_heads_kv: int) -> tuple[int, int, int, int]:
+    num_rows, num_heads_q, dim = t.shape
+    return num_heads_kv, num_rows, num_heads_q // num_heads_kv, dim
+
+
+def _grouped(t: Tensor, num_heads_kv: int, scale: float) -> Tensor:
+    """``[num_rows, num_heads_q, dim]`` as contiguous ``[num_heads_kv, num_rows, group, dim]``."""
+    t = t.to(accumulate_dtype(t.dtype)) if _is_wide(t) else t
+    t = t.unflatten(1, (num_heads_kv, -1)).permute(1, 0, 2, 3)
+    return (t if scale == 1.0 else t * scale).contiguous()
+
+
+def _head_major(t: Tensor) -> Tensor:
+    t = t.to(accumulate_dtype(t.dtype)) if _is_wide(t) else t
+    return t.transpose(0, 1).contiguous()
+
+
+def _rows(t: Tensor) -> Tensor:
+    """The inverse of `_grouped`, as a new tensor or a view."""
+    return t.permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def _take(t: Tensor, tokens: Selection) -> Tensor:
+    """The tokens of a block; grouped heads join the rows: ``[num_heads_kv, tokens * group, dim]``."""
+    t = t[:, tokens] if isinstance(tokens, slice) else t.index_select(1, tokens)
+    return t.flatten(1, 2) if t.ndim == 4 else t
+
+
+def _put(into: Tensor, block: RowBlock, value: Tensor) -> None:
+    """Writes the rows of a block; every row is in one block only."""
+    value = value.view(into.shape[0], block.num_rows, *into.shape[2:])
+    if isinstance(block.rows, slice):
+        into[:, block.rows] = value
+    else:
+        into.index_copy_(1, block.rows, value)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched ``a @ b``, summed and returned in the accumulation dtype."""
+    if a.dtype == accumulate_dtype(a.dtype):
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _add_product(into: Tensor, tokens: Selection, a: Tensor, b: Tensor) -> None:
+    """``into[:, tokens] += a @ b``. An index has no token twice, so the order of sums is fixed."""
+    if not isinstance(tokens, slice):
+        into.index_add_(1, tokens, _product(a, b))
+    elif a.dtype == into.dtype:
+        into[:, tokens].baddbmm_(a, b)
+    else:
+        into[:, tokens].add_(_product(a, b))

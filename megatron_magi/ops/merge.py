@@ -1,0 +1,131 @@
+"""Combining partial attention results, and the mathematics of sinks.
+
+A partial result over a set of keys is a pair ``(out, lse)``: the normalised output and the
+log of its denominator. Two results over disjoint keys combine by
+
+    lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+which is associative and commutative, with ``(0, -inf)``, the result over no key, as identity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, fp32 for everything narrower: the dtype of lse and of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over the keys of both partial results. Differentiable.
+
+    Args:
+        out_a, out_b: ``[num_rows, num_heads_q, head_dim_v]``, any float dtypes.
+        lse_a, lse_b: ``[num_rows, num_heads_q]``, natural log, -inf where a row saw no key.
+
+    Returns:
+        ``(out, lse)``: out in the wider dtype of the two outs. Rows that are -inf on both
+        sides give out 0 and lse -inf, without NaN, in the gradients too.
+
+    Raises:
+        ValueError: shapes disagree.
+    """
+    _check_partial("out_a", out_a, "lse_a", lse_a)
+    _check_partial("out_b", out_b, "lse_b", lse_b)
+    if out_a.shape != out_b.shape:
+        raise ValueError(f"out_b: expected the shape of out_a, {list(out_a.shape)}, got {list(out_b.shape)}")
+    weight_a, weight_b, lse = _weights(lse_a, lse_b)
+    # A side without keys is dropped, not multiplied by 0: its output may be garbage.
+    part_a = torch.where(weight_a[..., None] > 0, out_a, 0) * weight_a[..., None]
+    part_b = torch.where(weight_b[..., None] > 0, out_b, 0) * weight_b[..., None]
+    return (part_a + part_b).to(torch.promote_types(out_a.dtype, out_b.dtype)), lse
+
+
+@torch.no_grad()
+def merge_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
+    """`merge` of a new partial result into ``(out, lse)``, in place; keeps their dtypes.
+
+    Raises:
+        ValueError: shapes disagree.
+    """
+    merged, merged_lse = merge(out, lse, out_new, lse_new)
+    out.copy_(merged)
+    lse.copy_(merged_lse)
+
+
+def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    largest = torch.maximum(lse_a, lse_b).detach()
+    nothing = largest == -torch.inf
+    # The shift cancels in the result. 0 where both sides are empty keeps -inf - -inf away.
+    shift = largest.masked_fill(nothing, 0)
+    exp_a, exp_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+    # The denominator of an empty row is 1, so that neither value nor gradient divides by 0.
+    total = (exp_a + exp_b).masked_fill(nothing, 1)
+    lse = (total.log() + shift).masked_fill(nothing, -torch.inf)
+    return exp_a / total, exp_b / total, lse
+
+
+def _check_partial(out_name: str, out: Tensor, lse_name: str, lse: Tensor) -> None:
+    if out.ndim < 1 or lse.shape != out.shape[:-1]:
+        raise ValueError(
+            f"{lse_name}: expected the shape of {out_name} without its last dimension, "
+            f"{list(out.shape[:-1])}, got {list(lse.shape)}"
+        )
+
+
+def check_sink(sink: Tensor, num_rows: int, num_heads_q: int) -> None:
+    """Raises ValueError unless ``sink`` has one of the two layouts (see `sink_lse`)."""
+    if not sink.dtype.is_floating_point:
+        raise ValueError(f"sink: expected a floating-point dtype, got {sink.dtype}")
+    shared = sink.ndim == 2 and sink.shape[1] == num_heads_q
+    per_row = sink.ndim == 3 and sink.shape[0] == num_rows and sink.shape[2] == num_heads_q
+    if not (shared or per_row):
+        raise ValueError(
+            f"sink: expected shape [num_sinks, {num_heads_q}] or [{num_rows}, num_sinks, {num_heads_q}], "
+            f"got {list(sink.shape)}"
+        )
+
+
+def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
+    """All sinks of a head as one term of the denominator.
+
+    Sinks are logits without a value: a row's denominator gains ``sum_i exp(sink_i)`` and its
+    output gains nothing. As a partial result that is ``(0, sink_lse)``.
+
+    Args:
+        sink: ``[num_sinks, num_heads_q]`` for all rows ("sh"), or ``[num_rows, num_sinks,
+            num_heads_q]`` ("ssh").
+        dtype: dtype of the result.
+
+    Returns:
+        ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; -inf when there is no sink.
+    """
+    return torch.logsumexp(sink.to(dtype), dim=-2)
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of the sink, from what the backward of attention has anyway.
+
+    The output of a row is ``sum_k p_k v_k`` with ``p_k = exp(s_k - lse)``. A sink enters by lse
+    alone, with ``d lse / d sink = exp(sink - lse)``, its share of the denominator. So
+    ``d out / d sink = -exp(sink - lse) * out``, and summed against dout
+
+        dsink = -sum over rows of exp(sink - lse) * delta,   delta = rowsum(dout * out)
+
+    Args:
+        sink: either layout of `sink_lse`.
+        lse: ``[num_rows, num_heads_q]``, final: over all keys and the sink.
+        delta: ``[num_rows, num_heads_q]``, rowsum(dout * out).
+
+    Returns:
+        Gradient with the shape and dtype of ``sink``, over the rows given.
+    """
+    per_row = sink.ndim == 3
+    logits = (sink if per_row else sink[None]).to(lse.dtype)
+    # lse is -inf only if every sink of the head is too: then the share is 0, not NaN.
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    grad = -torch.exp(logits - lse[:, None]) * delta[:, None]
+    return (grad if per_row else grad.sum(0)).to(sink.dtype)

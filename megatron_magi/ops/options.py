@@ -1,0 +1,96 @@
+"""What an implementation needs beside tensors, and the checks all of them rely on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.mask import bands as bd
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class AttnOptions:
+    """Numbers and switches of one attention call.
+
+    Attributes:
+        softmax_scale: factor of q @ k.
+        softcap: 0 for none; else logits become ``softcap * tanh(logit / softcap)``.
+        deterministic: bitwise repeatable results.
+        sm_margin: streaming multiprocessors left to communication.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+    deterministic: bool = False
+    sm_margin: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
+            raise ValueError(f"softmax_scale: expected a positive finite number, got {self.softmax_scale}")
+        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise ValueError(f"softcap: expected 0 (none) or a positive finite number, got {self.softcap}")
+        if self.sm_margin < 0:
+            raise ValueError(f"sm_margin: must not be negative, got {self.sm_margin}")
+
+
+def make_options(q: Tensor, softmax_scale: float | None, softcap: float, deterministic: bool, sm_margin: int):
+    """`AttnOptions` with the default scale, ``1 / sqrt(head_dim)``."""
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[-1])
+    return AttnOptions(float(softmax_scale), float(softcap), bool(deterministic), int(sm_margin))
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError, naming the argument, unless q, k and v fit together."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != 3:
+            raise ValueError(f"{name}: expected [num_tokens, num_heads, head_dim], got shape {list(t.shape)}")
+        if t.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name}: expected a floating-point dtype of 16 to 64 bits, got {t.dtype}")
+        if t.dtype != q.dtype:
+            raise ValueError(f"{name}: expected the dtype of q, {q.dtype}, got {t.dtype}")
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {t.device}")
+    if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1]:
+        raise ValueError(f"v: expected the tokens and heads of k, {list(k.shape[:2])}, got {list(v.shape[:2])}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k: expected the head_dim of q, {q.shape[2]}, got {k.shape[2]}")
+    if min(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) < 1:
+        raise ValueError(f"q, k, v: heads and head_dim must be positive, got {list(q.shape)}, {list(v.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q: expected num_heads_q to be a multiple of num_heads_kv, {k.shape[1]}, got {q.shape[1]}"
+        )
+
+
+def check_like(name: str, t: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raises ValueError, naming the argument, unless it is a float tensor of this shape and device."""
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(t.shape)}")
+    if t.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name}: expected a floating-point dtype of 16 to 64 bits, got {t.dtype}")
+    if t.device != device:
+        raise ValueError(f"{name}: expected the device of q, {device}, got {t.device}")
+
+
+def check_bands(bands: np.ndarray, num_rows: int, num_keys: int) -> np.ndarray:
+    """The table, if it lies inside ``num_rows`` x ``num_keys``; else ValueError."""
+    if not isinstance(bands, np.ndarray) or bands.ndim != 2 or bands.shape[1] != bd.NUM_COLUMNS:
+        got = list(bands.shape) if hasattr(bands, "shape") else type(bands).__name__
+        raise ValueError(f"bands: expected an int64 array [n, {bd.NUM_COLUMNS}], got {got}")
+    if bands.dtype != np.int64:
+        raise ValueError(f"bands: expected dtype int64, got {bands.dtype}")
+    for what, lo, hi, total in (("queries", bd.Q0, bd.Q1, num_rows), ("keys", bd.K0, bd.K1, num_keys)):
+        bad = (bands[:, lo] < 0) | (bands[:, lo] > bands[:, hi]) | (bands[:, hi] > total)
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise ValueError(
+                f"bands: {what} of band {i}, [{bands[i, lo]}, {bands[i, hi]}), are not a range in [0, {total})"
+            )
+    return bands

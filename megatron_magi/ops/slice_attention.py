@@ -1,0 +1,261 @@
+"""Attention over a table of bands on one device: forward, backward, and both as one autograd operation.
+
+Tensors are ``thd``: q ``[num_rows, num_heads_q, head_dim]``, k ``[num_keys, num_heads_kv, head_dim]``,
+v ``[num_keys, num_heads_kv, head_dim_v]``; num_heads_q is a multiple of num_heads_kv. lse, delta
+and sums are fp32, fp64 for fp64 inputs. Rows that see no key get output 0 and lse -inf (or the
+sink's lse), and zero gradients. Values of tokens that are in no visible pair are never used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_magi.mask import AttnMask
+from megatron_magi.ops.merge import accumulate_dtype, check_sink, sink_gradient, sink_lse
+from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.options import FLOAT_DTYPES, AttnOptions, check_bands, check_like, check_qkv, make_options
+
+IMPLS = {
+    "reference": "megatron_magi.ops.impl.reference",
+    "torch": "megatron_magi.ops.impl.blocked",
+}
+"""Implementations by name: modules with `forward` and `backward`, imported when first used."""
+
+
+def resolve_impl(impl: str, device: torch.device) -> ModuleType:
+    """The module that computes: the one asked for, or for ``auto`` the best for the device.
+
+    Raises:
+        ValueError: ``impl`` is not an implementation that exists here.
+    """
+    if impl == "auto":
+        impl = "torch"
+    if impl not in IMPLS:
+        raise ValueError(
+            f"impl: {impl!r} is not available for tensors on {device.type!r}; "
+            f"use one of {', '.join(['auto', *IMPLS])}"
+        )
+    return importlib.import_module(IMPLS[impl])
+
+
+@torch.no_grad()
+def slice_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bands: np.ndarray,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One forward pass, without autograd.
+
+    Args:
+        q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides.
+        bands: int64 ``[n, 6]`` (see `megatron_magi.mask.bands`), no two of which overlap.
+        softmax_scale: factor of q @ k; ``1 / sqrt(head_dim)`` when None.
+        softcap: 0 for none, else logits become ``softcap * tanh(logit / softcap)``.
+        sink: logits without a value that join the denominator of this pass, any float dtype,
+            ``[num_sinks, num_heads_q]`` or ``[num_rows, num_sinks, num_heads_q]``.
+        out, lse: both or none; a result over other keys, into which this one is merged in place.
+        out_dtype: dtype of a new output; that of q when None.
+        return_max_logits: also return the largest visible logit of each head.
+        deterministic: bitwise repeatable results (the implementations here always are).
+        sm_margin: streaming multiprocessors left to communication; for kernels that can.
+        impl: ``auto``, ``reference`` (dense) or ``torch`` (blocked). Never falls back.
+
+    Returns:
+        ``(out, lse, max_logits)``: out ``[num_rows, num_heads_q, head_dim_v]``, lse ``[num_rows,
+        num_heads_q]``, max_logits ``[num_heads_q]`` or None.
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+    """
+    check_qkv(q, k, v)
+    bands = check_bands(bands, q.shape[0], k.shape[0])
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    module = resolve_impl(impl, q.device)
+    if (out is None) != (lse is None):
+        raise ValueError("out, lse: give both, to merge into, or none")
+    shape, dtype = (*q.shape[:2], v.shape[2]), accumulate_dtype(q.dtype)
+    accumulate = out is not None
+    if out is None or lse is None:
+        out_dtype = q.dtype if out_dtype is None else out_dtype
+        if out_dtype not in FLOAT_DTYPES:
+            raise ValueError(f"out_dtype: expected a floating-point dtype of 16 to 64 bits, got {out_dtype}")
+        out, lse = q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:2], dtype=dtype)
+    else:
+        check_like("out", out, shape, q.device)
+        check_like("lse", lse, shape[:2], q.device)
+        if out_dtype not in (None, out.dtype):
+            raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
+    if sink is not None:
+        check_sink(sink, q.shape[0], q.shape[1])
+        sink = sink_lse(sink.to(q.device), dtype)
+    max_logits = module.forward(
+        q, k, v, bands, options,
+        out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,
+    )  # fmt: skip
+    return out, lse, max_logits
+
+
+@torch.no_grad()
+def slice_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    bands: np.ndarray,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
+
+    Args:
+        dout: gradient of out, ``[num_rows, num_heads_q, head_dim_v]``, any float dtype.
+        q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl: as in
+            `slice_attention_forward`.
+        lse: ``[num_rows, num_heads_q]``.
+        delta: ``[num_rows, num_heads_q]``, see `row_delta`.
+        dq, dk, dv: gradients that this pass is added to in place; new where None.
+        grad_dtype: dtype of new gradients; that of q when None.
+
+    Returns:
+        ``(dq, dk, dv)`` with the shapes of q, k, v. The sink's gradient needs no pass: see
+        `megatron_magi.ops.merge.sink_gradient`.
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+    """
+    check_qkv(q, k, v)
+    bands = check_bands(bands, q.shape[0], k.shape[0])
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    module = resolve_impl(impl, q.device)
+    check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
+    check_like("lse", lse, q.shape[:2], q.device)
+    check_like("delta", delta, q.shape[:2], q.device)
+    grad_dtype = q.dtype if grad_dtype is None else grad_dtype
+    if grad_dtype not in FLOAT_DTYPES:
+        raise ValueError(f"grad_dtype: expected a floating-point dtype of 16 to 64 bits, got {grad_dtype}")
+    accumulate = any(grad is not None for grad in (dq, dk, dv))
+    grads = []
+    for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if given is not None:
+            check_like(name, given, like.shape, q.device)
+        elif accumulate:
+            given = like.new_zeros(like.shape, dtype=grad_dtype)
+        else:
+            given = like.new_empty(like.shape, dtype=grad_dtype)
+        grads.append(given)
+    module.backward(
+        dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
+
+    fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
+    garbage in the gradient of rows that see nothing stays there.
+    """
+    dtype = accumulate_dtype(out.dtype)
+    product = dout.to(dtype) * out.to(dtype)
+    return torch.where(out == 0, 0, product).sum(dim=-1)
+
+
+class _SliceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sink, bands, options: AttnOptions, impl: str, return_max_logits: bool):
+        out, lse, max_logits = slice_attention_forward(
+            q, k, v, bands,
+            softmax_scale=options.softmax_scale, softcap=options.softcap, sink=sink,
+            return_max_logits=return_max_logits, deterministic=options.deterministic,
+            sm_margin=options.sm_margin, impl=impl,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.bands, ctx.options, ctx.impl = bands, options, impl
+        ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
+        ctx.set_materialize_grads(False)
+        return out, lse, max_logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse, _dmax_logits):
+        if dout is None:
+            return (None,) * 8
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        delta = row_delta(dout, out)
+        dq = dk = dv = dsink = None
+        if any(ctx.needs_input_grad[:3]):
+            dq, dk, dv = slice_attention_backward(
+                dout, q, k, v, lse, delta, ctx.bands,
+                softmax_scale=ctx.options.softmax_scale, softcap=ctx.options.softcap,
+                deterministic=ctx.options.deterministic, sm_margin=ctx.options.sm_margin, impl=ctx.impl,
+            )  # fmt: skip
+        if ctx.needs_input_grad[3]:
+            dsink = sink_gradient(sink, lse, delta)
+        return dq, dk, dv, dsink, None, None, None, None
+
+
+def slice_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_or_bands: AttnMask | np.ndarray,
+    *,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    impl: str = "auto",
+) -> tuple[Tensor, AttnForwardMeta]:
+    """Attention with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
+
+    Args:
+        mask_or_bands: an `AttnMask` over ``num_rows`` x ``num_keys`` tokens, or a table of bands.
+
+    Returns:
+        ``(out, meta)``: out ``[num_rows, num_heads_q, head_dim_v]`` in the dtype of q.
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+    """
+    check_qkv(q, k, v)
+    if isinstance(mask_or_bands, AttnMask):
+        mask = mask_or_bands
+        if (mask.total_seqlen_q, mask.total_seqlen_k) != (q.shape[0], k.shape[0]):
+            raise ValueError(
+                f"mask_or_bands: the mask is over {mask.total_seqlen_q} x {mask.total_seqlen_k} tokens, "
+                f"q and k have {q.shape[0]} and {k.shape[0]}"
+            )
+        mask_or_bands = mask.bands
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, mask_or_bands, options, impl, return_max_logits)
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
