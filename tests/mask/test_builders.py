@@ -53,6 +53,7 @@ def test_sliding_window_matches_its_dense_definition(pairs, left, right, num_glo
 
 
 @given(st.integers(1, 14), window, window, st.integers(0, 5))
+@example(3, 2, 0, 0)
 def test_no_slice_of_a_window_can_be_spared(seqlen, left, right, num_global):
     """Against a search over all ways to cut the rows into groups that one slice can hold."""
     mask = builders.sliding_window(seqlen, left, right, global_tokens=num_global)
