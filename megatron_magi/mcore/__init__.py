@@ -1,0 +1,1 @@
+"""The adapter to Megatron: the only folder that imports megatron."""

@@ -1,0 +1,146 @@
+"""Repairs of the megatron-core wheel that training needs on every device, GPUs included.
+
+Each states the defect and where it is in megatron-core 0.19.2, and checks that the code it
+repairs is the code it knows. Nothing on disk is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_MARK = "_megatron_magi_repaired"
+
+
+def install() -> None:
+    """Repair what this process has imported, or will import, of megatron. Idempotent.
+
+    To be called after `cpu_device.install`, as it imports megatron.
+
+    Raises:
+        RuntimeError: a repaired function is not the one that is known, in an unknown version.
+    """
+    _repair_compile_helpers()
+    _repair_torch_norm()
+    _repair_distributed_optimizer()
+
+
+def _expect(function: Any, fragment: str) -> None:
+    """Check that ``fragment`` is in the source of ``function``."""
+    if fragment not in inspect.getsource(function):
+        raise RuntimeError(
+            f"megatron-core {metadata.version('megatron-core')}: {function.__module__}.{function.__qualname__} "
+            f"is not as expected ({fragment!r} is missing); megatron_magi knows 0.19.2"
+        )
+
+
+def _repair_compile_helpers() -> None:
+    """The wheel has the compiled dataset helper but not its Makefile: `make` fails, the trainer exits.
+
+    training/initialize.py:178, core/datasets/utils.py:20.
+    """
+    import megatron.core.datasets.utils as dataset_utils
+
+    original = dataset_utils.compile_helpers
+    if hasattr(original, _MARK):
+        return
+    _expect(original, '["make", "-C"')
+
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if (Path(dataset_utils.__file__).parent / "Makefile").exists():
+            original()
+            return
+        import megatron.core.datasets.helpers_cpp  # noqa: F401  (fails where the wheel lacks the helper, too)
+
+    setattr(compile_helpers, _MARK, True)
+    dataset_utils.compile_helpers = compile_helpers
+
+
+def _repair_torch_norm() -> None:
+    """The norms of torch work with sequence parallelism once their parameters say so, but are refused.
+
+    core/transformer/torch_norm.py:50. The mark makes Megatron add up their gradients over the
+    tensor-parallel group: distributed/finalize_model_grads.py.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+    if hasattr(original, _MARK):
+        return
+    _expect(original, "assert not config.sequence_parallel")
+
+    @functools.wraps(original)
+    def make_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        accepted = copy.copy(config)
+        accepted.sequence_parallel = False
+        norm = original(cls, accepted, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    setattr(make_norm, _MARK, True)
+    WrappedTorchNorm.__new__ = staticmethod(make_norm)
+
+
+def _repair_distributed_optimizer() -> None:
+    """Without Apex and Transformer Engine, a distributed optimizer can be saved but not resumed.
+
+    With torch's AdamW each parameter has its own ``step``, which core/optimizer/distrib_optimizer.py gets
+    wrong: saving asserts that there is one before the first iteration (:839, and a resume
+    begins with that); loading gives all parameters one shared tensor, which then counts every parameter's
+    step, or puts back the tensor of before the load (:1031, :1087); a checkpoint without it is a
+    KeyError (:1225). And of the formats, dp_reshardable alone (:2061) writes into fp32 parameters with
+    gradients on, which torch refuses.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class.state_dict, _MARK):
+        return
+    original_state_dict = optimizer_class.state_dict
+    original_load = optimizer_class.load_state_dict
+    original_set = optimizer_class._set_main_param_and_optimizer_states
+    _expect(original_state_dict, 'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))')
+    _expect(original_load, 's["step"] = step')
+    _expect(original_set, "if not isinstance(tensors[key], torch.Tensor):")
+
+    @functools.wraps(original_state_dict)
+    def state_dict(self: Any) -> dict[str, Any]:
+        if self.optimizer.state:
+            return original_state_dict(self)
+        inner = self.optimizer.state_dict()
+        groups = [{**{k: v for k, v in g.items() if k != "params"}, "step": 0.0} for g in inner["param_groups"]]
+        found = {"optimizer": {**{k: v for k, v in inner.items() if k != "state"}, "param_groups": groups}}
+        if self.grad_scaler:
+            found["grad_scaler"] = self.grad_scaler.state_dict()
+        return found
+
+    @functools.wraps(original_load)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original_load(self, state_dict)
+        if self.ddp_config.use_megatron_fsdp:
+            return
+        step = state_dict["optimizer"]["param_groups"][0]["step"]
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = torch.full_like(state["step"], step)
+
+    @functools.wraps(original_set)
+    @torch.no_grad()
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        # A value that is no tensor is skipped; `load_state_dict` sets the step for all.
+        original_set(self, model_param, {**tensors, "step": None})
+
+    setattr(state_dict, _MARK, True)
+    optimizer_class.state_dict = state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_states
