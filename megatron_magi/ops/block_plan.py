@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -224,7 +225,7 @@ def _make_block(
     cuts = [i * num_keys // num_chunks for i in range(num_chunks + 1)]
     keys = _tokens(key_ranges)
     chunks = []
-    for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+    for first, last in pairwise(cuts):
         mask = _chunk_mask(np.clip(seen, first, last) - first, row, num_rows, last - first, device)
         chunks.append(KeyChunk(_selection(keys[first:last], device), last - first, mask))
     return RowBlock(_selection(_tokens(row_ranges), device), num_rows, tuple(chunks))

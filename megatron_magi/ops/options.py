@@ -64,9 +64,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     if min(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) < 1:
         raise ValueError(f"q, k, v: heads and head_dim must be positive, got {list(q.shape)}, {list(v.shape)}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q: expected num_heads_q to be a multiple of num_heads_kv, {k.shape[1]}, got {q.shape[1]}"
-        )
+        raise ValueError(f"q: expected num_heads_q to be a multiple of num_heads_kv, {k.shape[1]}, got {q.shape[1]}")
 
 
 def check_like(name: str, t: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

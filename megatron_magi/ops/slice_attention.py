@@ -38,8 +38,7 @@ def resolve_impl(impl: str, device: torch.device) -> ModuleType:
         impl = "torch"
     if impl not in IMPLS:
         raise ValueError(
-            f"impl: {impl!r} is not available for tensors on {device.type!r}; "
-            f"use one of {', '.join(['auto', *IMPLS])}"
+            f"impl: {impl!r} is not available for tensors on {device.type!r}; use one of {', '.join(['auto', *IMPLS])}"
         )
     return importlib.import_module(IMPLS[impl])
 

@@ -183,9 +183,7 @@ def _attend_backward(block: RowBlock, plan: BlockPlan, t: _BackwardTensors, scal
     _put(t.dq, block, dq)
 
 
-def _logits(
-    block: RowBlock, chunk: KeyChunk, plan: BlockPlan, rows_q: Tensor, keys: Tensor, scales: _Scales
-) -> Tensor:
+def _logits(block: RowBlock, chunk: KeyChunk, plan: BlockPlan, rows_q: Tensor, keys: Tensor, scales: _Scales) -> Tensor:
     """``[num_heads_kv, num_rows * group, num_keys]``, -inf where hidden, in the accumulation dtype."""
     logits = _product(rows_q, keys.transpose(1, 2))
     if scales.on_logits != 1.0:

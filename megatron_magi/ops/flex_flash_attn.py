@@ -1,0 +1,141 @@
+"""`flex_flash_attn_func`: attention over slices given as range tensors, as users of MagiAttention know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.mask import AttnMask, MaskType
+from megatron_magi.ops.merge import check_sink
+from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.options import check_qkv
+from megatron_magi.ops.slice_attention import slice_attention
+
+RangesLike = Tensor | Sequence[Sequence[int]] | None
+TypesLike = Tensor | Sequence[int] | None
+
+
+def flex_flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ranges: RangesLike = None,
+    k_ranges: RangesLike = None,
+    attn_type_map: TypesLike = None,
+    *,
+    sink: Tensor | None = None,
+    sink_layout: str = "sh",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    disable_fwd_atomic_reduction: bool = False,
+    disable_bwd_dkv_atomic_reduction: bool = False,
+    ref_block_size: tuple[int, int] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    auto_range_merge: bool = False,
+    swap_ab: bool = False,
+    pack_gqa: bool = False,
+    cat_gqa: bool = False,
+    sparse_load: bool = False,
+    swap_bwd_qk_loop: bool = False,
+    return_max_logits: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, AttnForwardMeta]:
+    """Attention in which queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as type ``attn_type_map[i]``. Autograd.
+
+    Args:
+        q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64, any strides.
+        k: ``[num_tokens_k, num_heads_kv, head_dim]``; num_heads_kv divides num_heads_q.
+        v: ``[num_tokens_k, num_heads_kv, head_dim_v]``.
+        q_ranges, k_ranges: ``[n, 2]`` half-open ranges, int tensors on any device or nested
+            lists. Ranges may repeat as long as no (query, key) pair is in two slices. Both None:
+            one slice of all queries and keys. Tensors on a GPU are copied to the host.
+        attn_type_map: ``[n]`` of 0 full, 1 causal (bottom-right), 2 inverse causal (top-left),
+            3 both; all full when None.
+        sink: logits without a value in the denominator, any float dtype, ``[num_sinks,
+            num_heads_q]`` with ``sink_layout="sh"``, ``[num_tokens_q, num_sinks, num_heads_q]`` with
+            ``"ssh"``. Its gradient comes in its own dtype.
+        softmax_scale: ``1 / sqrt(head_dim)`` when None.
+        softcap: 0 for none, else logits become ``softcap * tanh(logit / softcap)``.
+        deterministic: bitwise repeatable results.
+        sm_margin: streaming multiprocessors left to communication, for kernels that can.
+        return_max_logits: fill ``meta.max_logits``.
+        impl: ``auto`` or the name of an implementation, which never falls back.
+        disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction, ref_block_size,
+            max_seqlen_q, max_seqlen_k, auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load,
+            swap_bwd_qk_loop: accepted so that existing calls run. They tune a kernel in
+            MagiAttention; here the implementation decides by itself, so they are unnecessary and
+            change no result.
+
+    Returns:
+        ``(out, meta)``: out ``[num_tokens_q, num_heads_q, head_dim_v]`` in the dtype of q;
+        ``meta.lse`` ``[num_tokens_q, num_heads_q]`` and ``meta.max_logits`` ``[num_heads_q]``, fp32
+        (fp64 for fp64 inputs). Tokens in no slice get out 0, lse -inf (or the sink's).
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value; two
+            slices cover a common (query, key) pair (both are named).
+    """
+    check_qkv(q, k, v)
+    mask = _mask(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
+    if sink_layout not in ("sh", "ssh"):
+        raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
+    if sink is not None:
+        check_sink(sink, q.shape[0], q.shape[1])
+        if sink.ndim != len(sink_layout):
+            raise ValueError(f"sink: layout {sink_layout!r} has {len(sink_layout)} dimensions, got {list(sink.shape)}")
+    return slice_attention(
+        q, k, v, mask,
+        sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
+        deterministic=deterministic, sm_margin=sm_margin, impl=impl,
+    )  # fmt: skip
+
+
+def _mask(
+    q_ranges: RangesLike, k_ranges: RangesLike, attn_type_map: TypesLike, num_rows: int, num_keys: int
+) -> AttnMask:
+    if (q_ranges is None) != (k_ranges is None):
+        raise ValueError("q_ranges, k_ranges: give both or none")
+    if q_ranges is None or k_ranges is None:
+        q_ranges, k_ranges = [(0, num_rows)], [(0, num_keys)]
+    queries = _int_table("q_ranges", q_ranges, columns=2)
+    keys = _int_table("k_ranges", k_ranges, columns=2)
+    if attn_type_map is None:
+        types = np.full((len(queries), 1), int(MaskType.FULL), dtype=np.int64)
+    else:
+        types = _int_table("attn_type_map", attn_type_map, columns=1)
+    if not len(queries) == len(keys) == len(types):
+        raise ValueError(
+            f"q_ranges, k_ranges, attn_type_map: lengths disagree: {len(queries)}, {len(keys)}, {len(types)}"
+        )
+    table = np.concatenate([queries, keys, types], axis=1)
+    return _cached_mask(table.tobytes(), num_rows, num_keys)
+
+
+@lru_cache(maxsize=64)
+def _cached_mask(table: bytes, num_rows: int, num_keys: int) -> AttnMask:
+    """Layers ask with the same ranges again and again: a mask is validated once."""
+    return AttnMask(np.frombuffer(table, dtype=np.int64).reshape(-1, 5), num_rows, num_keys)
+
+
+def _int_table(name: str, values: Tensor | Iterable, columns: int) -> np.ndarray:
+    """int64 ``[n, columns]`` from a tensor, an array or a list; one column may come flat."""
+    if isinstance(values, Tensor):
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise ValueError(f"{name}: expected an integer dtype, got {values.dtype}")
+        values = values.detach().cpu().numpy()
+    elif not isinstance(values, np.ndarray):
+        values = [item if isinstance(item, int) else tuple(item) for item in values]
+        values = np.array(values, dtype=None if values else np.int64)
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name}: expected integers, got {values.dtype}")
+    expected = (len(values), columns) if columns > 1 else (len(values),)
+    if values.size and values.shape != expected:
+        raise ValueError(f"{name}: expected shape {['n', *expected[1:]]}, got {list(values.shape)}")
+    return values.reshape(-1, columns).astype(np.int64)
