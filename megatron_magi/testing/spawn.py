@@ -217,7 +217,7 @@ def _rank_main(rank: int, setup: _Setup, conn: connection.Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
         message = pickle.dumps((True, _call(rank, setup, conn)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (whatever it is, the parent raises it)
         message = pickle.dumps((False, traceback.format_exc()))
     try:
         conn.send_bytes(message)

@@ -1,0 +1,312 @@
+"""dispatch and undispatch: a global tensor to shards and back; roll: a shift of the global sequence.
+
+All are differentiable. The sequence lies along one dimension, ``dim``; other dimensions are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
+
+
+def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: float = 0) -> torch.Tensor:
+    """This rank's shard of a global tensor.
+
+    The gradient of ``x`` is this rank's alone: zero for the rows of other ranks. Where ``x`` is a
+    parameter or was computed from one, the caller's reduction of parameter gradients over the
+    context-parallel ranks sums the parts.
+
+    Args:
+        x: global tensor, the same on all ranks, ``[..., total_seqlen, ...]``.
+        index: global row of each row of the shard, int64 ``[num_rows]``; indices of
+            ``total_seqlen`` or more are padding.
+        dim: dimension of the sequence.
+        pad_value: what padding rows hold.
+
+    Returns:
+        ``[..., num_rows, ...]``.
+    """
+    dim = dim % x.dim()
+    total_seqlen = x.shape[dim]
+    if total_seqlen == 0:
+        return x.new_full((*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]), pad_value)
+    out = x.index_select(dim, index.clamp(max=total_seqlen - 1))
+    is_pad = (index >= total_seqlen).view(-1, *([1] * (x.dim() - dim - 1)))
+    return out.masked_fill(is_pad, pad_value)
+
+
+def undispatch(
+    x_local: torch.Tensor,
+    *,
+    shard_lengths: Sequence[int],
+    undispatch_index: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    dim: int = 0,
+    total_seqlen: int | None = None,
+    is_partial_grad: bool = False,
+) -> torch.Tensor:
+    """The global tensor from all ranks' shards, on every rank.
+
+    Args:
+        x_local: this rank's shard, ``[..., shard_lengths[rank], ...]``.
+        shard_lengths: rows of each rank.
+        undispatch_index: where each global row is in the shards concatenated by rank, int64
+            ``[padded_seqlen]``, on the device of ``x_local``.
+        group: the ranks.
+        dim: dimension of the sequence.
+        total_seqlen: rows to return; the rest is padding. All when None.
+        is_partial_grad: False when every rank has the whole gradient of the result (all compute
+            the same from it): each takes its rows. True when each rank has a part: parts are
+            summed over the ranks.
+
+    Returns:
+        ``[..., total_seqlen, ...]``.
+
+    Raises:
+        ValueError: ``x_local`` has not ``shard_lengths[rank]`` rows, or ``undispatch_index`` has
+            not one entry for each row of all shards.
+    """
+    rank = dist.get_rank(group) if len(shard_lengths) > 1 else 0
+    if len(shard_lengths) > 1 and len(shard_lengths) != dist.get_world_size(group):
+        raise ValueError(f"shard_lengths: for {len(shard_lengths)} ranks, group has {dist.get_world_size(group)}")
+    if x_local.shape[dim] != shard_lengths[rank]:
+        raise ValueError(
+            f"x_local: {x_local.shape[dim]} rows along dim {dim}, shard_lengths[{rank}] is {shard_lengths[rank]}"
+        )
+    if undispatch_index.shape != (sum(shard_lengths),):
+        raise ValueError(f"undispatch_index: shape {list(undispatch_index.shape)}, expected [{sum(shard_lengths)}]")
+    total_seqlen = sum(shard_lengths) if total_seqlen is None else total_seqlen
+    shards = _Shards(tuple(shard_lengths), undispatch_index, total_seqlen, rank, group, is_partial_grad)
+    return _Undispatch.apply(x_local.movedim(dim, 0), shards).movedim(0, dim)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shards:
+    """Where the rows of all shards are: arguments of `undispatch`."""
+
+    shard_lengths: tuple[int, ...]
+    undispatch_index: torch.Tensor
+    total_seqlen: int
+    rank: int
+    group: dist.ProcessGroup | None
+    is_partial_grad: bool
+
+    @property
+    def longest(self) -> int:
+        return max(self.shard_lengths)
+
+    def gathered_index(self) -> torch.Tensor:
+        """Where each global row is in the shards, each filled up to the longest, int64 ``[total_seqlen]``."""
+        index = self.undispatch_index[: self.total_seqlen]
+        if min(self.shard_lengths) == self.longest:
+            return index
+        ends = np.cumsum(self.shard_lengths)
+        # What lies between the start of a rank's rows without and with filling.
+        gaps = np.arange(len(ends)) * self.longest - (ends - self.shard_lengths)
+        table = torch.from_numpy(np.stack([ends, gaps])).to(index.device)
+        return index + table[1][torch.searchsorted(table[0], index, right=True)]
+
+    def local_index(self) -> torch.Tensor:
+        """Global row of each row of this rank's shard, int64 ``[shard_lengths[rank]]``."""
+        start = sum(self.shard_lengths[: self.rank])
+        return torch.argsort(self.undispatch_index)[start : start + self.shard_lengths[self.rank]]
+
+
+class _Undispatch(torch.autograd.Function):
+    """`undispatch` along dimension 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x_local: torch.Tensor, shards: _Shards) -> torch.Tensor:
+        ctx.shards = shards
+        if len(shards.shard_lengths) == 1:
+            return x_local.index_select(0, shards.gathered_index())
+        send = x_local.contiguous()
+        if x_local.shape[0] < shards.longest:
+            send = x_local.new_zeros(shards.longest, *x_local.shape[1:])
+            send[: x_local.shape[0]] = x_local
+        gathered = send.new_empty(len(shards.shard_lengths) * shards.longest, *send.shape[1:])
+        dist.all_gather_into_tensor(gathered, send, group=shards.group)
+        return gathered.index_select(0, shards.gathered_index())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        shards: _Shards = ctx.shards
+        if not shards.is_partial_grad or len(shards.shard_lengths) == 1:
+            return dispatch(grad, shards.local_index()), None
+        parts = grad.new_zeros(len(shards.shard_lengths) * shards.longest, *grad.shape[1:])
+        parts.index_copy_(0, shards.gathered_index(), grad)
+        mine = grad.new_empty(shards.longest, *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, parts, group=shards.group)
+        return mine[: shards.shard_lengths[shards.rank]], None
+
+
+@dataclass(frozen=True, eq=False)
+class RollArrays:
+    """What one rank does to roll the global sequence, int64 arrays on the CPU.
+
+    Attributes:
+        num_rows: rows of the shard.
+        local_from: row whose content row i takes; i itself where it comes from another rank.
+        local_to: row that takes the content of row i; i itself where another rank takes it.
+        send_rows: rows whose content goes to other ranks, grouped by rank.
+        send_splits: how many to each.
+        recv_rows: rows whose content comes from other ranks, grouped by rank.
+        recv_splits: how many from each.
+    """
+
+    num_rows: int
+    local_from: np.ndarray
+    local_to: np.ndarray
+    send_rows: np.ndarray
+    send_splits: tuple[int, ...]
+    recv_rows: np.ndarray
+    recv_splits: tuple[int, ...]
+
+
+def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen: int, cp_rank: int) -> RollArrays:
+    """Plans the roll of a dispatched sequence; pure, the same convention on all ranks.
+
+    Args:
+        global_index: for each rank the global token of each row, int64 ``[num_rows]``; tokens of
+            ``total_seqlen`` or more are padding, which stays as it is.
+        shift: places that tokens move towards the end, as in `torch.roll`.
+        total_seqlen: tokens of the sequence.
+        cp_rank: whose arguments to make.
+
+    Raises:
+        ValueError: ``global_index`` does not hold every token exactly once.
+    """
+    tokens = np.concatenate(global_index)
+    is_token = tokens < total_seqlen
+    if not np.array_equal(np.sort(tokens[is_token]), np.arange(total_seqlen)):
+        raise ValueError(f"global_index: does not hold every one of {total_seqlen} tokens exactly once")
+    owner, row = np.empty(total_seqlen, dtype=np.int64), np.empty(total_seqlen, dtype=np.int64)
+    lengths = [len(index) for index in global_index]
+    owner[tokens[is_token]] = np.repeat(np.arange(len(lengths)), lengths)[is_token]
+    row[tokens[is_token]] = np.concatenate([np.arange(n) for n in lengths])[is_token]
+    mine = np.asarray(global_index[cp_rank], dtype=np.int64)
+    # Both ends list the rows they exchange by the receiver's token, so the lists agree.
+    received = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=False)
+    sent = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=True)
+    return RollArrays(
+        num_rows=len(mine),
+        local_from=received[0],
+        local_to=sent[0],
+        send_rows=sent[1],
+        send_splits=_counts(sent[2], len(lengths)),
+        recv_rows=received[1],
+        recv_splits=_counts(received[2], len(lengths)),
+    )
+
+
+def _exchange_by_rank(
+    mine: np.ndarray,
+    shift: int,
+    total_seqlen: int,
+    owner: np.ndarray,
+    row: np.ndarray,
+    cp_rank: int,
+    by_sender: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Local partner of each row, rows with a remote partner grouped by its rank, and those ranks."""
+    partner_row = np.arange(len(mine), dtype=np.int64)
+    rows = np.flatnonzero(mine < total_seqlen)
+    partner = (mine[rows] + (shift if by_sender else -shift)) % max(total_seqlen, 1)
+    is_local = owner[partner] == cp_rank
+    partner_row[rows[is_local]] = row[partner[is_local]]
+    rows, partner = rows[~is_local], partner[~is_local]
+    receiver_token = partner if by_sender else mine[rows]
+    order = np.lexsort((receiver_token, owner[partner]))
+    return partner_row, rows[order], owner[partner[order]]
+
+
+def _counts(ranks: np.ndarray, num_ranks: int) -> tuple[int, ...]:
+    return tuple(np.bincount(ranks, minlength=num_ranks).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class RollArgs:
+    """`RollArrays` on a device: there and back."""
+
+    num_rows: int
+    local_from: torch.Tensor
+    local_to: torch.Tensor
+    forward: GroupCastArgs
+    backward: GroupCastArgs
+
+    @classmethod
+    def build(cls, arrays: RollArrays, device: torch.device | str) -> RollArgs:
+        """Copies the index arrays to ``device``, where the tensors to roll live."""
+        a = arrays
+        return cls(
+            num_rows=a.num_rows,
+            local_from=torch.from_numpy(a.local_from).to(device),
+            local_to=torch.from_numpy(a.local_to).to(device),
+            forward=GroupCastArgs.build(a.send_rows, a.send_splits, a.recv_splits, None, device),
+            backward=GroupCastArgs.build(a.recv_rows, a.recv_splits, a.send_splits, None, device),
+        )
+
+    @property
+    def inverse(self) -> RollArgs:
+        """The roll by the opposite shift."""
+        return RollArgs(self.num_rows, self.local_to, self.local_from, self.backward, self.forward)
+
+
+def roll(
+    x_local: torch.Tensor,
+    args: RollArgs,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dim: int = 0,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Rolls the global sequence of a dispatched tensor, as `torch.roll` would roll the whole.
+
+    Only rows that change their rank travel. The gradient is rolled back.
+
+    Args:
+        x_local: this rank's shard, ``[..., num_rows, ...]``.
+        args: made by `make_roll_args` and `RollArgs.build`; the shift is in them.
+        group: the ranks.
+        dim: dimension of the sequence.
+        impl: see `megatron_magi.comm.group_collective.group_cast`.
+
+    Returns:
+        A new tensor of the shape of ``x_local``; padding rows are unchanged.
+
+    Raises:
+        ValueError: ``x_local`` has not the number of rows that ``args`` was made for.
+    """
+    if x_local.shape[dim] != args.num_rows:
+        raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {args.num_rows}")
+    return _Roll.apply(x_local.movedim(dim, 0), args, group, impl).movedim(0, dim)
+
+
+class _Roll(torch.autograd.Function):
+    """`roll` along dimension 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_local: torch.Tensor, args: RollArgs, group: dist.ProcessGroup | None, impl: str
+    ) -> torch.Tensor:
+        ctx.args, ctx.group, ctx.impl = args, group, impl
+        return _roll_rows(x_local, args, group, impl)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _roll_rows(grad, ctx.args.inverse, ctx.group, ctx.impl), None, None, None
+
+
+def _roll_rows(x_local: torch.Tensor, args: RollArgs, group: dist.ProcessGroup | None, impl: str) -> torch.Tensor:
+    handle = group_cast([x_local], args.forward, group, impl)
+    out = x_local.index_select(0, args.local_from)
+    (received,) = handle.wait()
+    # The rows that this rank takes from others are those it would send when rolling back.
+    return out.index_copy_(0, args.backward.send_index, received)

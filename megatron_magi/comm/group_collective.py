@@ -1,0 +1,372 @@
+"""group_cast and group_reduce: rows travel to the ranks that need them, and partial rows back.
+
+Every rank of the group takes part in every call, in the same order, also when it has no row to
+send or receive. Each call is one message a pair of ranks, whatever the number of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_magi.comm import rows as torch_rows
+from megatron_magi.comm.impl import all_to_all, reference
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.rows import Arrivals, arrival_arrays
+
+_IMPLS = {"reference": reference, "all_to_all": all_to_all}
+
+
+@dataclass(frozen=True, eq=False)
+class GroupCastArgs:
+    """Which rows travel where, as one rank sees it; made by `build`.
+
+    Attributes:
+        send_index: local rows to send, grouped by destination, int64 ``[num_send]``.
+        send_splits: rows to each rank.
+        recv_splits: rows from each rank.
+        recv_order: buffer row i is received row ``recv_order[i]``, int64 ``[num_recv]``; None
+            when received rows are in buffer order already.
+        recv_position: the inverse of ``recv_order``, None like it.
+        arrivals: for group_reduce, which returning rows belong to which local row.
+        num_rows_min: smallest number of local rows that ``send_index`` is valid for.
+    """
+
+    send_index: torch.Tensor
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    recv_order: torch.Tensor | None
+    recv_position: torch.Tensor | None
+    arrivals: Arrivals
+    num_rows_min: int
+
+    @classmethod
+    def build(
+        cls,
+        send_index: np.ndarray,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        recv_order: np.ndarray | None = None,
+        device: torch.device | str = "cpu",
+    ) -> GroupCastArgs:
+        """From index arrays on the CPU; copies everything to ``device`` at once.
+
+        Args:
+            send_index: int64 ``[sum(send_splits)]``, see the class.
+            send_splits, recv_splits: one number a rank of the group.
+            recv_order: int64 ``[sum(recv_splits)]``, a permutation, or None.
+            device: where the tensors to move live.
+
+        Raises:
+            ValueError: lengths disagree, a number is negative, or ``recv_order`` is no permutation.
+        """
+        send_splits, recv_splits = tuple(int(n) for n in send_splits), tuple(int(n) for n in recv_splits)
+        send_index = np.asarray(send_index, dtype=np.int64)
+        position = _check_indices(send_index, send_splits, recv_splits, recv_order)
+        order = None if recv_order is None else np.asarray(recv_order, dtype=np.int64)
+        local_rows, starts, sources, levels = arrival_arrays(send_index)
+        arrays = [send_index, local_rows, starts, sources]
+        if order is not None and position is not None:
+            arrays += [order, position]
+        moved = torch.from_numpy(np.concatenate(arrays)).to(device).split([len(a) for a in arrays])
+        return cls(
+            send_index=moved[0],
+            send_splits=send_splits,
+            recv_splits=recv_splits,
+            recv_order=moved[4] if order is not None else None,
+            recv_position=moved[5] if order is not None else None,
+            arrivals=Arrivals(moved[1], moved[2], moved[3], levels),
+            num_rows_min=int(send_index.max(initial=-1)) + 1,
+        )
+
+    @property
+    def num_send(self) -> int:
+        """Rows this rank sends."""
+        return sum(self.send_splits)
+
+    @property
+    def num_recv(self) -> int:
+        """Rows this rank receives."""
+        return sum(self.recv_splits)
+
+
+class Handle:
+    """Rows under way.
+
+    Attributes:
+        sent_bytes: bytes this rank sends to other ranks.
+        received_bytes: bytes this rank receives from other ranks.
+    """
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        buffers: tuple[torch.Tensor, torch.Tensor],
+        finish: Callable[[], Any],
+        sent_bytes: int,
+        received_bytes: int,
+    ) -> None:
+        self.sent_bytes = sent_bytes
+        self.received_bytes = received_bytes
+        self._works = works
+        self._buffers = buffers
+        self._finish: Callable[[], Any] | None = finish
+        device = buffers[0].device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def wait(self) -> Any:
+        """Waits for the rows and returns what the operation promises.
+
+        On GPUs the host does not block: the current stream waits for the communication.
+
+        Raises:
+            RuntimeError: called a second time.
+        """
+        if self._finish is None:
+            raise RuntimeError("wait: this handle has been waited for already")
+        finish, self._finish = self._finish, None
+        for work in self._works:
+            work.wait()
+        # NCCL runs on a stream of its own, which waited for the starting stream at the start; work.wait() makes
+        # the current stream wait for it. So when both are one stream, a buffer that is freed now cannot be
+        # handed out again before the communication is over. Another stream must tell the allocator.
+        if self._stream is not None and torch.cuda.current_stream(self._stream.device) != self._stream:
+            for buffer in self._buffers:
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        self._works, self._buffers = [], ()
+        with torch.no_grad():
+            return finish()
+
+
+@torch.no_grad()
+def group_cast(
+    tensors: Sequence[torch.Tensor],
+    args: GroupCastArgs,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+) -> Handle:
+    """Starts sending local rows to the ranks that need them.
+
+    Args:
+        tensors: ``[num_rows, ...]`` each, of any dtypes and trailing shapes, on the device of
+            ``args``; may be changed or freed once this returns.
+        args: which rows travel where.
+        group: the ranks; the default group when None.
+        impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; Triton kernels on
+            GPUs), or ``auto``: the former on gloo, the latter on NCCL.
+
+    Returns:
+        A handle; ``wait()`` returns a list of tensors ``[num_recv, ...]`` with contiguous rows
+        (which may lie further apart than their length, side by side with the other tensors').
+        Not differentiable: its adjoint is `group_reduce`.
+
+    Raises:
+        ValueError: tensors, ``args`` and ``group`` do not fit, or ``impl`` does not support them.
+    """
+    exchange, ops = _choose(tensors, args, group, impl)
+    for x in tensors:
+        if x.shape[0] < args.num_rows_min:
+            raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
+    layout = RowLayout.of(tensors)
+    device = tensors[0].device
+    send = layout.new_buffer(args.num_send, device)
+    for x, view in zip(tensors, layout.views(send), strict=True):
+        ops.gather_rows(x, args.send_index, view)
+
+    def finish(received: torch.Tensor) -> list[torch.Tensor]:
+        views = layout.views(received)
+        if args.recv_order is None:
+            return views
+        ordered = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in views]
+        for view, x in zip(views, ordered, strict=True):
+            ops.gather_rows(view, args.recv_order, x)
+        return ordered
+
+    return _start(exchange, send, args.send_splits, args.recv_splits, group, finish)
+
+
+@torch.no_grad()
+def group_reduce(
+    tensors: Sequence[torch.Tensor],
+    args: GroupCastArgs,
+    group: dist.ProcessGroup | None = None,
+    *,
+    into: Sequence[torch.Tensor],
+    impl: str = "auto",
+) -> Handle:
+    """Starts sending partial rows back to the ranks that own them, to be summed: group_cast reversed.
+
+    A row's contributions are added in the order of their ranks, in fp32 or wider, and rounded
+    once, so results are bitwise repeatable.
+
+    Args:
+        tensors: ``[num_recv, ...]`` each: partial rows of the buffer that the cast filled.
+        args: those of the cast.
+        group, impl: as in `group_cast`.
+        into: one tensor ``[num_rows, ...]`` for each of ``tensors``, possibly of a wider dtype;
+            rows must be contiguous. ``wait()`` adds to them in place and returns them as a list.
+
+    Raises:
+        ValueError: tensors, ``into``, ``args`` and ``group`` do not fit, or ``impl`` does not
+            support them.
+    """
+    exchange, ops = _choose(tensors, args, group, impl)
+    _check_reduce(tensors, args, into)
+    layout, send = _pack_partials(tensors, args, ops)
+
+    def finish(received: torch.Tensor) -> list[torch.Tensor]:
+        for view, x in zip(layout.views(received), into, strict=True):
+            ops.sum_rows(view, args.arrivals, x)
+        return list(into)
+
+    return _start(exchange, send, args.recv_splits, args.send_splits, group, finish)
+
+
+@torch.no_grad()
+def group_reduce_lse(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    args: GroupCastArgs,
+    group: dist.ProcessGroup | None = None,
+    *,
+    into: tuple[torch.Tensor, torch.Tensor],
+    impl: str = "auto",
+) -> Handle:
+    """Starts sending partial attention results back to their owners, to be merged by their lse.
+
+    Args:
+        out: ``[num_recv, num_heads, head_dim]``, partial results for rows of the buffer.
+        lse: ``[num_recv, num_heads]``, natural log; -inf where no key was seen.
+        args, group, impl: as in `group_reduce`.
+        into: ``(out, lse)`` of the local rows, ``[num_rows, ...]``. ``wait()`` merges into them
+            in place and returns them. Parts with lse -inf count nothing; rows that only have
+            such parts get output 0 and lse -inf.
+
+    Raises:
+        ValueError: as in `group_reduce`, or ``lse`` is not the shape of ``out`` without its last
+            dimension.
+    """
+    exchange, ops = _choose((out, lse), args, group, impl)
+    _check_reduce((out, lse), args, into)
+    if out.shape[:-1] != lse.shape or out.dim() != 3:
+        raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
+    layout, send = _pack_partials((out, lse), args, ops)
+
+    def finish(received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        arriving_out, arriving_lse = layout.views(received)
+        ops.merge_rows(arriving_out, arriving_lse, args.arrivals, *into)
+        return into
+
+    return _start(exchange, send, args.recv_splits, args.send_splits, group, finish)
+
+
+def _pack_partials(
+    tensors: Sequence[torch.Tensor], args: GroupCastArgs, ops: ModuleType
+) -> tuple[RowLayout, torch.Tensor]:
+    """Buffer rows in the order in which they were received, ready to go back."""
+    layout = RowLayout.of(tensors)
+    send = layout.new_buffer(args.num_recv, tensors[0].device)
+    for x, view in zip(tensors, layout.views(send), strict=True):
+        if args.recv_position is None:
+            view.copy_(x)
+        else:
+            ops.gather_rows(x, args.recv_position, view)
+    return layout, send
+
+
+def _start(
+    exchange: Callable[..., list[dist.Work]] | None,
+    send: torch.Tensor,
+    send_splits: tuple[int, ...],
+    recv_splits: tuple[int, ...],
+    group: dist.ProcessGroup | None,
+    finish: Callable[[torch.Tensor], Any],
+) -> Handle:
+    row_bytes = send.shape[1]
+    if exchange is None:
+        return Handle([], (send, send), lambda: finish(send), 0, 0)
+    received = torch.empty(sum(recv_splits), row_bytes, dtype=torch.uint8, device=send.device)
+    works = exchange(send, received, send_splits, recv_splits, group)
+    me = dist.get_rank(group)
+    num_sent, num_received = send.shape[0] - send_splits[me], received.shape[0] - recv_splits[me]
+    return Handle(works, (send, received), lambda: finish(received), num_sent * row_bytes, num_received * row_bytes)
+
+
+def _choose(
+    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
+) -> tuple[Callable[..., list[dist.Work]] | None, ModuleType]:
+    """The exchange (None in a group of one rank: rows stay where they are) and the row operations."""
+    if impl not in ("auto", *_IMPLS):
+        raise ValueError(f"impl: expected one of auto, {', '.join(_IMPLS)}, got {impl!r}")
+    if not tensors:
+        raise ValueError("tensors: expected at least one")
+    device = tensors[0].device
+    for x in tensors:
+        if x.device != device or x.device != args.send_index.device:
+            raise ValueError(f"tensors: all must be on the device of args, {args.send_index.device}, got {x.device}")
+    if len(args.send_splits) == 1:
+        return None, _row_ops(device, impl)
+    if len(args.send_splits) != dist.get_world_size(group):
+        raise ValueError(f"args: splits for {len(args.send_splits)} ranks, but group has {dist.get_world_size(group)}")
+    backend = _backend(group, device)
+    if impl == "auto":
+        impl = "reference" if backend == "gloo" else "all_to_all"
+    if backend is None or (backend == "gloo" and device.type != "cpu"):
+        raise ValueError(f"impl: {impl!r} cannot move tensors on {device.type} in a group with backend {backend}")
+    return _IMPLS[impl].exchange, _row_ops(device, impl)
+
+
+def _row_ops(device: torch.device, impl: str) -> ModuleType:
+    if device.type != "cuda" or impl == "reference":
+        return torch_rows
+    # Not at the top: Triton exists only where GPUs do.
+    from megatron_magi.comm.impl import triton_rows
+
+    return triton_rows
+
+
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """The backend that serves tensors of a device, None when there is none."""
+    pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return {pair[0]: pair[-1] for pair in pairs}.get(device.type)
+
+
+def _check_indices(
+    send_index: np.ndarray, send_splits: tuple[int, ...], recv_splits: tuple[int, ...], recv_order: np.ndarray | None
+) -> np.ndarray | None:
+    """Raises ValueError for inconsistent arguments; returns the inverse of ``recv_order``."""
+    if len(send_splits) != len(recv_splits) or not send_splits:
+        raise ValueError(f"recv_splits: for {len(recv_splits)} ranks, but send_splits is for {len(send_splits)}")
+    for name, splits in (("send_splits", send_splits), ("recv_splits", recv_splits)):
+        if min(splits) < 0:
+            raise ValueError(f"{name}: must not be negative, got {list(splits)}")
+    if send_index.shape != (sum(send_splits),):
+        raise ValueError(f"send_index: expected {sum(send_splits)} rows, got shape {list(send_index.shape)}")
+    if send_index.min(initial=0) < 0:
+        raise ValueError(f"send_index: must not be negative, got {send_index.min()}")
+    if recv_order is None:
+        return None
+    position = np.argsort(recv_order, kind="stable")
+    if not np.array_equal(np.asarray(recv_order)[position], np.arange(sum(recv_splits))):
+        raise ValueError(f"recv_order: not a permutation of {sum(recv_splits)} rows")
+    return position
+
+
+def _check_reduce(tensors: Sequence[torch.Tensor], args: GroupCastArgs, into: Sequence[torch.Tensor]) -> None:
+    if len(into) != len(tensors):
+        raise ValueError(f"into: {len(into)} tensors for {len(tensors)} to reduce")
+    for x, y in zip(tensors, into, strict=True):
+        if x.shape[0] != args.num_recv:
+            raise ValueError(f"tensors: {x.shape[0]} rows, but args receives {args.num_recv}")
+        if x.shape[1:] != y.shape[1:] or y.device != x.device:
+            raise ValueError(f"into: {list(y.shape)} on {y.device} does not fit rows {list(x.shape[1:])} on {x.device}")
+        if y.shape[0] < args.num_rows_min:
+            raise ValueError(f"into: {y.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
+        if y.shape[0] and not y[0].is_contiguous():
+            raise ValueError("into: rows must be contiguous")

@@ -1,0 +1,1 @@
+"""Implementations of the exchange of rows; none imports another."""

@@ -1,0 +1,59 @@
+"""How rows of several tensors share one byte buffer, so that they travel as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Byte layout of a row: the rows of all tensors side by side.
+
+    Row i of the buffer holds row i of every tensor, so a split by ranks is a split of whole
+    buffer rows, whatever the tensors' widths, and a received tensor is a view of the buffer.
+
+    Attributes:
+        shapes: trailing shape of each tensor.
+        dtypes: dtype of each tensor.
+        offsets: where each tensor starts in a row, bytes, a multiple of its element size.
+        row_bytes: bytes of a row, a multiple of every element size. There is padding only
+            between tensors of different dtypes whose widths do not fit.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    offsets: tuple[int, ...]
+    row_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> RowLayout:
+        """The layout for tensors ``[n, ...]``."""
+        shapes, dtypes = tuple(tuple(x.shape[1:]) for x in tensors), tuple(x.dtype for x in tensors)
+        offsets, end, largest = [], 0, 1
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            start = _round_up(end, dtype.itemsize)
+            offsets.append(start)
+            end = start + prod(shape) * dtype.itemsize
+            largest = max(largest, dtype.itemsize)
+        # At least one element: a stride of zero bytes cannot be viewed as another dtype.
+        return cls(shapes, dtypes, tuple(offsets), max(_round_up(end, largest), largest))
+
+    def new_buffer(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """An uninitialised buffer, uint8 ``[num_rows, row_bytes]``."""
+        return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in a buffer, ``[num_rows, ...]`` each; rows are contiguous, ``row_bytes`` apart."""
+        out = []
+        for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
+            flat = buffer[:, offset : offset + prod(shape) * dtype.itemsize].view(dtype)
+            out.append(flat.unflatten(1, shape) if shape else flat[:, 0])
+        return out
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

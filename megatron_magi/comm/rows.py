@@ -1,0 +1,122 @@
+"""Row operations in plain torch, on any device: they define what the kernels compute.
+
+`megatron_magi.comm.impl.triton_rows` has the same functions for GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """For each local row, which arriving rows are its contributions (compressed sparse rows).
+
+    Rows are sorted by their number of contributions, most first, so the k-th contributions are
+    those of a prefix of the rows; contributions of a row are in the order of their arrival,
+    that is by source rank. Each row is written once: results do not depend on timing.
+
+    Attributes:
+        rows: distinct local rows, int64 ``[m]``.
+        starts: int64 ``[m + 1]``; row i's contributions are ``sources[starts[i]:starts[i + 1]]``.
+        sources: arriving rows, int64 ``[num_arriving]``.
+        level_sizes: number of rows with more than k contributions, for each k.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    sources: torch.Tensor
+    level_sizes: tuple[int, ...]
+
+    def level(self, k: int) -> torch.Tensor:
+        """The k-th contribution of each row that has one, int64 ``[level_sizes[k]]``."""
+        return self.sources[self.starts[: self.level_sizes[k]] + k]
+
+
+def arrival_arrays(local_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
+    """The fields of `Arrivals` for arriving rows that belong to ``local_rows``, int64 ``[num_arriving]``."""
+    order = np.argsort(local_rows, kind="stable")
+    rows, first, counts = np.unique(local_rows[order], return_index=True, return_counts=True)
+    by_count = np.argsort(-counts, kind="stable")
+    rows, first, counts = rows[by_count], first[by_count], counts[by_count]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    within = np.arange(len(local_rows), dtype=np.int64) - np.repeat(starts[:-1], counts)
+    sources = order[np.repeat(first, counts) + within]
+    levels = tuple(int((counts > k).sum()) for k in range(int(counts.max(initial=0))))
+    return rows.astype(np.int64), starts, sources.astype(np.int64), levels
+
+
+def gather_rows(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[i] = source[index[i]]``.
+
+    Args:
+        source: ``[num_rows, ...]``.
+        index: int64 ``[n]``.
+        out: ``[n, ...]`` of the same dtype.
+    """
+    out.copy_(source.index_select(0, index))
+
+
+def accumulator_dtype(into: torch.dtype, partial: torch.dtype) -> torch.dtype:
+    """The dtype in which contributions are summed: at least fp32 for floating-point tensors."""
+    dtype = torch.promote_types(into, partial)
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def sum_rows(arriving: torch.Tensor, arrivals: Arrivals, into: torch.Tensor) -> None:
+    """``into[row] += sum of its contributions``, one after the other, rounded once at the end.
+
+    Args:
+        arriving: ``[num_arriving, ...]``.
+        into: ``[num_rows, ...]``, changed in place.
+    """
+    dtype = accumulator_dtype(into.dtype, arriving.dtype)
+    total = into.index_select(0, arrivals.rows).to(dtype)
+    for k, size in enumerate(arrivals.level_sizes):
+        total[:size] += arriving.index_select(0, arrivals.level(k)).to(dtype)
+    into.index_copy_(0, arrivals.rows, total.to(into.dtype))
+
+
+def merge_rows(
+    arriving_out: torch.Tensor,
+    arriving_lse: torch.Tensor,
+    arrivals: Arrivals,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Merges partial attention results by their log-sum-exp, in place.
+
+    A part whose lse is -inf has seen no key: it counts nothing, whatever its output holds. A
+    row without any other part gets output 0 and lse -inf.
+
+    Args:
+        arriving_out: ``[num_arriving, num_heads, head_dim]``; ``arriving_lse``: ``[num_arriving, num_heads]``.
+        out: ``[num_rows, num_heads, head_dim]``; ``lse``: ``[num_rows, num_heads]``.
+    """
+    dtype = accumulator_dtype(out.dtype, lse.dtype)
+    top = lse.index_select(0, arrivals.rows).to(dtype)
+    weight = torch.where(top == -torch.inf, 0.0, 1.0).to(dtype)
+    total = _weighted(out.index_select(0, arrivals.rows).to(dtype), weight)
+    for k, size in enumerate(arrivals.level_sizes):
+        index = arrivals.level(k)
+        part_lse = arriving_lse.index_select(0, index).to(dtype)
+        new_top = torch.maximum(top[:size], part_lse)
+        # Without a key so far, any finite reference avoids -inf - -inf.
+        reference = torch.where(new_top == -torch.inf, 0.0, new_top)
+        keep, add = torch.exp(top[:size] - reference), torch.exp(part_lse - reference)
+        part = _weighted(arriving_out.index_select(0, index).to(dtype), add)
+        total[:size] = total[:size] * keep.unsqueeze(-1) + part
+        weight[:size] = weight[:size] * keep + add
+        top[:size] = new_top
+    merged = torch.where(weight.unsqueeze(-1) > 0, total / weight.unsqueeze(-1), 0.0)
+    out.index_copy_(0, arrivals.rows, merged.to(out.dtype))
+    lse.index_copy_(0, arrivals.rows, (top + torch.log(weight)).to(lse.dtype))
+
+
+def _weighted(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``part * weight``, 0 where the weight is 0 even if the part is not finite."""
+    weight = weight.unsqueeze(-1)
+    return torch.where(weight > 0, part * weight, 0.0)

@@ -1,0 +1,59 @@
+"""Random transfers that all ranks can make from a seed, for the tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_magi.comm.group_collective import GroupCastArgs
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Who sends which rows to whom. ``rows[i][j]``: rows of rank i that rank j receives, in order."""
+
+    num_rows: list[int]
+    rows: list[list[np.ndarray]]
+    recv_order: list[np.ndarray | None]
+
+    def args(self, rank: int, device: torch.device | str = "cpu") -> GroupCastArgs:
+        num_ranks = len(self.rows)
+        return GroupCastArgs.build(
+            np.concatenate(self.rows[rank]),
+            [len(self.rows[rank][j]) for j in range(num_ranks)],
+            [len(self.rows[i][rank]) for i in range(num_ranks)],
+            self.recv_order[rank],
+            device,
+        )
+
+    def expected(self, everyone: list[torch.Tensor], rank: int) -> torch.Tensor:
+        """What ``rank`` must receive when rank i holds ``everyone[i]``."""
+        parts = [everyone[i][torch.from_numpy(self.rows[i][rank])] for i in range(len(self.rows))]
+        received = torch.cat(parts)
+        order = self.recv_order[rank]
+        return received if order is None else received[torch.from_numpy(order)]
+
+
+def random_transfers(num_ranks: int, seed: int, with_order: bool) -> Transfers:
+    """Rows go to several ranks, to one, to none; some pairs exchange nothing; one rank may be idle."""
+    rng = np.random.default_rng(seed)
+    num_rows = rng.integers(1, 12, num_ranks).tolist()
+    rows = [[np.zeros(0, dtype=np.int64)] * num_ranks for _ in range(num_ranks)]
+    idle = int(rng.integers(0, num_ranks)) if seed % 2 else None
+    for i in range(num_ranks):
+        for j in range(num_ranks):
+            if i == j or idle in (i, j) or rng.random() < 0.2:
+                continue
+            rows[i][j] = rng.permutation(num_rows[i])[: rng.integers(0, num_rows[i] + 1)].astype(np.int64)
+    recv = [sum(len(rows[i][j]) for i in range(num_ranks)) for j in range(num_ranks)]
+    order = [rng.permutation(n).astype(np.int64) if with_order else None for n in recv]
+    return Transfers(num_rows, rows, order)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)

@@ -1,0 +1,151 @@
+"""dispatch, undispatch and roll against operations on the whole tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from random_transfers import random_tensor
+
+from megatron_magi.comm.dispatch import RollArgs, dispatch, make_roll_args, roll, undispatch
+
+# (total_seqlen, shard_lengths): even, odd and uneven, padded, an empty shard, nothing but padding on a rank.
+CASES = [
+    (12, (6, 6)),
+    (13, (6, 7)),
+    (11, (6, 6)),
+    (11, (3, 0, 8)),
+    (7, (4, 4, 4)),
+    (17, (5, 5, 5, 5)),
+]
+
+
+def shards(total_seqlen: int, shard_lengths: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    """Global rows of each rank, ascending; rows from total_seqlen on are padding."""
+    padded = sum(shard_lengths)
+    owner = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(shard_lengths)), shard_lengths))
+    assert padded >= total_seqlen
+    return [np.flatnonzero(owner == r) for r in range(len(shard_lengths))]
+
+
+def undispatch_arguments(index: list[np.ndarray]) -> dict:
+    return {
+        "shard_lengths": [len(i) for i in index],
+        "undispatch_index": torch.from_numpy(np.argsort(np.concatenate(index))),
+    }
+
+
+def test_dispatch_fills_padding_and_keeps_the_dtype():
+    index = torch.tensor([1, 4, 3, 5])
+    assert dispatch(torch.tensor([10, 11, 12, 13]), index, pad_value=-7).tolist() == [11, -7, 13, -7]
+    flags = dispatch(torch.tensor([True, True, True, True]), index)
+    assert flags.dtype == torch.bool and flags.tolist() == [True, False, True, False]
+    wide = dispatch(torch.arange(8.0).view(2, 4, 1), index, dim=1, pad_value=0.5)
+    assert wide.shape == (2, 4, 1) and wide[1, :, 0].tolist() == [5.0, 0.5, 7.0, 0.5]
+    assert dispatch(torch.zeros(0, 2), torch.tensor([0, 1]), pad_value=3).tolist() == [[3.0, 3.0]] * 2
+
+
+def test_the_gradient_of_dispatch_is_zero_for_rows_of_other_ranks():
+    x = random_tensor((5, 3), torch.float64, 0).requires_grad_()
+    index = torch.tensor([3, 0, 6, 5])
+    upstream = random_tensor((4, 3), torch.float64, 1)
+    dispatch(x, index, pad_value=2).backward(upstream)
+    expected = torch.zeros(5, 3, dtype=torch.float64)
+    expected[3], expected[0] = upstream[0], upstream[1]
+    assert torch.equal(x.grad, expected)
+
+
+def round_trip(rank, num_ranks, total_seqlen, shard_lengths):
+    index = shards(total_seqlen, shard_lengths)
+    arguments = undispatch_arguments(index)
+    mine = torch.from_numpy(index[rank])
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for dim, shape in ((0, (total_seqlen, 3)), (1, (2, total_seqlen)), (-1, (2, 1, total_seqlen))):
+            x = random_tensor(shape, dtype, 3)
+            local = dispatch(x, mine, dim=dim, pad_value=99)
+            back = undispatch(local, **arguments, dim=dim, total_seqlen=total_seqlen)
+            assert torch.equal(back, x)
+            padded = undispatch(local, **arguments, dim=dim)
+            assert padded.shape[dim] == sum(shard_lengths)
+            assert (padded.movedim(dim, 0)[total_seqlen:] == 99).all()
+
+
+@pytest.mark.parametrize(("total_seqlen", "shard_lengths"), CASES)
+def test_dispatch_then_undispatch_is_identity(ranks, total_seqlen, shard_lengths):
+    ranks(len(shard_lengths), round_trip, total_seqlen, shard_lengths)
+
+
+def undispatch_gradients(rank, num_ranks, total_seqlen, shard_lengths):
+    index = shards(total_seqlen, shard_lengths)
+    arguments = undispatch_arguments(index)
+    is_token = torch.from_numpy(index[rank] < total_seqlen)
+    tokens = torch.from_numpy(index[rank])[is_token]
+    parts = [random_tensor((2, total_seqlen), torch.float64, 10 + r) for r in range(num_ranks)]
+    for is_partial_grad, upstream, whole in ((False, parts[0], parts[0]), (True, parts[rank], sum(parts))):
+        local = random_tensor((2, len(index[rank])), torch.float64, rank).requires_grad_()
+        out = undispatch(local, **arguments, dim=1, total_seqlen=total_seqlen, is_partial_grad=is_partial_grad)
+        out.backward(upstream)
+        torch.testing.assert_close(local.grad[:, is_token], whole[:, tokens], rtol=1e-14, atol=1e-14)
+        assert (local.grad[:, ~is_token] == 0).all()
+
+
+@pytest.mark.parametrize(("total_seqlen", "shard_lengths"), CASES)
+def test_undispatch_returns_its_slice_of_a_whole_gradient_and_the_sum_of_partial_ones(
+    ranks, total_seqlen, shard_lengths
+):
+    ranks(len(shard_lengths), undispatch_gradients, total_seqlen, shard_lengths)
+
+
+def roll_everything(rank, num_ranks, total_seqlen, shard_lengths):
+    index = shards(total_seqlen, shard_lengths, seed=1)
+    mine = torch.from_numpy(index[rank])
+    is_token = mine < total_seqlen
+    x = random_tensor((2, total_seqlen, 3), torch.float64, 5)
+    upstream = random_tensor((2, total_seqlen, 3), torch.float64, 6)
+    for shift in (0, 1, -1, 5, -total_seqlen + 1, 3 * total_seqlen + 2):
+        args = RollArgs.build(make_roll_args(index, shift, total_seqlen, rank), "cpu")
+        for impl in ("reference", "all_to_all"):
+            local = dispatch(x, mine, dim=1, pad_value=-5).requires_grad_()
+            rolled = roll(local, args, dim=1, impl=impl)
+            assert torch.equal(rolled, dispatch(torch.roll(x, shift, 1), mine, dim=1, pad_value=-5))
+            rolled.backward(dispatch(upstream, mine, dim=1, pad_value=7))
+            expected = dispatch(torch.roll(upstream, -shift, 1), mine, dim=1, pad_value=7)
+            assert torch.equal(local.grad, expected)
+        tokens = dispatch(torch.arange(total_seqlen), mine, pad_value=-1)
+        back = roll(roll(tokens, args), args.inverse)
+        assert torch.equal(back, tokens) and (back[~is_token] == -1).all()
+
+
+@pytest.mark.parametrize(("total_seqlen", "shard_lengths"), CASES)
+def test_roll_equals_torch_roll_of_the_whole_and_its_gradient_rolls_back(ranks, total_seqlen, shard_lengths):
+    ranks(len(shard_lengths), roll_everything, total_seqlen, shard_lengths)
+
+
+def test_roll_sends_only_rows_that_change_their_rank():
+    # Two contiguous halves: with a shift by one, one row leaves each rank.
+    halves = [np.arange(0, 8), np.arange(8, 16)]
+    for rank in (0, 1):
+        arrays = make_roll_args(halves, 1, 16, rank)
+        assert arrays.send_rows.tolist() == [7] and arrays.recv_rows.tolist() == [0]
+        assert arrays.send_splits == tuple(1 - (r == rank) for r in (0, 1)) == arrays.recv_splits
+
+
+def test_roll_and_undispatch_work_on_one_rank_without_a_group():
+    index = np.array([0, 1, 2, 3, 4])
+    x = torch.arange(5.0)
+    args = RollArgs.build(make_roll_args([index], 2, 4, 0), "cpu")
+    assert roll(x, args).tolist() == [2.0, 3.0, 0.0, 1.0, 4.0]
+    assert undispatch(x, **undispatch_arguments([index]), total_seqlen=4).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_lengths_that_disagree_raise_and_name_the_argument():
+    with pytest.raises(ValueError, match="global_index: does not hold every one of 4 tokens exactly once"):
+        make_roll_args([np.array([0, 1]), np.array([1, 2])], 1, 4, 0)
+    args = RollArgs.build(make_roll_args([np.arange(4)], 1, 4, 0), "cpu")
+    with pytest.raises(ValueError, match="x_local: 3 rows along dim 0, but args is for 4"):
+        roll(torch.zeros(3), args)
+    arguments = undispatch_arguments([np.arange(4)])
+    with pytest.raises(ValueError, match="x_local: 3 rows along dim 0"):
+        undispatch(torch.zeros(3), **arguments)
+    with pytest.raises(ValueError, match="undispatch_index: shape"):
+        undispatch(torch.zeros(4), shard_lengths=[4], undispatch_index=torch.arange(3))
