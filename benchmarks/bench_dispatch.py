@@ -9,12 +9,12 @@ rank fetch, as a share of the whole sequence, and the time to plan all ranks.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from dataclasses import dataclass
 
 import numpy as np
+from provenance import write_csv
 
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask
@@ -99,8 +99,7 @@ def main() -> None:
             rows.append([case.total_seqlen, case.num_documents, case.cp_size, name, *(f"{x:.4f}" for x in figures)])
             print("".join(f"{c!s:>18}" for c in rows[-1]), flush=True)
     if path:
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([header, *rows])
+        write_csv(path, header, rows)
     # The default must keep the promise of the documentation.
     bad = [r for r in rows if r[3] == "affinity" and r[1] > 1 and float(r[4]) > (1.02 if r[2] <= 8 else 1.05)]
     sys.exit(f"balance of the default dispatch is off: {bad}" if bad else 0)

@@ -1,0 +1,285 @@
+"""Distributed attention: forward and backward walk the schedule of a plan and decide nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_magi.attention.runtime import PlanRuntime, plan_runtime
+from megatron_magi.comm.group_collective import group_cast, group_reduce
+from megatron_magi.config import MagiConfig
+from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
+from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.slice_attention import row_delta, slice_attention_backward, slice_attention_forward
+from megatron_magi.plan import RankPlan, StepKind
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What one call of the operator fixes besides its tensors."""
+
+    runtime: PlanRuntime
+    group: dist.ProcessGroup | None
+    config: MagiConfig
+    softmax_scale: float
+    softcap: float
+    sink_layout: str
+    return_max_logits: bool
+
+
+def distributed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rank_plan: RankPlan,
+    group: dist.ProcessGroup | None,
+    *,
+    config: MagiConfig | None = None,
+    sink: torch.Tensor | None = None,
+    sink_layout: str = "sh",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """Attention of this rank's queries over all keys that the mask shows them.
+
+    Collective over ``group``: every rank calls it, with the plans of its own rank made from
+    the same mask. Differentiable in q, k, v and sink.
+
+    Args:
+        q: ``[num_rows, num_heads_q, head_dim]``, the rows of this rank's shard.
+        k: ``[num_rows, num_heads_kv, head_dim]``, likewise.
+        v: ``[num_rows, num_heads_kv, head_dim_v]``, likewise.
+        rank_plan: ``plan.for_rank(cp_rank)``.
+        group: the context-parallel group; may be None when the plan is for one rank.
+        config: implementation choices; defaults when None.
+        sink: logits that take part in the softmax without a value: ``[num_sinks, num_heads_q]``
+            (layout ``sh``, the same on all ranks) or ``[num_rows, num_sinks, num_heads_q]``
+            (``ssh``). With ``sh`` the gradient is the sum over this rank's rows only, unless
+            ``config.comm.dsink_all_reduce`` says otherwise.
+        softmax_scale: ``head_dim ** -0.5`` when None.
+        softcap: ``softcap * tanh(logit / softcap)`` when positive.
+        return_max_logits: also the largest logit of each head over this rank's rows.
+
+    Returns:
+        ``(out, meta)``: out ``[num_rows, num_heads_q, head_dim_v]`` in q's dtype;
+        ``meta.lse`` ``[num_rows, num_heads_q]`` and ``meta.max_logits`` ``[num_heads_q]``, not
+        differentiable. Rows that see no key: out 0, lse -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or the group do not fit the plan.
+    """
+    config = MagiConfig() if config is None else config
+    _check_inputs(q, k, v, rank_plan, group)
+    _check_sink_layout(sink, sink_layout)
+    call = _Call(
+        runtime=plan_runtime(rank_plan, q.device),
+        group=group,
+        config=config,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        softcap=float(softcap),
+        sink_layout=sink_layout,
+        return_max_logits=return_max_logits,
+    )
+    out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call)
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+
+
+def _check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RankPlan, group: dist.ProcessGroup | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3 or x.shape[0] != plan.num_rows:
+            raise ValueError(
+                f"{name}: expected [{plan.num_rows}, heads, dim], the rows of this rank's shard, got {list(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
+    if plan.cp_size == 1:
+        return
+    if group is None:
+        raise ValueError(f"group: the plan is for {plan.cp_size} ranks, so a process group is needed")
+    if group.size() != plan.cp_size or group.rank() != plan.cp_rank:
+        raise ValueError(
+            f"group: this process is rank {group.rank()} of {group.size()}, "
+            f"the plan is for rank {plan.cp_rank} of {plan.cp_size}"
+        )
+
+
+def _check_sink_layout(sink: torch.Tensor | None, layout: str) -> None:
+    dims = {"sh": 2, "ssh": 3}
+    if layout not in dims:
+        raise ValueError(f"sink_layout: expected one of {', '.join(dims)}, got {layout!r}")
+    if sink is not None and sink.dim() != dims[layout]:
+        raise ValueError(f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}")
+
+
+class _DistributedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q, k, v, sink, call: _Call):
+        walk = _Forward(q, k, v, sink, call)
+        out, lse, max_logits = walk.run()
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, sink, out, lse, *walk.saved_keys)
+        ctx.mark_non_differentiable(lse)
+        if max_logits is not None:
+            ctx.mark_non_differentiable(max_logits)
+        return out, lse, max_logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout, _dlse, _dmax_logits):
+        q, k, v, sink, out, lse, *saved_keys = ctx.saved_tensors
+        call: _Call = ctx.call
+        delta = row_delta(dout, out)
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
+        dq, dk, dv = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
+        return dq, dk, dv, dsink, None
+
+
+class _Forward:
+    """One forward pass: partial results of the stages are merged into ``out`` and ``lse``."""
+
+    def __init__(self, q, k, v, sink, call: _Call) -> None:
+        self._q, self._k, self._v, self._sink, self._call = q, k, v, sink, call
+        self._plan = call.runtime.plan
+        self._fetches: dict[int, Any] = {}
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+        self._max_logits: torch.Tensor | None = None
+        self.saved_keys: list[torch.Tensor] = []
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        for step in self._plan.schedule.forward:
+            if step.kind is StepKind.FETCH:
+                self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
+            else:
+                assert step.kind is StepKind.ATTEND, f"a forward schedule cannot {step.kind}"
+                self._attend(step.stage)
+        assert self._out is not None and self._lse is not None and not self._fetches
+        return self._out.to(self._q.dtype), self._lse, self._max_logits
+
+    def _attend(self, stage: int) -> None:
+        k, v = (self._k, self._v) if stage == 0 else self._fetches.pop(stage).wait()
+        if stage and stage == self._plan.schedule.saved_stage:
+            self.saved_keys = [k, v]
+        call = self._call
+        out, lse, max_logits = slice_attention_forward(
+            self._q,
+            k,
+            v,
+            self._plan.bands[stage],
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sink=self._sink if stage == 0 else None,  # once: it is one term of the denominator
+            out=self._out,
+            lse=self._lse,
+            out_dtype=accumulate_dtype(self._q.dtype) if self._plan.degree else self._q.dtype,
+            return_max_logits=call.return_max_logits,
+            deterministic=call.config.attend.deterministic,
+            sm_margin=call.config.attend.forward_sm_margin if self._plan.degree else 0,
+            impl=call.config.attend.impl,
+        )
+        self._out, self._lse = out, lse
+        if max_logits is not None:
+            seen = self._max_logits
+            self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
+
+
+class _Backward:
+    """One backward pass: dq stays here; dk and dv of fetched keys travel back to their owners."""
+
+    def __init__(self, dout, q, k, v, lse, delta, saved_keys, call: _Call) -> None:
+        self._dout, self._q, self._k, self._v = dout, q, k, v
+        self._lse, self._delta, self._call = lse, delta, call
+        self._saved_keys = saved_keys
+        self._plan = call.runtime.plan
+        self._fetches: dict[int, Any] = {}
+        self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._reduces: list[Any] = []
+        self._dq: torch.Tensor | None = None
+        # Partial sums of several ranks meet here, so they are kept wide until the end.
+        wide = accumulate_dtype(k.dtype) if self._plan.degree else k.dtype
+        self._dk = torch.zeros_like(k, dtype=wide, memory_format=torch.contiguous_format)
+        self._dv = torch.zeros_like(v, dtype=wide, memory_format=torch.contiguous_format)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        for step in self._plan.schedule.backward:
+            if step.kind is StepKind.FETCH:
+                self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
+            elif step.kind is StepKind.ATTEND:
+                self._attend(step.stage)
+            else:
+                self._reduce(step.stage)
+        # Waited for in the order of the schedule, so sums are formed in the same order each time.
+        for handle in self._reduces:
+            handle.wait()
+        assert self._dq is not None and not self._fetches and not self._partial
+        return self._dq.to(self._q.dtype), self._dk.to(self._k.dtype), self._dv.to(self._v.dtype)
+
+    def _attend(self, stage: int) -> None:
+        call = self._call
+        if stage == 0:
+            k, v, into = self._k, self._v, {"dk": self._dk, "dv": self._dv}
+            grad_dtype = self._dk.dtype
+        else:
+            saved = stage == self._plan.schedule.saved_stage
+            k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
+            into = {}
+            high_precision = call.config.comm.backward_high_precision_reduce
+            grad_dtype = accumulate_dtype(k.dtype) if high_precision else k.dtype
+        self._dq, dk, dv = slice_attention_backward(
+            self._dout,
+            self._q,
+            k,
+            v,
+            self._lse,
+            self._delta,
+            self._plan.bands[stage],
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            dq=self._zero_dq() if self._dq is None else self._dq,
+            grad_dtype=grad_dtype,
+            deterministic=call.config.attend.deterministic,
+            sm_margin=call.config.attend.backward_sm_margin if self._plan.degree else 0,
+            impl=call.config.attend.impl,
+            **into,
+        )
+        if stage:
+            self._partial[stage] = (dk, dv)
+
+    def _zero_dq(self) -> torch.Tensor:
+        wide = accumulate_dtype(self._q.dtype) if self._plan.degree else self._q.dtype
+        return torch.zeros_like(self._q, dtype=wide, memory_format=torch.contiguous_format)
+
+    def _reduce(self, stage: int) -> None:
+        if len(self._reduces) > 1:
+            self._reduces.pop(0).wait()  # at most two in flight: bounds the memory of the buffers
+        call = self._call
+        handle = group_reduce(
+            list(self._partial.pop(stage)),
+            call.runtime.casts[stage - 1],
+            call.group,
+            into=[self._dk, self._dv],
+            impl=call.config.comm.impl,
+        )
+        self._reduces.append(handle)
+
+
+def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
+    return group_cast([k, v], call.runtime.casts[stage - 1], call.group, impl=call.config.comm.impl)
+
+
+def _reduce_dsink(dsink: torch.Tensor, call: _Call) -> torch.Tensor:
+    op = call.config.comm.dsink_all_reduce
+    plan = call.runtime.plan
+    if op == "none" or plan.cp_size == 1 or call.sink_layout != "sh":
+        return dsink
+    dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=call.group)
+    return dsink / plan.cp_size if op == "avg" else dsink

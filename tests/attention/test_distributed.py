@@ -1,0 +1,246 @@
+"""The distributed operator against dense attention, through the whole path, on gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_magi.attention import distributed_attention
+from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.plan import Plan, make_plan
+from tests.attention import cases as cs
+
+
+def run_case(case: cs.Case, cp_rank: int, plan: Plan, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """This rank's part of forward and backward, on the CPU again; padding rows hold NaN."""
+    x = cs.inputs(case)
+    index = torch.from_numpy(plan.dispatch.global_index(cp_rank))
+    real = index < case.mask.total_seqlen_q
+    local: dict[str, torch.Tensor] = {}
+    for name, t in x.items():
+        if name == "sink" and case.sink_layout == "sh":
+            local[name] = t.to(device, case.dtype)
+            continue
+        garbage = 0.0 if name in ("dout", "sink") else torch.nan
+        rows = torch.full((len(index), *t.shape[1:]), garbage, dtype=case.dtype)
+        rows[real] = t[index[real]].to(case.dtype)
+        local[name] = rows.to(device)
+    leaves = {name: t.requires_grad_(True) for name, t in local.items() if name != "dout"}
+    out, meta = distributed_attention(
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        plan.for_rank(cp_rank),
+        dist.group.WORLD,
+        config=case.config,
+        sink=leaves.get("sink"),
+        sink_layout=case.sink_layout,
+        softcap=case.softcap,
+        return_max_logits=True,
+    )
+    out.backward(local["dout"])
+    found = {"out": out.detach().cpu()[real], "lse": meta.lse.cpu()[real], "max_logits": meta.max_logits.cpu()}
+    for name, leaf in leaves.items():
+        whole = name == "sink" and case.sink_layout == "sh"
+        found[f"d{name}"] = leaf.grad.cpu() if whole else leaf.grad.cpu()[real]
+    found["index"] = index[real]
+    return found
+
+
+def run_all_cases(rank: int, num_ranks: int, todo: list[cs.Case]) -> list[dict[str, torch.Tensor]]:
+    return [run_case(case, rank, make_plan(case.mask, case.config, num_ranks)) for case in todo]
+
+
+def gather(case: cs.Case, parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The global tensors from those of the ranks."""
+    order = torch.argsort(torch.cat([p["index"] for p in parts]))
+    whole: dict[str, torch.Tensor] = {}
+    for name in parts[0]:
+        if name == "max_logits":
+            whole[name] = torch.stack([p[name] for p in parts]).amax(dim=0)
+        elif name == "dsink" and case.sink_layout == "sh":
+            whole[name] = torch.stack([p[name] for p in parts]).sum(dim=0)
+        elif name != "index":
+            whole[name] = torch.cat([p[name] for p in parts])[order]
+    return whole
+
+
+def feasible(case: cs.Case, num_ranks: int) -> bool:
+    return not case.config.dispatch.uneven_shard or case.mask.total_seqlen_q >= num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_fp64_equals_dense_attention_to_rounding(ranks, num_ranks: int) -> None:
+    todo = [c for c in cs.variants() if feasible(c, num_ranks)]
+    results = ranks(num_ranks, run_all_cases, todo)
+    for i, case in enumerate(todo):
+        found = gather(case, [r[i] for r in results])
+        expected = cs.dense_attention(case, cs.inputs(case))
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name].double(), value, rtol=1e-10, atol=1e-10, msg=lambda m, i=i, name=name: f"case {i} {name}: {m}"
+            )
+
+
+def run_all_cases_on_gpus(rank: int, num_ranks: int, todo: list[cs.Case]) -> list[dict[str, torch.Tensor]]:
+    plans = [make_plan(case.mask, case.config, num_ranks) for case in todo]
+    return [run_case(case, rank, plan, f"cuda:{rank}") for case, plan in zip(todo, plans, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_nccl_equals_dense_attention_within_the_error_of_one_device(ranks, dtype: torch.dtype) -> None:
+    num_ranks = min(4, torch.cuda.device_count())
+    comm = CommConfig(impl="all_to_all")
+    todo = [
+        dataclasses.replace(c, dtype=dtype, config=dataclasses.replace(c.config, comm=comm))
+        for c in cs.variants()
+        if feasible(c, num_ranks)
+    ]
+    results = ranks(num_ranks, run_all_cases_on_gpus, todo, backend="nccl", timeout_s=240.0)
+    for i, case in enumerate(todo):
+        found = gather(case, [r[i] for r in results])
+        x = cs.inputs(case)
+        exact = cs.dense_attention(case, x)
+        rounded = cs.dense_attention(case, {n: t.to(dtype).double() for n, t in x.items()})
+        for name, value in exact.items():
+            finite = value.isfinite()
+            assert torch.equal(found[name].double()[~finite], value[~finite]), (i, name)
+            # What rounding the inputs and the result alone costs, as a same-dtype computation would.
+            unit = torch.finfo(dtype).eps * value[finite].abs().max() if finite.any() else 0.0
+            budget = 2 * (rounded[name][finite] - value[finite]).abs().max() + 8 * unit + 1e-12 if finite.any() else 0
+            error = (found[name].double()[finite] - value[finite]).abs().max() if finite.any() else 0
+            assert error <= budget, (i, name, float(error), float(budget))
+
+
+def test_low_precision_error_is_at_most_twice_that_of_one_device(ranks) -> None:
+    """bf16 over three ranks, against the same-dtype dense computation on one."""
+    case = cs.Case(cs.documents([70, 40, 18]), MagiConfig(overlap=OverlapConfig(degree=2)), dtype=torch.bfloat16)
+    found = gather(case, [r[0] for r in ranks(3, run_all_cases, [case])])
+    x = cs.inputs(case)
+    exact = cs.dense_attention(case, x)
+    rounded = cs.dense_attention(case, {n: t.to(torch.bfloat16) for n, t in x.items()} | {})
+    for name in ("out", "dq", "dk", "dv"):
+        budget = 2 * (rounded[name].double() - exact[name]).abs().max() + 1e-6
+        assert (found[name].double() - exact[name]).abs().max() <= budget, name
+
+
+def run_twice(rank: int, num_ranks: int, case: cs.Case) -> list[dict[str, torch.Tensor]]:
+    plan = make_plan(case.mask, case.config, num_ranks)
+    return [run_case(case, rank, plan) for _ in range(2)]
+
+
+def test_results_are_bitwise_repeatable(ranks) -> None:
+    case = cs.Case(cs.documents([70, 40, 18]), MagiConfig(overlap=OverlapConfig(degree=3)), dtype=torch.float32, num_sinks=1)
+    for first, second in ranks(3, run_twice, case):
+        for name in first:
+            assert torch.equal(first[name], second[name]), name
+
+
+def reduced_sink_grads(rank: int, num_ranks: int, case: cs.Case) -> list[torch.Tensor]:
+    out = []
+    for op in ("none", "sum", "avg"):
+        config = dataclasses.replace(case.config, comm=CommConfig(dsink_all_reduce=op))
+        this = dataclasses.replace(case, config=config)
+        out.append(run_case(this, rank, make_plan(case.mask, config, num_ranks))["dsink"])
+    return out
+
+
+def test_sink_gradient_reduction_follows_the_configuration(ranks) -> None:
+    case = cs.Case(cs.documents([30, 11]), num_sinks=1)
+    results = ranks(2, reduced_sink_grads, case)
+    total = results[0][0] + results[1][0]
+    for partial, summed, averaged in results:
+        assert not torch.allclose(partial, total)
+        torch.testing.assert_close(summed, total)
+        torch.testing.assert_close(averaged, total / 2)
+
+
+def moved_bytes(rank: int, num_ranks: int, case: cs.Case) -> tuple[int, int]:
+    """Bytes that the fetches of one forward pass sent and received, read off the handles."""
+    import megatron_magi.attention.distributed as module
+
+    handles = []
+    original = module.group_cast
+
+    def recording(*args, **kwargs):
+        handles.append(original(*args, **kwargs))
+        return handles[-1]
+
+    module.group_cast = recording
+    try:
+        plan = make_plan(case.mask, case.config, num_ranks)
+        x = cs.inputs(case)
+        index = torch.from_numpy(plan.dispatch.global_index(rank))
+        q, k, v = (x[n][index] for n in ("q", "k", "v"))
+        with torch.no_grad():
+            distributed_attention(q, k, v, plan.for_rank(rank), dist.group.WORLD, config=case.config)
+    finally:
+        module.group_cast = original
+    return sum(h.sent_bytes for h in handles), sum(h.received_bytes for h in handles)
+
+
+def test_bytes_on_the_wire_equal_the_lower_bound(ranks) -> None:
+    case = cs.Case(cs.documents([48, 13, 35]), MagiConfig(overlap=OverlapConfig(degree=2)))
+    moved = ranks(4, moved_bytes, case)
+    stats = make_plan(case.mask, case.config, 4).stats()
+    row_bytes = case.num_heads_kv * (case.head_dim + case.head_dim_v) * 8
+    assert [received for _, received in moved] == [n * row_bytes for n in stats.lower_bound_rows]
+    assert sum(sent for sent, _ in moved) == sum(received for _, received in moved) > 0
+
+
+def two_in_flight(rank: int, num_ranks: int, first: cs.Case, second: cs.Case) -> bool:
+    """Backward of an older microbatch, after the forward of a newer one with another plan."""
+    outs, leaves = [], []
+    for case in (first, second):
+        plan = make_plan(case.mask, case.config, num_ranks)
+        x = cs.inputs(case)
+        index = torch.from_numpy(plan.dispatch.global_index(rank))
+        q, k, v = (x[n][index].requires_grad_(True) for n in ("q", "k", "v"))
+        out, _ = distributed_attention(q, k, v, plan.for_rank(rank), dist.group.WORLD, config=case.config)
+        outs.append((out, x["dout"][index]))
+        leaves.append((q, k, v))
+    for out, dout in outs:
+        out.backward(dout)
+    alone = run_case(first, rank, make_plan(first.mask, first.config, num_ranks))
+    return all(torch.equal(leaf.grad, alone[name]) for leaf, name in zip(leaves[0], ("dq", "dk", "dv"), strict=True))
+
+
+def test_backward_uses_its_own_plan_while_a_newer_microbatch_is_in_flight(ranks) -> None:
+    first, second = cs.Case(cs.documents([40, 24])), cs.Case(cs.documents([10, 54]), seed=1)
+    assert all(ranks(2, two_in_flight, first, second))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"q": (7, 4, 8)}, "q"),
+        ({"k": (8, 8)}, "k"),
+        ({"v": (9, 2, 8)}, "v"),
+    ],
+)
+def test_inputs_that_do_not_fit_the_plan_are_named(change, name) -> None:
+    shapes = {"q": (8, 4, 8), "k": (8, 2, 8), "v": (8, 2, 8)} | change
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    with pytest.raises(ValueError, match=f"^{name}:"):
+        distributed_attention(*(torch.zeros(shapes[n]) for n in "qkv"), plan, None)
+
+
+def test_a_plan_for_several_ranks_needs_a_group() -> None:
+    plan = make_plan(cs.documents([8]), cp_size=2).for_rank(0)
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match="^group:"):
+        distributed_attention(x, x, x, plan, None)
+
+
+def test_device_copies_live_and_die_with_their_plan() -> None:
+    plan = make_plan(cs.documents([8]), cp_size=1)
+    x = torch.zeros(8, 2, 8)
+    distributed_attention(x, x, x, plan.for_rank(0), None)
+    assert list(plan.for_rank(0).runtime) == ["cpu"]
+    assert np.array_equal(plan.for_rank(0).bands[0], plan.mask.bands)
