@@ -109,10 +109,7 @@ def _merge_rows(slices: list[list[int]]) -> list[list[int]]:
     open_causal: dict[int, list[int]] = {}  # by first key
     for row in slices:
         q0, q1, k0, k1, kind = row
-        if kind == MaskType.FULL:
-            last = open_full.get((k0, k1))
-        else:
-            last = open_causal.get(k0)
+        last = open_full.get((k0, k1)) if kind == MaskType.FULL else open_causal.get(k0)
         if last is not None and last[1] == q0:
             # A causal slice ends at its own last row, so that the next node's keys go on from there.
             last[1], last[3] = q1, k1

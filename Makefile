@@ -1,0 +1,57 @@
+# make demo and make test need nothing but python3 and PyPI: each sets up what is missing first.
+SHELL := bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+export UV_SYSTEM_CERTS := 1
+
+# The user's own uv where it answers (a shim may exist and be dead), else one in .uv/.
+UV_VERSION := 0.13.8
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .uv/bin/uv)
+PYTHON := .venv/bin/python
+SYNCED := .venv/.synced
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make demo    pretrain a small GPT twice, stock and with --attention-backend magi, and compare"
+	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
+	@echo "make lint    check style and the direction of imports"
+	@echo "make format  apply the style"
+	@echo "make setup   only set up .venv"
+	@echo "make clean   remove what make and the tools made, .venv included"
+
+setup: $(SYNCED)
+
+$(SYNCED): pyproject.toml uv.lock .python-version $(filter .uv/bin/uv,$(UV))
+	$(UV) sync --locked --compile-bytecode --all-extras
+	@touch $@
+
+.uv/bin/uv:
+	python3 -m venv .uv
+	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+demo: setup
+	$(PYTHON) -m megatron_magi.demo $(DEMO_ARGS)
+
+test: setup
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
+
+lint: setup
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/lint-imports
+	$(if $(CXX_SOURCES),.venv/bin/clang-format --dry-run --Werror $(CXX_SOURCES))
+
+format: setup
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+	$(if $(CXX_SOURCES),.venv/bin/clang-format -i $(CXX_SOURCES))
+
+clean:
+	rm -rf .venv .uv build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find megatron_magi tests -name __pycache__ -type d -prune -exec rm -rf {} +
