@@ -1,0 +1,80 @@
+"""The command line: Megatron's own, in which `--attention-backend` may also be `magi`.
+
+Megatron makes that option from an enumeration and parses the command line several times, so a
+new value cannot be added to it. It is rewritten to ``auto`` and a flag of its own instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+_OPTION = "--attention-backend"
+_VALUE = "magi"
+FLAG = "--magi-attention"
+
+
+def rewrite_argv(argv: Sequence[str]) -> list[str]:
+    """The command line with ``--attention-backend magi`` in a form that Megatron can parse.
+
+    Args:
+        argv: arguments without the program's name.
+
+    Raises:
+        ValueError: ``--attention-backend`` is given twice with different values, one of them magi.
+    """
+    out: list[str] = []
+    values: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name == FLAG:
+            # Only this function may set it, so that rewriting twice changes nothing.
+            values.append(_VALUE)
+            continue
+        if name == _OPTION:
+            value = value if equals else next(arguments, "")
+            values.append(value)
+            out += [_OPTION, "auto" if value == _VALUE else value]
+            continue
+        out.append(argument)
+    if _VALUE in values:
+        others = sorted(set(values) - {_VALUE, "auto"})
+        if others:
+            raise ValueError(f"attention_backend: given as {_VALUE} and as {', '.join(others)}")
+        if _OPTION not in out:
+            out += [_OPTION, "auto"]
+        out.append(FLAG)
+    return out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds this package's options to Megatron's parser."""
+    group = parser.add_argument_group(title="magi attention")
+    group.add_argument(
+        FLAG,
+        action="store_true",
+        help="Set by --attention-backend magi: balanced context parallelism for any mask.",
+    )
+    group.add_argument(
+        "--magi-loss-log",
+        metavar="PATH",
+        default=None,
+        help="Append one JSON line an iteration: the exact loss, its number of tokens, the gradient norm and, "
+        "with --attention-backend magi, balance and rows moved.",
+    )
+    group.add_argument(
+        "--magi-chunk-size",
+        metavar="TOKENS",
+        type=int,
+        default=None,
+        help="Tokens of a chunk, the grain at which they are spread over context-parallel ranks. Chosen if not given.",
+    )
+    group.add_argument(
+        "--magi-overlap-degree",
+        metavar="STAGES",
+        type=int,
+        default=None,
+        help="Number of stages in which remote keys are fetched; 0 fetches all before computing. Chosen if not given.",
+    )
+    return parser

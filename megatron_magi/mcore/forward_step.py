@@ -1,0 +1,65 @@
+"""The forward step of Megatron's trainer: a microbatch in, a model's output and its loss out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers
+
+from megatron_magi.mcore.batch import BatchDispatcher
+from megatron_magi.mcore.loss import microbatch_loss
+from megatron_magi.mcore.loss_log import LossLog
+
+
+class MagiForwardStep:
+    """Dispatches the microbatch over context-parallel ranks, on every pipeline stage.
+
+    Args:
+        make_dispatcher: called by `prepare`.
+        loss_log: told the plan of each training microbatch, if given.
+    """
+
+    def __init__(self, make_dispatcher: Callable[[], BatchDispatcher], loss_log: LossLog | None = None) -> None:
+        self._make_dispatcher = make_dispatcher
+        self._dispatcher: BatchDispatcher | None = None
+        self._loss_log = loss_log
+
+    def prepare(self) -> None:
+        """Makes the dispatcher; collective over all ranks, once process groups and tokenizer exist. Idempotent."""
+        if self._dispatcher is None:
+            self._dispatcher = self._make_dispatcher()
+
+    def __call__(
+        self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """As Megatron's schedules call it; with ``return_schedule_plan`` the model is not run yet."""
+        assert self._dispatcher is not None, "prepare() comes first"
+        timers = get_timers()
+        timers("batch-generator", log_level=2).start()
+        batch = self._dispatcher.next(data_iterator)
+        timers("batch-generator").stop()
+        if self._loss_log is not None and model.training:
+            self._loss_log.add_plan(batch.params.plans.plan)
+        args = get_args()
+        run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+        output = run(
+            batch.tokens,
+            batch.position_ids,
+            None,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+            packed_seq_params=batch.params,
+            # Only the router of experts reads it.
+            padding_mask=batch.padding_mask if args.num_experts else None,
+        )
+        loss = partial(
+            microbatch_loss,
+            batch.loss_mask,
+            num_loss_tokens=batch.params.num_loss_tokens,
+            cp_size=args.context_parallel_size,
+        )
+        return output, loss

@@ -1,0 +1,63 @@
+"""The loss of a microbatch, scaled so that context parallelism changes nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args
+
+_SPIKE_FACTOR = 10.0
+"""A loss this many times the largest seen is reported as a spike."""
+
+
+def microbatch_loss(
+    loss_mask: torch.Tensor, losses: torch.Tensor, *, num_loss_tokens: float | None = None, cp_size: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the losses that count.
+
+    Megatron divides the sum by this rank's own number of tokens and then averages gradients
+    over context-parallel ranks, a mean of means: wrong where ranks hold different numbers of
+    tokens that count. With ``num_loss_tokens`` the sum is scaled so that the mean of means is
+    the mean over the microbatch. Megatron's per-token mode divides by the global number of
+    tokens and needs no scale.
+
+    Args:
+        loss_mask: ``[batch_size, seqlen]``, this rank's.
+        losses: likewise, one loss a token.
+        num_loss_tokens: sum of the loss mask over all context-parallel ranks; None for no scaling.
+        cp_size: number of these ranks.
+
+    Returns:
+        ``(loss, num_tokens, report)`` as Megatron's schedules take them: num_tokens int ``[]`` is
+        this rank's, and the report holds the unscaled sum and its number of tokens.
+    """
+    args = get_args()
+    mask = loss_mask.reshape(-1).float()
+    # On padding and prompts a loss may be anything, and 0 times infinity is no 0.
+    total = torch.where(mask != 0, losses.reshape(-1).float() * mask, 0.0).sum()
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = {"lm loss": torch.cat([total.detach().view(1), num_tokens.view(1)])}
+    _check(args, total)
+    if num_loss_tokens is None or args.calculate_per_token_loss:
+        return total, num_tokens, report
+    return total * (num_tokens.clamp(min=1) * (cp_size / max(num_loss_tokens, 1.0))), num_tokens, report
+
+
+def _check(args, loss: torch.Tensor) -> None:
+    """What the command line asks Megatron's rerun machine to watch."""
+    machine = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for name, is_bad in (("NaN", torch.isnan), ("infinity", torch.isinf)):
+            machine.validate_result(
+                result=loss, rejection_func=is_bad, message=f"{name} in the loss of a rank", tolerance=0.0, fatal=True
+            )
+    if args.check_for_spiky_loss:
+        machine.validate_result(
+            result=loss,
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=_SPIKE_FACTOR, context="loss"),
+            message="spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )

@@ -1,0 +1,76 @@
+"""One JSON line an iteration: exact losses, and how well the work was spread."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_magi.plan import Plan
+
+
+class LossLog:
+    """Writes what Megatron logs of each iteration, unrounded, to a file of JSON lines.
+
+    Only the last rank writes: it is on the last pipeline stage, where losses are. Keys:
+    ``iteration``, the losses by their names, ``grad_norm``, ``skipped``, and with plans
+    ``num_plans``, ``balance`` (largest area of a rank over the mean, worst of the iteration),
+    ``received_rows`` and ``lower_bound_rows`` (rows of k and v that all ranks fetch in the
+    forward pass of one layer, summed over the microbatches) and ``degree`` (stages, the most).
+
+    Args:
+        path: appended to.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._plans: list[Plan] = []
+
+    def add_plan(self, plan: Plan) -> None:
+        """Notes the plan of a training microbatch of the current iteration."""
+        self._plans.append(plan)
+
+    def install(self) -> None:
+        """Has Megatron's trainer report here each time it logs an iteration."""
+        from megatron.training import training
+
+        stock = training.training_log
+
+        @functools.wraps(stock)
+        def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self._write(loss_dict, stock, args, kwargs)
+            return stock(loss_dict, *args, **kwargs)
+
+        training.training_log = training_log
+
+    def _write(self, loss_dict: dict[str, Any], stock: Any, args: tuple, kwargs: dict) -> None:
+        plans, self._plans = self._plans, []
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return
+        import inspect
+
+        bound = inspect.signature(stock).bind(loss_dict, *args, **kwargs).arguments
+        grad_norm = bound["grad_norm"]
+        line: dict[str, Any] = {"iteration": bound["iteration"]}
+        line |= {name: float(value) for name, value in loss_dict.items()}
+        line |= {"grad_norm": None if grad_norm is None else float(grad_norm), "skipped": int(bound["skipped_iter"])}
+        line |= _summary(plans)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _summary(plans: list[Plan]) -> dict[str, Any]:
+    if not plans:
+        return {}
+    stats = [plan.stats() for plan in plans]
+    return {
+        "num_plans": len(stats),
+        "balance": max(s.balance for s in stats),
+        "areas": [sum(areas) for areas in zip(*(s.areas for s in stats), strict=True)],
+        "received_rows": sum(sum(s.received_rows) for s in stats),
+        "lower_bound_rows": sum(sum(s.lower_bound_rows) for s in stats),
+        "degree": max(s.degree for s in stats),
+    }

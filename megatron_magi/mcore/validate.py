@@ -1,0 +1,82 @@
+"""What `--attention-backend magi` cannot do, said before anything is built."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+
+def validate_arguments(args: Namespace) -> None:
+    """Checks a parsed command line, before Megatron checks it.
+
+    Raises:
+        ValueError: an argument asks for something that is not supported; names it and says what to do.
+    """
+    _check_attention(args)
+    _check_layers(args)
+    _check_schedule(args)
+
+
+def _check_attention(args: Namespace) -> None:
+    if args.attention_dropout:
+        raise ValueError(f"attention_dropout: must be 0, got {args.attention_dropout}; give --attention-dropout 0")
+    tp_size = args.tensor_model_parallel_size
+    if args.num_attention_heads and args.num_attention_heads % tp_size:
+        raise ValueError(
+            f"num_attention_heads: {args.num_attention_heads} heads cannot be split over "
+            f"tensor_model_parallel_size={tp_size} ranks"
+        )
+    if args.multi_latent_attention and args.apply_rope_fusion:
+        raise ValueError("apply_rope_fusion: not supported with multi-latent attention; give --no-rope-fusion")
+    if args.apply_rope_fusion and args.micro_batch_size and args.micro_batch_size > 1:
+        raise ValueError(
+            "apply_rope_fusion: the fused kernel takes one sequence of angles for a microbatch of "
+            f"{args.micro_batch_size}; give --no-rope-fusion or --micro-batch-size 1"
+        )
+
+
+def _check_layers(args: Namespace) -> None:
+    cp_size = args.context_parallel_size
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    if pattern and cp_size > 1:
+        raise ValueError(
+            f"hybrid_layer_pattern: Mamba layers need the tokens in their order, which context_parallel_size={cp_size} "
+            "with --attention-backend magi does not keep"
+        )
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant is not None:
+        raise ValueError(f"experimental_attention_variant: {variant!r} does not work with --attention-backend magi")
+    balancing = args.moe_router_load_balancing_type
+    names = balancing if isinstance(balancing, list) else [balancing]
+    if args.num_experts and "seq_aux_loss" in names and args.micro_batch_size and args.micro_batch_size > 1:
+        raise ValueError(
+            "moe_router_load_balancing_type: seq_aux_loss is a loss a sequence, but the sequences of a microbatch are "
+            "dispatched together; give --micro-batch-size 1 or aux_loss"
+        )
+
+
+def _check_schedule(args: Namespace) -> None:
+    if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm: Megatron runs multi-token prediction without the plan of the "
+            "microbatch there; drop it or --mtp-num-layers"
+        )
+    if args.hybrid_context_parallel:
+        raise ValueError("hybrid_context_parallel: dispatch balances every microbatch already; drop it")
+    if args.perform_rl_step:
+        raise ValueError("perform_rl_step: not supported with --attention-backend magi")
+    _check_cuda_graphs(args)
+
+
+def _check_cuda_graphs(args: Namespace) -> None:
+    impl = args.cuda_graph_impl
+    if getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
+        impl = "local"
+    if impl == "none":
+        return
+    modules = [str(getattr(m, "name", m)) for m in (args.cuda_graph_modules or [])]
+    modules = [name for entry in modules for name in entry.split(",")]
+    if impl == "full_iteration" or not modules or {"full", "full_iteration", "attn"} & set(modules):
+        raise ValueError(
+            "cuda_graph_modules: attention cannot be captured, each microbatch has a plan of its own; name modules "
+            "without attention, such as --cuda-graph-modules mlp moe_router"
+        )
