@@ -22,14 +22,12 @@ from pathlib import Path
 import torch
 
 import megatron_magi
-from megatron_magi.testing.megatron_rank import LOSS_LOG, Outcome, Request, output_path, rank_environment, watch
-
-STOCK = "megatron_magi.testing.stock_pretrain"
-"""Module that trains with Megatron's own attention."""
+from megatron_magi.testing.megatron_rank import Outcome, Request, output_path, rank_environment, watch
 
 PRETRAIN_GPT = str(Path(megatron_magi.__file__).parents[1] / "pretrain_scripts" / "pretrain_gpt.py")
 """Script that a user launches."""
 
+LOSS_LOG = "losses.jsonl"
 _TAIL_LINES = 60
 
 
@@ -88,7 +86,8 @@ def launch(
     Args:
         args: Megatron's command line.
         num_ranks: number of processes.
-        script: path of a Python file, or name of a module, that is run as ``__main__``.
+        script: path of a Python file, or name of a module, that is run as ``__main__`` and calls
+            `megatron_magi.mcore.entry.main`.
         env: environment variables of the ranks, added to this process's.
         before: ``module:function``, called in every rank with the working directory before the script.
         timeout_s: seconds for the launch; ranks still running then are killed, with what they started.
@@ -104,8 +103,9 @@ def launch(
     folder = Path(workdir if workdir is not None else tempfile.mkdtemp(prefix="megatron_run_")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOSS_LOG).unlink(missing_ok=True)
+    args = [*args, "--magi-loss-log", str(folder / LOSS_LOG)]
     request = Request(
-        script, list(args), num_ranks, _free_port(), str(folder), timeout_s, dict(env or {}), before, list(sys.path)
+        script, args, num_ranks, _free_port(), str(folder), timeout_s, dict(env or {}), before, list(sys.path)
     )
     begin = time.monotonic()
     outcome = _spawn(request) if torch.cuda.is_available() else Zygote.shared().run(request)
@@ -116,7 +116,7 @@ def launch(
     records = [json.loads(line) for line in _read(folder / LOSS_LOG).splitlines()]
     return RunResult(
         losses={r["iteration"]: r["lm loss"] for r in records if "lm loss" in r},
-        grad_norms={r["iteration"]: r["grad_norm"] for r in records},
+        grad_norms={r["iteration"]: r["grad_norm"] for r in records if r["grad_norm"] is not None},
         records=records,
         outputs=outputs,
         elapsed_s=elapsed_s,

@@ -1,4 +1,4 @@
-"""One rank of a Megatron launch: its environment, its output, its exact losses."""
+"""One rank of a Megatron launch: its environment, its output, its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import faulthandler
 import importlib
 import json
-import math
 import os
 import runpy
 import signal
@@ -17,12 +16,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 GRACE_S = 0.5
 """How long, after a rank has failed, others may still finish or fail by themselves."""
-
-LOSS_LOG = "losses.jsonl"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,7 +32,7 @@ class Request:
         args: its command line.
         num_ranks: number of processes.
         port: free TCP port of the rendezvous.
-        workdir: folder of the ranks' output and of the loss log; also their working directory.
+        workdir: folder of the ranks' output; also their working directory.
         timeout_s: seconds for the whole launch.
         env: further environment variables.
         before: ``module:function`` called with `workdir` before the script, or "".
@@ -105,7 +101,6 @@ def run_rank(request: Request, rank: int) -> None:
         import torch
 
         torch.set_num_threads(1)
-        _record_losses(Path(request.workdir) / LOSS_LOG, rank == request.num_ranks - 1)
         if request.before:
             module, function = request.before.split(":")
             getattr(importlib.import_module(module), function)(Path(request.workdir))
@@ -141,30 +136,6 @@ def _run_script(request: Request) -> None:
         runpy.run_path(request.script, run_name="__main__")
     else:
         runpy.run_module(request.script, run_name="__main__", alter_sys=True)
-
-
-def _record_losses(path: Path, is_last_rank: bool) -> None:
-    """Write what Megatron prints with seven digits, exactly, one JSON line an iteration.
-
-    The last rank, which is of the last pipeline stage, has losses that are reduced over all data.
-    """
-    from megatron_magi.mcore import cpu_device
-
-    cpu_device.install()
-    from megatron.training import training
-
-    original = training.training_log
-
-    def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if is_last_rank:
-            iteration, grad_norm = args[2], args[6]
-            record = {name: float(value) for name, value in loss_dict.items()}
-            record |= {"iteration": iteration, "grad_norm": math.nan if grad_norm is None else float(grad_norm)}
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-        return original(loss_dict, *args, **kwargs)
-
-    training.training_log = training_log
 
 
 def watch(
