@@ -6,13 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_magi.mask import AttnMask, MaskType
-from megatron_magi.ops.merge import check_sink
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import check_qkv
+from megatron_magi.ops.options import check_qkv, check_sink
 from megatron_magi.ops.slice_attention import slice_attention
 
 RangesLike = Tensor | Sequence[Sequence[int]] | None
@@ -87,7 +85,7 @@ def flex_flash_attn_func(
     if sink_layout not in ("sh", "ssh"):
         raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
     if sink is not None:
-        check_sink(sink, q.shape[0], q.shape[1])
+        check_sink(sink, q)
         if sink.ndim != len(sink_layout):
             raise ValueError(f"sink: layout {sink_layout!r} has {len(sink_layout)} dimensions, got {list(sink.shape)}")
     return slice_attention(
@@ -127,12 +125,12 @@ def _cached_mask(table: bytes, num_rows: int, num_keys: int) -> AttnMask:
 def _int_table(name: str, values: Tensor | Iterable, columns: int) -> np.ndarray:
     """int64 ``[n, columns]`` from a tensor, an array or a list; one column may come flat."""
     if isinstance(values, Tensor):
-        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise ValueError(f"{name}: expected an integer dtype, got {values.dtype}")
         values = values.detach().cpu().numpy()
     elif not isinstance(values, np.ndarray):
-        values = [item if isinstance(item, int) else tuple(item) for item in values]
-        values = np.array(values, dtype=None if values else np.int64)
+        items = [tuple(item) if isinstance(item, Iterable) else item for item in values]
+        if len({len(item) if isinstance(item, tuple) else 0 for item in items}) > 1:
+            raise ValueError(f"{name}: expected entries of one length, got {items}")
+        values = np.array(items, dtype=None if items else np.int64)
     if values.dtype.kind not in "iu":
         raise ValueError(f"{name}: expected integers, got {values.dtype}")
     expected = (len(values), columns) if columns > 1 else (len(values),)

@@ -76,19 +76,6 @@ def _check_partial(out_name: str, out: Tensor, lse_name: str, lse: Tensor) -> No
         )
 
 
-def check_sink(sink: Tensor, num_rows: int, num_heads_q: int) -> None:
-    """Raises ValueError unless ``sink`` has one of the two layouts (see `sink_lse`)."""
-    if not sink.dtype.is_floating_point:
-        raise ValueError(f"sink: expected a floating-point dtype, got {sink.dtype}")
-    shared = sink.ndim == 2 and sink.shape[1] == num_heads_q
-    per_row = sink.ndim == 3 and sink.shape[0] == num_rows and sink.shape[2] == num_heads_q
-    if not (shared or per_row):
-        raise ValueError(
-            f"sink: expected shape [num_sinks, {num_heads_q}] or [{num_rows}, num_sinks, {num_heads_q}], "
-            f"got {list(sink.shape)}"
-        )
-
-
 def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
     """All sinks of a head as one term of the denominator.
 

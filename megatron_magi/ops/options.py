@@ -77,6 +77,22 @@ def check_like(name: str, t: Tensor, shape: tuple[int, ...], device: torch.devic
         raise ValueError(f"{name}: expected the device of q, {device}, got {t.device}")
 
 
+def check_sink(sink: Tensor, q: Tensor) -> None:
+    """Raises ValueError unless ``sink`` has one of the two layouts and the device of q."""
+    num_rows, num_heads_q = q.shape[:2]
+    if not sink.dtype.is_floating_point:
+        raise ValueError(f"sink: expected a floating-point dtype, got {sink.dtype}")
+    if sink.device != q.device:
+        raise ValueError(f"sink: expected the device of q, {q.device}, got {sink.device}")
+    shared = sink.ndim == 2 and sink.shape[1] == num_heads_q
+    per_row = sink.ndim == 3 and sink.shape[0] == num_rows and sink.shape[2] == num_heads_q
+    if not (shared or per_row):
+        raise ValueError(
+            f"sink: expected shape [num_sinks, {num_heads_q}] or [{num_rows}, num_sinks, {num_heads_q}], "
+            f"got {list(sink.shape)}"
+        )
+
+
 def check_bands(bands: np.ndarray, num_rows: int, num_keys: int) -> np.ndarray:
     """The table, if it lies inside ``num_rows`` x ``num_keys``; else ValueError."""
     if not isinstance(bands, np.ndarray) or bands.ndim != 2 or bands.shape[1] != bd.NUM_COLUMNS:

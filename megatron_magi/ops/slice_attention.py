@@ -17,9 +17,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
-from megatron_magi.ops.merge import accumulate_dtype, check_sink, sink_gradient, sink_lse
+from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import FLOAT_DTYPES, AttnOptions, check_bands, check_like, check_qkv, make_options
+from megatron_magi.ops.options import (
+    FLOAT_DTYPES,
+    AttnOptions,
+    check_bands,
+    check_like,
+    check_qkv,
+    check_sink,
+    make_options,
+)
 
 IMPLS = {
     "reference": "megatron_magi.ops.impl.reference",
@@ -103,8 +111,8 @@ def slice_attention_forward(
         if out_dtype not in (None, out.dtype):
             raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
     if sink is not None:
-        check_sink(sink, q.shape[0], q.shape[1])
-        sink = sink_lse(sink.to(q.device), dtype)
+        check_sink(sink, q)
+        sink = sink_lse(sink, dtype)
     max_logits = module.forward(
         q, k, v, bands, options,
         out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,

@@ -1,0 +1,101 @@
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.mask import AttnMask
+from megatron_magi.ops.slice_attention import (
+    IMPLS,
+    resolve_impl,
+    slice_attention,
+    slice_attention_backward,
+    slice_attention_forward,
+)
+
+BANDS = AttnMask([(0, 6, 0, 5, 1)], 6, 5).bands
+
+
+def qkv(**changes):
+    tensors = {"q": torch.zeros(6, 4, 8), "k": torch.zeros(5, 2, 8), "v": torch.zeros(5, 2, 3)}
+    return tensors | changes
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"q": torch.zeros(6, 3, 8)}, "^q: .*multiple of num_heads_kv, 2, got 3"),
+        ({"q": torch.zeros(6, 8)}, "^q: expected"),
+        ({"k": torch.zeros(5, 2, 7)}, "^k: expected the head_dim of q, 8, got 7"),
+        ({"v": torch.zeros(4, 2, 3)}, "^v: expected the tokens and heads of k"),
+        ({"v": torch.zeros(5, 1, 3)}, "^v: expected the tokens and heads of k"),
+        ({"k": torch.zeros(5, 2, 8).double()}, "^k: expected the dtype of q"),
+        ({"q": torch.zeros(6, 4, 8, dtype=torch.int64)}, "^q: expected a floating-point dtype"),
+        ({"q": torch.zeros(6, 0, 8)}, "^q, k, v: heads"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        slice_attention_forward(**qkv(**changes), bands=BANDS)
+
+
+@pytest.mark.parametrize(
+    "bands, message",
+    [
+        (BANDS.astype(np.int32), "^bands: expected dtype int64"),
+        (BANDS[0], "^bands: expected an int64 array"),
+        (torch.from_numpy(BANDS.copy()), "^bands: expected an int64 array"),
+        (np.add(BANDS, [0, 1, 0, 0, 0, 0]), r"^bands: queries of band 0, \[1, 7\)"),
+        (np.subtract(BANDS, [0, 0, 1, 0, 0, 0]), r"^bands: keys of band 0, \[-1, 5\)"),
+    ],
+)
+def test_bands_out_of_bounds_are_named(bands, message):
+    with pytest.raises(ValueError, match=message):
+        slice_attention_forward(**qkv(), bands=bands)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"softcap": -1.0}, "^softcap:"),
+        ({"softcap": float("nan")}, "^softcap:"),
+        ({"softmax_scale": 0.0}, "^softmax_scale:"),
+        ({"sm_margin": -1}, "^sm_margin:"),
+        ({"sink": torch.zeros(4)}, "^sink: expected shape"),
+        ({"sink": torch.zeros(5, 1, 4)}, "^sink: expected shape"),
+        ({"sink": torch.zeros(1, 4, dtype=torch.int32)}, "^sink: expected a floating-point dtype"),
+        ({"out": torch.zeros(6, 4, 3)}, "^out, lse: give both"),
+        ({"out": torch.zeros(6, 4, 8), "lse": torch.zeros(6, 4)}, "^out: expected shape"),
+        ({"out": torch.zeros(6, 4, 3), "lse": torch.zeros(4, 6)}, "^lse: expected shape"),
+        ({"out_dtype": torch.int8}, "^out_dtype:"),
+        ({"impl": "fast"}, "^impl: 'fast' is not available"),
+    ],
+)
+def test_options_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        slice_attention_forward(**qkv(), bands=BANDS, **options)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dout": torch.zeros(6, 4, 8)}, "^dout: expected shape"),
+        ({"lse": torch.zeros(4, 6)}, "^lse: expected shape"),
+        ({"delta": torch.zeros(6, 4, 1)}, "^delta: expected shape"),
+        ({"dk": torch.zeros(5, 4, 8)}, "^dk: expected shape"),
+        ({"dv": torch.zeros(5, 2, 3, dtype=torch.int32)}, "^dv: expected a floating-point dtype"),
+        ({"grad_dtype": torch.bool}, "^grad_dtype:"),
+    ],
+)
+def test_arguments_of_the_backward_are_named(changes, message):
+    tensors = {"dout": torch.zeros(6, 4, 3), "lse": torch.zeros(6, 4), "delta": torch.zeros(6, 4)}
+    with pytest.raises(ValueError, match=message):
+        slice_attention_backward(**(qkv() | tensors | changes), bands=BANDS)
+
+
+def test_a_mask_over_other_lengths_is_refused():
+    with pytest.raises(ValueError, match="mask_or_bands: the mask is over 6 x 6 tokens, q and k have 6 and 5"):
+        slice_attention(**qkv(), mask_or_bands=AttnMask([], 6))
+
+
+def test_every_implementation_of_the_registry_can_be_asked_for_by_name():
+    for name, module in IMPLS.items():
+        assert resolve_impl(name, torch.device("cpu")).__name__ == module

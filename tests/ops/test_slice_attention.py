@@ -1,0 +1,225 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.mask import AttnMask, MaskType
+from megatron_magi.mask import bands as bd
+from megatron_magi.ops.block_plan import BlockLimits, make_block_plan
+from megatron_magi.ops.impl import blocked
+from megatron_magi.ops.slice_attention import (
+    row_delta,
+    slice_attention,
+    slice_attention_backward,
+    slice_attention_forward,
+)
+from tests.ops.naive import Case, assert_close, masks, packed_causal
+
+IMPLS = ("reference", "torch")
+TINY = BlockLimits(call_cost=40, min_rows=3, max_rows=5, max_logits=60)
+"""Limits that make many blocks and chunks of a few dozen tokens."""
+
+
+@pytest.fixture
+def tiny_blocks(monkeypatch):
+    with_tiny_blocks(monkeypatch)
+
+
+def with_tiny_blocks(monkeypatch):
+    monkeypatch.setattr("megatron_magi.ops.block_plan.MIN_CHUNK", 4)
+    monkeypatch.setattr(blocked, "block_plan", lambda bands, heads, device: make_block_plan(bands, heads, device, TINY))
+
+
+def only_keys(bands, first, last):
+    """The part of a table of bands that is in the keys ``[first, last)``."""
+    bands = bands.copy()
+    bands[:, bd.K0] = np.clip(bands[:, bd.K0], first, last)
+    bands[:, bd.K1] = np.clip(bands[:, bd.K1], first, last)
+    return bands
+
+
+def attend(case, impl):
+    def call(q, k, v, sink):
+        out, meta = slice_attention(
+            q, k, v, case.mask, sink=sink, softcap=case.softcap, return_max_logits=True, impl=impl
+        )
+        return out, meta.lse, meta.max_logits
+
+    return call
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    mask=masks(),
+    heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
+    head_dim_v=st.sampled_from([3, 4]),
+    softcap=st.sampled_from([0.0, 1.5]),
+    sink=st.sampled_from([None, "sh", "ssh"]),
+    seed=st.integers(0, 99),
+)
+def test_every_implementation_equals_the_naive_formula_in_fp64(mask, heads, head_dim_v, softcap, sink, seed):
+    case = Case(mask, *heads, head_dim_v=head_dim_v, softcap=softcap, sink=sink, seed=seed)
+    expected = case.expected()
+    for impl in IMPLS:
+        assert_close(case.run(attend(case, impl)), expected)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        with_tiny_blocks(monkeypatch)
+        assert_close(case.run(attend(case, "torch")), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("sink", ["sh", "ssh"])
+def test_gradients_pass_gradcheck(impl, sink, tiny_blocks):
+    mask = AttnMask([(0, 5, 0, 4, MaskType.CAUSAL), (3, 7, 5, 8, MaskType.FULL), (5, 7, 0, 3, 2)], 8, 9)
+    case = Case(mask, 1, 2, head_dim=3, head_dim_v=2, softcap=2.0, sink=sink)
+    torch.autograd.gradcheck(lambda *leaves: attend(case, impl)(*leaves)[0], case.leaves())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_keys_given_in_parts_add_up_to_one_pass(impl, softcap, tiny_blocks):
+    case = Case(packed_causal([7, 1, 19, 5]), 2, 2, softcap=softcap, sink="sh")
+    whole = case.expected()
+    parts = [only_keys(case.mask.bands, first, last) for first, last in ((0, 6), (6, 17), (17, 32))]
+    out = lse = dq = dk = dv = None
+    for i, bands in enumerate(parts):
+        out, lse, _ = slice_attention_forward(
+            case.q, case.k, case.v, bands,
+            softcap=softcap, sink=case.sinks if i == 1 else None, out=out, lse=lse, impl=impl,
+        )  # fmt: skip
+    delta = row_delta(case.dout, out)
+    for bands in parts:
+        dq, dk, dv = slice_attention_backward(
+            case.dout, case.q, case.k, case.v, lse, delta, bands,
+            softcap=softcap, dq=dq, dk=dk, dv=dv, impl=impl,
+        )  # fmt: skip
+    result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    assert_close(result, {name: whole[name] for name in result})
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_results_go_into_the_tensors_that_are_given(impl):
+    case = Case(packed_causal([5, 9]), 1, 2)
+    out, lse = torch.zeros(14, 2, 4), torch.full((14, 2), -torch.inf)
+    given = slice_attention_forward(case.q, case.k, case.v, case.mask.bands, out=out, lse=lse, impl=impl)
+    assert given[0] is out and given[1] is lse and out.abs().sum() > 0
+    dk = torch.ones(14, 1, 4)
+    dq, same, dv = slice_attention_backward(
+        case.dout, case.q, case.k, case.v, lse, row_delta(case.dout, out), case.mask.bands, dk=dk, impl=impl
+    )
+    assert same is dk and dq.dtype == dv.dtype == torch.float64
+    expected = case.expected()
+    torch.testing.assert_close(dk, (expected["dk"] + 1).float())
+    torch.testing.assert_close(dv, expected["dv"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_new_results_have_the_dtype_asked_for(impl):
+    case = Case(packed_causal([5]), dtype=torch.bfloat16)
+    out, lse, _ = slice_attention_forward(case.q, case.k, case.v, case.mask.bands, out_dtype=torch.float32, impl=impl)
+    assert out.dtype == lse.dtype == torch.float32
+    grads = slice_attention_backward(
+        case.dout, case.q, case.k, case.v, lse, row_delta(case.dout, out), case.mask.bands,
+        grad_dtype=torch.float32, impl=impl,
+    )  # fmt: skip
+    assert {g.dtype for g in grads} == {torch.float32}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("sink", [None, "sh"])
+def test_rows_that_see_nothing_get_zero_and_the_lse_of_the_sink(impl, sink):
+    case = Case(AttnMask([(2, 4, 0, 3, 0)], 6, 5), sink=sink)
+    result = case.run(attend(case, impl))
+    for row in (0, 1, 4, 5):
+        assert not result["out"][row].any() and not result["dq"][row].any()
+        lse = torch.tensor([-torch.inf]) if sink is None else torch.logsumexp(case.sinks, 0)
+        torch.testing.assert_close(result["lse"][row], lse.double())
+    assert not result["dk"][3:].any() and not result["dv"][3:].any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_rows, num_keys", [(0, 0), (0, 4), (4, 0), (4, 4)])
+def test_no_band_and_no_token_are_fine(impl, num_rows, num_keys):
+    case = Case(AttnMask([], num_rows, num_keys), 1, 2, sink="sh")
+    result = case.run(attend(case, impl))
+    assert not result["out"].any() and not result["dsink"].any()
+    assert (result["max_logits"] == -torch.inf).all()
+    assert result["dk"].shape == case.k.shape
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_garbage_in_tokens_of_no_pair_goes_nowhere(impl, softcap, garbage, tiny_blocks):
+    rows = [(0, 3, 0, 3, 1), (5, 9, 5, 9, 1), (5, 9, 12, 14, 0)]
+    case = Case(AttnMask(rows, 11, 15), 1, 2, softcap=softcap, sink="ssh")
+    clean = case.expected()
+    hidden_rows = [3, 4, 9, 10]
+    hidden_keys = [3, 4, 9, 10, 11, 14]
+    for tensor in (case.q, case.dout):
+        tensor[hidden_rows] = garbage
+    for tensor in (case.k, case.v):
+        tensor[hidden_keys] = garbage
+    assert_close(case.run(attend(case, impl)), clean)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_strides_do_not_matter(impl):
+    case = Case(packed_causal([5, 9]), 2, 2)
+    expected = case.expected()
+    for name in ("q", "k", "v", "dout"):
+        tensor = getattr(case, name)
+        strided = torch.full((tensor.shape[2], tensor.shape[1], 2 * tensor.shape[0]), torch.nan, dtype=tensor.dtype)
+        strided = strided.permute(2, 1, 0)[::2]
+        strided.copy_(tensor)
+        assert not strided.is_contiguous()
+        setattr(case, name, strided)
+    leaves = [t.requires_grad_() for t in (case.q, case.k, case.v)]
+    out, _ = slice_attention(*leaves, case.mask, impl=impl)
+    grads = torch.autograd.grad(out, leaves, case.dout)
+    assert_close(dict(zip(("dq", "dk", "dv"), grads, strict=True)), {n: expected[n] for n in ("dq", "dk", "dv")})
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_repeated_calls_agree_bit_for_bit(impl):
+    case = Case(packed_causal([300, 7, 150, 63]), 2, 2, sink="sh", dtype=torch.float32)
+    first, second = case.run(attend(case, impl)), case.run(attend(case, impl))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_only_the_gradients_asked_for_are_returned():
+    case = Case(packed_causal([5]), sink="sh")
+    sink = case.sinks.clone().requires_grad_()
+    out, meta = slice_attention(case.q, case.k, case.v, case.mask, sink=sink)
+    assert not meta.lse.requires_grad
+    out.backward(case.dout)
+    torch.testing.assert_close(sink.grad, case.expected()["dsink"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sink", [None, "sh"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_low_precision_errs_at_most_twice_as_much_as_dense_torch(dtype, sink, device):
+    case = Case(packed_causal([120, 3, 61]), 2, 2, 32, 16, sink=sink, dtype=dtype, device=device)
+    exact, same_dtype = case.expected(torch.float64), case.expected()
+    result = case.run(attend(case, "torch"))
+    for name, value in result.items():
+        error = (value.double() - exact[name]).abs().max()
+        allowed = (same_dtype[name].double() - exact[name]).abs().max()
+        assert value.isfinite().all() and error <= 2 * allowed + 1e-6, f"{name}: {error} > 2 * {allowed}"
+
+
+@pytest.mark.gpu
+@settings(max_examples=20, deadline=None)
+@given(mask=masks(), sink=st.sampled_from([None, "sh", "ssh"]), softcap=st.sampled_from([0.0, 1.5]))
+def test_gpus_agree_with_the_naive_formula_in_fp64(mask, sink, softcap):
+    case = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda")
+    expected = case.expected()
+    for impl in IMPLS:
+        assert_close(case.run(attend(case, impl)), expected)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        with_tiny_blocks(monkeypatch)
+        assert_close(case.run(attend(case, "torch")), expected)
+        half = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda", dtype=torch.bfloat16)
+        assert all(value.shape == expected[name].shape for name, value in half.run(attend(half, "torch")).items())
