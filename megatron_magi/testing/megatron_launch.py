@@ -107,8 +107,9 @@ def launch(
     request = Request(
         script, args, num_ranks, _free_port(), str(folder), timeout_s, dict(env or {}), before, list(sys.path)
     )
+    run = _spawn if torch.cuda.is_available() else Zygote.shared().run
     begin = time.monotonic()
-    outcome = _spawn(request) if torch.cuda.is_available() else Zygote.shared().run(request)
+    outcome = run(request)
     elapsed_s = time.monotonic() - begin
     outputs = [_read(output_path(folder, rank)) for rank in range(num_ranks)]
     if any(outcome.statuses):

@@ -18,16 +18,20 @@ from dataclasses import asdict
 from megatron_magi.testing.megatron_rank import Outcome, Request, run_rank, watch
 
 PRELOAD = (
+    "torch._dynamo.utils",  # torch's optimizers import it at their first step
+    "torch.distributed.checkpoint",
     "megatron.training",
     "megatron.training.argument_utils",
-    "megatron.training.arguments",
     "megatron.training.checkpointing",
     "megatron.training.models.gpt",
     "megatron.core.models.mimo",
-    "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.helpers_cpp",
-    "megatron_magi",
+    "megatron.core.tokenizers.text.models",
+    "megatron_magi.mcore.forward_step",
+    "megatron_magi.mcore.loss_log",
+    "megatron_magi.mcore.model",
+    "megatron_magi.mcore.stock_step",
 )
 
 
