@@ -1,0 +1,78 @@
+"""``python -m megatron_magi env``: the environment variables and their current values."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from megatron_magi import envs
+
+
+def environment_listing(environ: Mapping[str, str] | None = None, width: int = 100) -> tuple[str, bool]:
+    """The variables with their current values, as text, and whether all values are valid."""
+    readings = {reading.variable: reading for reading in envs.readings(environ)}
+    wrap = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ")
+    lines = []
+    for section, variables in envs.SECTIONS.items():
+        lines += [section, "-" * len(section)]
+        for variable in variables:
+            reading = readings[variable]
+            origin = "default" if reading.text is None else "set"
+            sets = f", sets {variable.field}" if variable.field else ""
+            lines.append(f"{variable.name} = {reading.text or variable.show_default()}  ({origin}{sets})")
+            about = variable.description
+            if variable.state is envs.State.UNNEEDED:
+                about += f" ({variable.state.value})"
+            lines += wrap.wrap(about)
+            if reading.problem:
+                lines += wrap.wrap(f"ERROR: {reading.problem}")
+        lines.append("")
+    unknown = envs.unknown_names(environ)
+    if unknown:
+        lines += [f"unknown, ignored: {', '.join(unknown)}", ""]
+    return "\n".join(lines), not any(reading.problem for reading in readings.values())
+
+
+def environment_page() -> str:
+    """The page ``docs/environment.md``."""
+    lines = [
+        "# Environment variables",
+        "",
+        "Made by `python -m megatron_magi env --markdown > docs/environment.md`; `python -m megatron_magi env` shows",
+        "current values. A variable is a default: it fills in a field of the configuration that the caller left open.",
+        "A value that is malformed, or asks for a feature that is not there yet, is an error that names the variable.",
+    ]
+    effect = {
+        envs.State.USED: "",
+        envs.State.UNNEEDED: "nothing",
+        envs.State.UNAVAILABLE: "not available",
+    }
+    for section, variables in envs.SECTIONS.items():
+        lines += ["", f"## {section}", "", "| variable | value | default | sets | what it does |"]
+        lines.append("| --- | --- | --- | --- | --- |")
+        for v in variables:
+            kind = ", ".join(f"`{c}`" for c in v.choices) or v.kind.value
+            sets = f"`{v.field}`" if v.field else effect[v.state]
+            lines.append(f"| `{v.name}` | {kind} | {v.show_default()} | {sets} | {v.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of ``python -m megatron_magi``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_magi", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    env = commands.add_parser("env", help="environment variables and their current values")
+    env.add_argument("--markdown", action="store_true", help="the page of the documentation instead")
+    args = parser.parse_args(argv)
+    if args.markdown:
+        sys.stdout.write(environment_page())
+        return 0
+    text, valid = environment_listing()
+    print(text)
+    return 0 if valid else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,352 @@
+"""The environment: every variable, read into typed values. No other module reads ``os.environ``.
+
+A variable is a default: it fills in a field of `MagiConfig` that the caller left open. The names
+are those of MagiAttention v1.1, so existing launch scripts mean here what they meant there.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from megatron_magi.config import MagiConfig
+
+PREFIX = "MAGI_ATTENTION_"
+
+
+class State(Enum):
+    """What setting a variable does."""
+
+    USED = "used"
+    UNNEEDED = "accepted, changes nothing"
+    UNAVAILABLE = "not available yet: any value but the default is an error"
+
+
+class Kind(Enum):
+    """What a value is: ``TOGGLE`` is 0 or 1, ``COUNT`` a whole number."""
+
+    TOGGLE = "0 or 1"
+    COUNT = "number"
+    CHOICE = "choice"
+    TEXT = "text"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table.
+
+    Attributes:
+        name: in the environment.
+        kind: how the value is written.
+        default: the typed value when it is not set; None is "unset".
+        description: what it does, or why it does nothing.
+        field: the configuration's field that it sets, as ``part.name``; None for other uses.
+        state: see `State`.
+        choices: allowed values of a ``CHOICE``.
+        least: smallest ``COUNT``.
+        field_value: what to set the field to when a toggle is 1; True when None.
+        default_text: a default that depends on something else, in words.
+    """
+
+    name: str
+    kind: Kind
+    default: bool | int | str | None
+    description: str
+    field: str | None = None
+    state: State = State.USED
+    choices: tuple[str, ...] = ()
+    least: int = 0
+    field_value: str | None = None
+    default_text: str | None = None
+
+    def parse(self, text: str) -> bool | int | str:
+        """The typed value of ``text``.
+
+        Raises:
+            ValueError: malformed, or the feature is not available; the message names the variable.
+        """
+        value = self._parse(text.strip())
+        if self.state is State.UNAVAILABLE and value != self.default:
+            raise ValueError(f"{self.name}={text}: {self.description} Unset it or leave it at {self.show_default()}.")
+        return value
+
+    def _parse(self, text: str) -> bool | int | str:
+        if self.kind is Kind.TOGGLE:
+            if text not in ("0", "1"):
+                raise ValueError(f"{self.name}: expected 0 or 1, got {text!r}")
+            return text == "1"
+        if self.kind is Kind.COUNT:
+            try:
+                count = int(text)
+            except ValueError:
+                raise ValueError(f"{self.name}: expected a whole number, got {text!r}") from None
+            if count < self.least:
+                raise ValueError(f"{self.name}: expected at least {self.least}, got {count}")
+            return count
+        if self.kind is Kind.CHOICE and text not in self.choices:
+            raise ValueError(f"{self.name}: expected one of {', '.join(self.choices)}, got {text!r}")
+        return text
+
+    def show(self, value: bool | int | str | None) -> str:
+        """``value`` as it is written in the environment."""
+        if value is None:
+            return "unset"
+        return str(int(value)) if self.kind is Kind.TOGGLE else str(value)
+
+    def show_default(self) -> str:
+        """The default in words."""
+        return self.default_text or self.show(self.default)
+
+
+def _toggle(name: str, description: str, field: str | None = None, **more: Any) -> Variable:
+    return Variable(PREFIX + name, Kind.TOGGLE, more.pop("default", False), description, field, **more)
+
+
+def _unneeded(name: str, description: str, kind: Kind = Kind.TOGGLE, default: Any = False, **more: Any) -> Variable:
+    return Variable(name, kind, default, description, state=State.UNNEEDED, **more)
+
+
+def _unavailable(name: str, description: str) -> Variable:
+    return Variable(PREFIX + name, Kind.TOGGLE, False, description, state=State.UNAVAILABLE)
+
+
+def _sm_margin(which: str) -> Variable:
+    return Variable(
+        f"{PREFIX}FFA_{which.upper()}_SM_MARGIN",
+        Kind.COUNT,
+        None,
+        f"Streaming multiprocessors that the {which} kernel leaves to communication.",
+        f"attend.{which}_sm_margin",
+        default_text="4 if CUDA_DEVICE_MAX_CONNECTIONS > 1, else 0",
+    )
+
+
+_CACHE_SIZE = PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE"
+_MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_HIGH_PRECISION = PREFIX + "BACKWARD_HIGH_PRECISION_REDUCE"
+_OLD_HIGH_PRECISION = PREFIX + "FFA_BACKWARD_HIGH_PRECISION_REDUCE"
+_BUILD_JOBS = "90 % of the cores"
+
+SECTIONS: dict[str, tuple[Variable, ...]] = {
+    "Correctness": (
+        _toggle(
+            "BACKWARD_HIGH_PRECISION_REDUCE",
+            "Partial dk and dv travel between ranks in fp32, at twice the bytes.",
+            "comm.backward_high_precision_reduce",
+        ),
+        _toggle(
+            "FFA_BACKWARD_HIGH_PRECISION_REDUCE",
+            f"The name of {_HIGH_PRECISION} before v1.0.4; setting both to different values is an error.",
+            "comm.backward_high_precision_reduce",
+        ),
+        Variable(
+            PREFIX + "DSINK_ALL_REDUCE_OP",
+            Kind.CHOICE,
+            "none",
+            "How the gradient of the sink is reduced over the context-parallel ranks inside the operator. Each rank "
+            "computes a partial sum; `none` is right where the framework sums parameter gradients over these ranks "
+            "anyway, as Megatron and FSDP do, `sum` where nothing does, `avg` divides by the number of ranks as well.",
+            "comm.dsink_all_reduce",
+            choices=("none", "sum", "avg"),
+        ),
+        _unneeded(
+            PREFIX + "FORWARD_HIGH_PRECISION_REDUCE",
+            "Outputs never travel: queries stay where they are, and partial outputs are merged in fp32.",
+        ),
+    ),
+    "Performance": (
+        _toggle(
+            "BWD_HIDE_TAIL_REDUCE",
+            "The forward keeps the keys of its last remote stage, so that the backward can end with local compute "
+            "and hide its last reduction behind it. Costs the memory of that stage.",
+            "overlap.hide_tail_reduce",
+        ),
+        _sm_margin("forward"),
+        _sm_margin("backward"),
+        Variable(
+            _MAX_CONNECTIONS,
+            Kind.COUNT,
+            8,
+            "Hardware queues of the CUDA driver. Read only to choose the default of the two margins: with one queue "
+            "kernels do not run at the same time and a margin would be wasted.",
+            least=1,
+        ),
+        Variable(
+            _CACHE_SIZE,
+            Kind.COUNT,
+            1000,
+            "Number of plans that are kept, the least recently used one is dropped first.",
+            least=1,
+        ),
+        _unavailable("NATIVE_GRPCOLL", "Native kernels for group_cast and group_reduce are not available yet."),
+        _unavailable(
+            "HIERARCHICAL_COMM", "Communication in two levels, inside and between nodes, is not available yet."
+        ),
+        _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
+        _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),
+        _unavailable("CPP_BACKEND", "The planner in C++ is not available yet; the one in numpy is used."),
+        _unneeded(
+            PREFIX + "FLATTEN_HEAD_GROUPS", "Belongs to the solver for query and output communication, see QO_COMM."
+        ),
+        _unneeded(PREFIX + "AUTO_RANGE_MERGE", "Plans never hold ranges that could be merged."),
+        _unneeded(PREFIX + "CATGQA", "How query heads that share a key head are processed is the kernel's own choice."),
+        _unneeded(PREFIX + "FFA_FORWARD_INPLACE_CORRECT", "Partial results are always merged in place."),
+    ),
+    "Debugging": (
+        _toggle("DETERMINISTIC_MODE", "Bitwise repeatable results.", "attend.deterministic"),
+        _toggle(
+            "SDPA_BACKEND",
+            "Attention by its dense definition in torch, in any precision up to fp64: slow, needs memory for the "
+            "whole matrix, for comparison only.",
+            "attend.impl",
+            field_value="reference",
+        ),
+        _unneeded(
+            PREFIX + "SANITY_CHECK", "Masks, arguments and the agreement of all ranks' plans are always checked."
+        ),
+        _unavailable("PROFILE_MODE", "Timing inside kernels is not available yet; torch's profiler works as it is."),
+    ),
+    "Building": (
+        _unneeded(
+            PREFIX + "WORKSPACE_BASE",
+            "Where compiled kernels would go: no kernel is compiled by this package.",
+            Kind.TEXT,
+            None,
+            default_text="the home directory",
+        ),
+        *(
+            _unneeded(PREFIX + name, "No kernel is compiled by this package.")
+            for name in ("BUILD_VERBOSE", "BUILD_DEBUG", "NO_BUILD_CACHE", "FORCE_JIT_BUILD")
+        ),
+        _unneeded("NVCC_THREADS", "No kernel is compiled by this package.", Kind.COUNT, 4, least=0),
+        _unneeded(PREFIX + "PREBUILD_FFA", "No kernel is compiled by this package.", default=True),
+        *(
+            _unneeded(name, "No kernel is compiled by this package.", Kind.COUNT, None, default_text=_BUILD_JOBS)
+            for name in (PREFIX + "PREBUILD_FFA_JOBS", "MAX_JOBS")
+        ),
+        *(
+            _unneeded(PREFIX + name, "There is no such extension to build.")
+            for name in ("SKIP_FFA_UTILS_BUILD", "SKIP_MAGI_ATTN_EXT_BUILD", "SKIP_MAGI_ATTN_COMM_BUILD")
+        ),
+        _unneeded(
+            PREFIX + "FFA_FA4_CACHE_DIR", "Belongs to the Flash-Attention 4 backend, see FA4_BACKEND.", Kind.TEXT, None
+        ),
+        _unneeded(
+            PREFIX + "BUILD_COMPUTE_CAPABILITY",
+            "No kernel is compiled by this package.",
+            Kind.TEXT,
+            None,
+            default_text="that of the GPU",
+        ),
+        _unneeded("NVSHMEM_DIR", "Belongs to native communication, see NATIVE_GRPCOLL.", Kind.TEXT, None),
+    ),
+}
+"""Every variable, by what it is for."""
+
+VARIABLES: dict[str, Variable] = {v.name: v for section in SECTIONS.values() for v in section}
+"""Every variable by name."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment said when it was read.
+
+    Attributes:
+        given: the variables that were set, as (name, typed value).
+        unknown: names that start with ``MAGI_ATTENTION_`` and are in no table.
+    """
+
+    given: tuple[tuple[str, bool | int | str], ...]
+    unknown: tuple[str, ...] = ()
+
+    def value(self, name: str) -> bool | int | str | None:
+        """The value of a variable, its default where it was not set.
+
+        Raises:
+            KeyError: no such variable.
+        """
+        variable = VARIABLES[name]
+        return dict(self.given).get(name, variable.default)
+
+    @property
+    def plan_cache_size(self) -> int:
+        """Number of plans to keep."""
+        return int(self.value(_CACHE_SIZE))
+
+    def default_config(self) -> MagiConfig:
+        """The configuration for callers who gave none: defaults, and what the environment says.
+
+        A configuration that a caller does give is used as it is; `dataclasses.replace` on this
+        one changes single fields of it.
+        """
+        margin = 4 if int(self.value(_MAX_CONNECTIONS)) > 1 else 0
+        config = MagiConfig()
+        attend = replace(config.attend, forward_sm_margin=margin, backward_sm_margin=margin)
+        config = replace(config, attend=attend)
+        for name, value in self.given:
+            variable = VARIABLES[name]
+            if variable.field is None:
+                continue
+            if variable.field_value is not None:
+                if not value:
+                    continue
+                value = variable.field_value
+            part, field = variable.field.split(".")
+            config = replace(config, **{part: replace(getattr(config, part), **{field: value})})
+        return config
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One variable as it was found: its text, None when not set, and what is wrong with it."""
+
+    variable: Variable
+    text: str | None
+    problem: str | None
+
+
+def readings(environ: Mapping[str, str] | None = None) -> list[Reading]:
+    """Every variable of the table as it stands in ``os.environ``, or in another mapping."""
+    environ = os.environ if environ is None else environ
+    found = []
+    for variable in VARIABLES.values():
+        text, problem = environ.get(variable.name, "").strip() or None, None
+        if text is not None:
+            try:
+                variable.parse(text)
+            except ValueError as error:
+                problem = str(error)
+        found.append(Reading(variable, text, problem))
+    return found
+
+
+def unknown_names(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Names that start with ``MAGI_ATTENTION_`` and are in no table, sorted."""
+    environ = os.environ if environ is None else environ
+    return tuple(sorted(name for name in environ if name.startswith(PREFIX) and name not in VARIABLES))
+
+
+def load(environ: Mapping[str, str] | None = None) -> Environment:
+    """Reads the environment: ``os.environ``, or another mapping.
+
+    A variable that is set to nothing counts as not set. Unknown names that start with
+    ``MAGI_ATTENTION_`` are kept in the result and warned about.
+
+    Raises:
+        ValueError: a value is malformed, or asks for a feature that is not available yet.
+    """
+    found = readings(environ)
+    problem = next((r.problem for r in found if r.problem), None)
+    if problem:
+        raise ValueError(problem)
+    given = {r.variable.name: r.variable.parse(r.text) for r in found if r.text is not None}
+    if len({given[name] for name in (_HIGH_PRECISION, _OLD_HIGH_PRECISION) if name in given}) > 1:
+        raise ValueError(f"{_OLD_HIGH_PRECISION}: contradicts {_HIGH_PRECISION}, its newer name")
+    unknown = unknown_names(environ)
+    if unknown:
+        warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=2)
+    return Environment(tuple(given.items()), unknown)

@@ -1,0 +1,179 @@
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_magi
+from megatron_magi import envs
+from megatron_magi.__main__ import environment_listing, environment_page
+from megatron_magi.config import MagiConfig
+
+ROOT = Path(megatron_magi.__file__).parents[1]
+PREFIX = "MAGI_ATTENTION_"
+
+# Every name of the reference documentation, v1.1 and v1.0.3.
+KNOWN = set(
+    """
+FORWARD_HIGH_PRECISION_REDUCE BACKWARD_HIGH_PRECISION_REDUCE DSINK_ALL_REDUCE_OP FA4_BACKEND NATIVE_GRPCOLL QO_COMM
+FLATTEN_HEAD_GROUPS AUTO_RANGE_MERGE CATGQA BWD_HIDE_TAIL_REDUCE FFA_FORWARD_SM_MARGIN FFA_BACKWARD_SM_MARGIN
+CPP_BACKEND HIERARCHICAL_COMM DIST_ATTN_RUNTIME_DICT_SIZE SANITY_CHECK SDPA_BACKEND DETERMINISTIC_MODE PROFILE_MODE
+WORKSPACE_BASE BUILD_VERBOSE BUILD_DEBUG NO_BUILD_CACHE FORCE_JIT_BUILD PREBUILD_FFA_JOBS PREBUILD_FFA
+SKIP_FFA_UTILS_BUILD SKIP_MAGI_ATTN_EXT_BUILD SKIP_MAGI_ATTN_COMM_BUILD FFA_FA4_CACHE_DIR BUILD_COMPUTE_CAPABILITY
+FFA_FORWARD_INPLACE_CORRECT FFA_BACKWARD_HIGH_PRECISION_REDUCE
+""".split()
+)
+UNAVAILABLE = ["FA4_BACKEND", "NATIVE_GRPCOLL", "QO_COMM", "CPP_BACKEND", "HIERARCHICAL_COMM", "PROFILE_MODE"]
+
+
+def config_of(**variables) -> MagiConfig:
+    """The default configuration with these variables set, the prefix left out."""
+    return envs.load({PREFIX + name: value for name, value in variables.items()}).default_config()
+
+
+def with_margin(config: MagiConfig, margin: int) -> MagiConfig:
+    attend = dataclasses.replace(config.attend, forward_sm_margin=margin, backward_sm_margin=margin)
+    return dataclasses.replace(config, attend=attend)
+
+
+def test_every_documented_name_is_in_the_table_and_no_other():
+    others = {"CUDA_DEVICE_MAX_CONNECTIONS", "NVCC_THREADS", "MAX_JOBS", "NVSHMEM_DIR"}
+    assert set(envs.VARIABLES) == {PREFIX + name for name in KNOWN} | others
+    assert len(envs.VARIABLES) == sum(len(section) for section in envs.SECTIONS.values())
+
+
+def test_an_empty_environment_gives_the_defaults_of_the_configuration():
+    assert envs.load({}).default_config() == with_margin(MagiConfig(), 4)
+    assert envs.load({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).default_config() == MagiConfig()
+    assert envs.load({PREFIX + "DETERMINISTIC_MODE": " "}) == envs.load({})
+
+
+@pytest.mark.parametrize(
+    "name, text, part, field, value",
+    [
+        ("DETERMINISTIC_MODE", "1", "attend", "deterministic", True),
+        ("SDPA_BACKEND", "1", "attend", "impl", "reference"),
+        ("SDPA_BACKEND", "0", "attend", "impl", "auto"),
+        ("FFA_FORWARD_SM_MARGIN", "0", "attend", "forward_sm_margin", 0),
+        ("FFA_BACKWARD_SM_MARGIN", "12", "attend", "backward_sm_margin", 12),
+        ("BACKWARD_HIGH_PRECISION_REDUCE", "1", "comm", "backward_high_precision_reduce", True),
+        ("FFA_BACKWARD_HIGH_PRECISION_REDUCE", "1", "comm", "backward_high_precision_reduce", True),
+        ("DSINK_ALL_REDUCE_OP", "avg", "comm", "dsink_all_reduce", "avg"),
+        ("BWD_HIDE_TAIL_REDUCE", "1", "overlap", "hide_tail_reduce", True),
+    ],
+)
+def test_a_variable_sets_its_field_and_nothing_else(name, text, part, field, value):
+    default = envs.load({}).default_config()
+    expected = dataclasses.replace(default, **{part: dataclasses.replace(getattr(default, part), **{field: value})})
+    assert config_of(**{name: text}) == expected
+
+
+def test_every_field_in_the_table_exists():
+    for variable in envs.VARIABLES.values():
+        if variable.field is not None:
+            part, field = variable.field.split(".")
+            assert hasattr(getattr(MagiConfig(), part), field)
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_asking_for_what_is_not_there_yet_is_one_clear_error(name):
+    with pytest.raises(ValueError, match=f"{PREFIX}{name}=1: .*not available yet.*leave it at 0"):
+        config_of(**{name: "1"})
+    assert config_of(**{name: "0"}) == envs.load({}).default_config()
+
+
+def test_what_is_not_needed_is_accepted_and_changes_nothing():
+    values = {envs.Kind.TOGGLE: "1", envs.Kind.COUNT: "3", envs.Kind.TEXT: "/somewhere"}
+    unneeded = [v for v in envs.VARIABLES.values() if v.state is envs.State.UNNEEDED]
+    environment = envs.load({v.name: values[v.kind] for v in unneeded})
+    assert len(environment.given) == len(unneeded) > 10
+    assert environment.default_config() == envs.load({}).default_config()
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (PREFIX + "DETERMINISTIC_MODE", "true"),
+        (PREFIX + "DETERMINISTIC_MODE", "2"),
+        (PREFIX + "FFA_FORWARD_SM_MARGIN", "four"),
+        (PREFIX + "FFA_FORWARD_SM_MARGIN", "-1"),
+        (PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE", "0"),
+        (PREFIX + "DSINK_ALL_REDUCE_OP", "max"),
+        (PREFIX + "CATGQA", "on"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "0"),
+        ("MAX_JOBS", "all"),
+    ],
+)
+def test_a_malformed_value_is_an_error_that_names_the_variable(name, text):
+    with pytest.raises(ValueError, match=f"^{name}: expected .*{text}"):
+        envs.load({name: text})
+
+
+def test_the_old_and_the_new_name_of_one_variable_must_agree():
+    both = {"BACKWARD_HIGH_PRECISION_REDUCE": "1", "FFA_BACKWARD_HIGH_PRECISION_REDUCE": "1"}
+    assert config_of(**both).comm.backward_high_precision_reduce
+    with pytest.raises(ValueError, match="FFA_BACKWARD_HIGH_PRECISION_REDUCE: contradicts"):
+        config_of(**both | {"FFA_BACKWARD_HIGH_PRECISION_REDUCE": "0"})
+
+
+def test_typed_values_and_defaults_can_be_read_by_name():
+    environment = envs.load({PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE": "7", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert environment.plan_cache_size == 7
+    assert environment.value("CUDA_DEVICE_MAX_CONNECTIONS") == 1
+    assert environment.value(PREFIX + "PREBUILD_FFA") is True
+    assert envs.load({}).plan_cache_size == 1000
+    assert hash(environment) != hash(envs.load({}))
+    with pytest.raises(KeyError):
+        environment.value("PATH")
+
+
+def test_a_misspelt_name_is_warned_about():
+    with pytest.warns(UserWarning, match="MAGI_ATTENTION_DETERMINISTIC$"):
+        environment = envs.load({PREFIX + "DETERMINISTIC": "1", "PATH": "/bin"})
+    assert environment.unknown == (PREFIX + "DETERMINISTIC",)
+
+
+def test_the_process_environment_is_read_when_load_is_called(monkeypatch):
+    monkeypatch.setenv(PREFIX + "DETERMINISTIC_MODE", "1")
+    assert envs.load().default_config().attend.deterministic
+
+
+def test_the_listing_shows_values_and_errors():
+    text, valid = environment_listing({PREFIX + "DETERMINISTIC_MODE": "1", PREFIX + "ODD": "1"})
+    assert valid
+    assert "MAGI_ATTENTION_DETERMINISTIC_MODE = 1  (set, sets attend.deterministic)" in text
+    assert "CUDA_DEVICE_MAX_CONNECTIONS = 8  (default)" in text
+    assert "unknown, ignored: MAGI_ATTENTION_ODD" in text
+    text, valid = environment_listing({PREFIX + "QO_COMM": "1"})
+    assert not valid
+    assert "ERROR: MAGI_ATTENTION_QO_COMM=1" in text
+
+
+def test_the_documentation_is_current():
+    page = (ROOT / "docs" / "environment.md").read_text()
+    assert page == environment_page(), "run: python -m megatron_magi env --markdown > docs/environment.md"
+
+
+def test_the_command_prints_every_variable():
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_magi", "env"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert all(name in result.stdout for name in envs.VARIABLES)
+
+
+def test_no_other_module_of_the_product_touches_the_environment():
+    package = ROOT / "megatron_magi"
+    # Launchers set variables for their child processes.
+    launchers = ("testing", "demo")
+    users = set()
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).parts[0] in launchers:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+                users.add(path.name)
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                users.update(path.name for name in node.names if "env" in name.name)
+    assert users == {"envs.py"}
