@@ -115,7 +115,9 @@ def _check_sink_layout(sink: torch.Tensor | None, layout: str) -> None:
     if layout not in dims:
         raise ValueError(f"sink_layout: expected one of {', '.join(dims)}, got {layout!r}")
     if sink is not None and sink.dim() != dims[layout]:
-        raise ValueError(f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}")
+        raise ValueError(
+            f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}"
+        )
 
 
 class _DistributedAttention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.plan.chunks import chunk_areas, needed_blocks
 
 _MAX_SWAPS = 400
+_SWAPS_TRIED = 12
 _MAX_BLOCKS = 2048
 _AFFINITY_WORK = 4e8
 """Bool operations that the affinity search may cost: about half a second."""
@@ -68,34 +69,84 @@ def _min_heap(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     return rank
 
 
-def refine(rank: np.ndarray, area: np.ndarray, cp_size: int, target: float) -> np.ndarray:
+def refine(
+    rank: np.ndarray, area: np.ndarray, cp_size: int, target: float, traffic: _Traffic | None = None
+) -> np.ndarray:
     """Swaps chunks of the fullest rank with others while that lowers the largest load.
 
     Swaps keep the number of chunks of every rank. Stops once the largest load is at most
-    ``target``, or when no single swap helps.
+    ``target``, or when no single swap helps. Takes the swap that lowers the load most; with
+    ``traffic`` the one, among the best few that are good enough, that adds the fewest rows to fetch.
     """
     rank = rank.copy()
-    load = np.zeros(cp_size, dtype=np.int64)
-    np.add.at(load, rank, area)
+    load = _loads(rank, area, cp_size)
     for _ in range(_MAX_SWAPS):
         top = int(np.argmax(load))
-        if load[top] <= target:
-            break
-        mine = np.flatnonzero(rank == top)
-        others = np.flatnonzero(rank != top)
-        if not len(mine) or not len(others):
+        mine, others = np.flatnonzero(rank == top), np.flatnonzero(rank != top)
+        if load[top] <= target or not len(mine) or not len(others):
             break
         moved = area[mine][:, None] - area[others][None, :]
-        after = np.maximum(load[top] - moved, load[rank[others]][None, :] + moved)
+        after = np.maximum(load[top] - moved, load[rank[others]][None, :] + moved).reshape(-1)
         best = int(np.argmin(after))
-        if after.flat[best] >= load[top]:
+        if after[best] >= load[top]:
             break
-        i, j = mine[best // len(others)], others[best % len(others)]
+        if traffic is not None:
+            # Good enough: within the target, or at least half of the possible gain.
+            enough = np.flatnonzero(after <= max(target, (int(after[best]) + int(load[top])) // 2))
+            tried = enough[:: max(1, len(enough) // _SWAPS_TRIED)][:_SWAPS_TRIED]
+            pairs = [(int(mine[c // len(others)]), int(others[c % len(others)])) for c in tried]
+            i, j = pairs[int(np.argmin(traffic.swap_costs(rank, pairs)))]
+        else:
+            i, j = int(mine[best // len(others)]), int(others[best % len(others)])
         delta = area[i] - area[j]
         load[top] -= delta
         load[rank[j]] += delta
         rank[i], rank[j] = rank[j], rank[i]
     return rank
+
+
+class _Traffic:
+    """Rows that ranks have to fetch, counted in whole blocks of keys (see `needed_blocks`)."""
+
+    def __init__(self, mask: AttnMask, bounds: np.ndarray, max_blocks: int) -> None:
+        self.needs, self.block = needed_blocks(mask, bounds, max_blocks)
+        self.block_rows = np.zeros(self.needs.shape[1], dtype=np.int64)
+        np.add.at(self.block_rows, self.block, np.diff(bounds))
+
+    def swap_costs(self, rank: np.ndarray, pairs: list[tuple[int, int]]) -> list[int]:
+        """Change in the rows that the two ranks of each pair fetch together, if its chunks are swapped."""
+        state: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}
+        costs = []
+        for pair in pairs:
+            cost = 0
+            for out, into in (pair, pair[::-1]):
+                r = int(rank[out])
+                if r not in state:
+                    mine = np.flatnonzero(rank == r)
+                    users = self.needs[mine].sum(axis=0, dtype=np.int32)  # chunks of the rank that need each block
+                    held = np.bincount(self.block[mine], minlength=len(self.block_rows))
+                    state[r] = users, held, self._rows(users, held)
+                users, held, before = state[r]
+                held = held.copy()
+                held[self.block[out]] -= 1
+                held[self.block[into]] += 1
+                users = users - self.needs[out] + self.needs[into]
+                cost += self._rows(users, held) - before
+            costs.append(cost)
+        return costs
+
+    def _rows(self, users: np.ndarray, held: np.ndarray) -> int:
+        return int(self.block_rows[(users > 0) & (held == 0)].sum())
+
+    def total(self, rank: np.ndarray, cp_size: int) -> int:
+        """Rows that all ranks fetch together."""
+        rows = 0
+        for r in range(cp_size):
+            mine = np.flatnonzero(rank == r)
+            rows += self._rows(
+                self.needs[mine].any(axis=0), np.bincount(self.block[mine], minlength=len(self.block_rows))
+            )
+        return rows
 
 
 def _affinity(
@@ -108,41 +159,57 @@ def _affinity(
 ) -> np.ndarray:
     """Keeps queries near the keys they need, within the tolerance; else ``balanced``.
 
-    Chunks by falling area; each goes, among the ranks with room and whose load stays within
-    the limit, to the one that would have to fetch the fewest new keys for it. Swaps then
-    repair what balance is left to repair. The outcome is used only if it moves fewer keys.
+    Three starts: nothing placed; contiguous pieces of equal area, as far as ranks have room for
+    their chunks; and ``balanced``. The rest is placed greedily, swaps repair the balance, and the
+    outcome that moves the fewest keys within the limit wins.
     """
     cp_size = len(capacity)
-    mean = area.sum() / cp_size
-    limit = max(tolerance * mean, float(_loads(balanced, area, cp_size).max()))
+    limit = max(tolerance * area.sum() / cp_size, float(_loads(balanced, area, cp_size).max()))
     blocks = int(max(64, min(_MAX_BLOCKS, _AFFINITY_WORK / max(1, cp_size * len(area)))))
-    needs, block = needed_blocks(mask, bounds, blocks)
-    block_rows = np.zeros(needs.shape[1], dtype=np.int64)
-    np.add.at(block_rows, block, np.diff(bounds))
-    greedy = _greedy_affinity(needs, block, block_rows, area, capacity, limit)
-    greedy = refine(greedy, area, cp_size, target=limit)
-    if _loads(greedy, area, cp_size).max() > limit:
-        return balanced
-    candidates = (balanced, greedy)
-    fetched = [_fetched_rows(c, needs, block, block_rows, cp_size) for c in candidates]
-    return candidates[int(np.argmin(fetched))]
+    traffic = _Traffic(mask, bounds, blocks)
+    best, fewest = balanced, traffic.total(balanced, cp_size)
+    for start in (np.full(len(area), -1, dtype=np.int64), _contiguous_start(area, capacity)):
+        rank = _place_greedily(start, traffic, area, capacity, limit)
+        rank = refine(rank, area, cp_size, limit, traffic)
+        fetched = traffic.total(rank, cp_size)
+        if _loads(rank, area, cp_size).max() <= limit and fetched < fewest:
+            best, fewest = rank, fetched
+    return best
 
 
-def _greedy_affinity(
-    needs: np.ndarray,
-    block: np.ndarray,
-    block_rows: np.ndarray,
-    area: np.ndarray,
-    capacity: np.ndarray,
-    limit: float,
-) -> np.ndarray:
+def _contiguous_start(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+    """Contiguous pieces of equal area; of a piece with too many chunks, the largest. Others are -1."""
     cp_size = len(capacity)
-    missing = np.tile(block_rows, (cp_size, 1))  # rows of each block that a rank does not hold yet
-    load = np.zeros(cp_size, dtype=np.float64)
-    room = capacity.copy()
-    rank = np.empty(len(area), dtype=np.int64)
-    for chunk in np.argsort(-area, kind="stable").tolist():
-        wanted = np.flatnonzero(needs[chunk])
+    middle = np.cumsum(area) - area / 2
+    piece = np.minimum((middle * cp_size / max(1, int(area.sum()))).astype(np.int64), cp_size - 1)
+    rank = np.full(len(area), -1, dtype=np.int64)
+    for r in range(cp_size):
+        mine = np.flatnonzero(piece == r)
+        rank[mine[np.argsort(-area[mine], kind="stable")][: capacity[r]]] = r
+    return rank
+
+
+def _place_greedily(
+    start: np.ndarray, traffic: _Traffic, area: np.ndarray, capacity: np.ndarray, limit: float
+) -> np.ndarray:
+    """Places the chunks that ``start`` leaves open (-1), by falling area.
+
+    Each goes, among the ranks with room and whose load stays within ``limit``, to the one that
+    would have to fetch the fewest new keys for it.
+    """
+    cp_size = len(capacity)
+    rank = start.copy()
+    missing = np.tile(traffic.block_rows, (cp_size, 1))  # rows of each block that a rank does not hold yet
+    placed = np.flatnonzero(rank >= 0)
+    for r in range(cp_size):
+        mine = placed[rank[placed] == r]
+        missing[r, traffic.needs[mine].any(axis=0)] = 0
+        missing[r, traffic.block[mine]] = 0
+    load = _loads(rank[placed], area[placed], cp_size).astype(np.float64)
+    room = capacity - np.bincount(rank[placed], minlength=cp_size)
+    open_chunks = np.flatnonzero(rank < 0)
+    for chunk in open_chunks[np.argsort(-area[open_chunks], kind="stable")].tolist():
+        wanted = np.flatnonzero(traffic.needs[chunk])
         fetch = missing[:, wanted].sum(axis=1)
         fits = (room > 0) & (load + area[chunk] <= limit)
         if fits.any():
@@ -156,7 +223,7 @@ def _greedy_affinity(
         load[r] += area[chunk]
         room[r] -= 1
         missing[r, wanted] = 0
-        missing[r, block[chunk]] = 0
+        missing[r, traffic.block[chunk]] = 0
     return rank
 
 
@@ -164,16 +231,3 @@ def _loads(rank: np.ndarray, area: np.ndarray, cp_size: int) -> np.ndarray:
     load = np.zeros(cp_size, dtype=np.int64)
     np.add.at(load, rank, area)
     return load
-
-
-def _fetched_rows(
-    rank: np.ndarray, needs: np.ndarray, block: np.ndarray, block_rows: np.ndarray, cp_size: int
-) -> int:
-    """Rows that all ranks fetch together, counted in whole blocks."""
-    total = 0
-    for r in range(cp_size):
-        mine = rank == r
-        want = needs[mine].any(axis=0)
-        want[block[mine]] = False
-        total += int(block_rows[want].sum())
-    return total

@@ -156,15 +156,13 @@ def make_dispatch(mask: AttnMask, config: DispatchConfig, cp_size: int) -> Dispa
     bounds = chunk_bounds(total, cp_size, config)
     if len(bounds) - 1 < cp_size:
         raise ValueError(
-            f"cp_size: {total} tokens in chunks of {int(bounds[-1] - bounds[0]) if total else 0} give "
+            f"cp_size: {total} tokens in chunks of {int(bounds[1]) if total else 0} give "
             f"{len(bounds) - 1} chunks, fewer than {cp_size} ranks; use a smaller chunk_size or even shards"
         )
     return dispatch_from_chunks(total, bounds, assign_chunks(mask, bounds, cp_size, config), cp_size)
 
 
-def dispatch_from_chunks(
-    total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank: np.ndarray, cp_size: int
-) -> Dispatch:
+def dispatch_from_chunks(total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank: np.ndarray, cp_size: int) -> Dispatch:
     """A dispatch of one's own: chunk i is ``[chunk_bounds[i], chunk_bounds[i + 1])`` on ``chunk_rank[i]``.
 
     Raises:

@@ -21,9 +21,7 @@ def make_schedule(degree: int, *, overlap: bool = True, hide_tail_reduce: bool =
         return Schedule(only, only)
     if not overlap:
         forward = [s for i in range(1, degree + 1) for s in (Step(_FETCH, i), Step(_ATTEND, i))]
-        backward = [
-            s for i in range(1, degree + 1) for s in (Step(_FETCH, i), Step(_ATTEND, i), Step(_REDUCE, i))
-        ]
+        backward = [s for i in range(1, degree + 1) for s in (Step(_FETCH, i), Step(_ATTEND, i), Step(_REDUCE, i))]
         return Schedule((*forward, Step(_ATTEND, 0)), (*backward, Step(_ATTEND, 0)))
     forward = _pipelined(list(range(degree + 1)), saved=None, reduce=False)
     if hide_tail_reduce:

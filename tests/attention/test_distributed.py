@@ -81,8 +81,9 @@ def test_fp64_equals_dense_attention_to_rounding(ranks, num_ranks: int) -> None:
         found = gather(case, [r[i] for r in results])
         expected = cs.dense_attention(case, cs.inputs(case))
         for name, value in expected.items():
+            where = f"case {i} {name}"
             torch.testing.assert_close(
-                found[name].double(), value, rtol=1e-10, atol=1e-10, msg=lambda m, i=i, name=name: f"case {i} {name}: {m}"
+                found[name].double(), value, rtol=1e-10, atol=1e-10, msg=lambda m, where=where: f"{where}: {m}"
             )
 
 
@@ -136,7 +137,8 @@ def run_twice(rank: int, num_ranks: int, case: cs.Case) -> list[dict[str, torch.
 
 
 def test_results_are_bitwise_repeatable(ranks) -> None:
-    case = cs.Case(cs.documents([70, 40, 18]), MagiConfig(overlap=OverlapConfig(degree=3)), dtype=torch.float32, num_sinks=1)
+    config = MagiConfig(overlap=OverlapConfig(degree=3))
+    case = cs.Case(cs.documents([70, 40, 18]), config, dtype=torch.float32, num_sinks=1)
     for first, second in ranks(3, run_twice, case):
         for name in first:
             assert torch.equal(first[name], second[name]), name
@@ -227,14 +229,14 @@ def test_backward_uses_its_own_plan_while_a_newer_microbatch_is_in_flight(ranks)
 def test_inputs_that_do_not_fit_the_plan_are_named(change, name) -> None:
     shapes = {"q": (8, 4, 8), "k": (8, 2, 8), "v": (8, 2, 8)} | change
     plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
-    with pytest.raises(ValueError, match=f"^{name}:"):
+    with pytest.raises(ValueError, match=rf"^{name}:"):
         distributed_attention(*(torch.zeros(shapes[n]) for n in "qkv"), plan, None)
 
 
 def test_a_plan_for_several_ranks_needs_a_group() -> None:
     plan = make_plan(cs.documents([8]), cp_size=2).for_rank(0)
     x = torch.zeros(4, 2, 8)
-    with pytest.raises(ValueError, match="^group:"):
+    with pytest.raises(ValueError, match=r"^group:"):
         distributed_attention(x, x, x, plan, None)
 
 

@@ -219,13 +219,16 @@ def test_documents_that_fit_their_ranks_move_nothing() -> None:
     assert plan.stats().received_rows == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "name"),
-    [({"cp_size": 0}, "cp_size"), ({"config": MagiConfig(dispatch=DispatchConfig(uneven_shard=True)), "cp_size": 9}, "cp_size")],
-)
-def test_bad_arguments_name_themselves(kwargs, name) -> None:
-    with pytest.raises(ValueError, match=name):
-        make_plan(documents([4, 4]), **kwargs)
+def test_fewer_tokens_than_ranks_need_even_shards() -> None:
+    mask = documents([4, 4])
+    with pytest.raises(ValueError, match=r"^cp_size: 8 tokens .* fewer than 9 ranks"):
+        make_plan(mask, MagiConfig(dispatch=DispatchConfig(uneven_shard=True)), 9)
+    assert make_plan(mask, cp_size=9).dispatch.padded_seqlen == 9
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^cp_size:"):
+        make_plan(documents([4, 4]), cp_size=0)
 
 
 def test_queries_and_keys_must_be_the_same_tokens() -> None:
