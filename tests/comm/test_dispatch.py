@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from random_transfers import random_tensor
 
 from megatron_magi.comm.dispatch import RollArgs, dispatch, make_roll_args, roll, undispatch
+from megatron_magi.testing.spawn import run_ranks
+from tests.comm.random_transfers import random_tensor
 
 # (total_seqlen, shard_lengths): even, odd and uneven, padded, an empty shard, nothing but padding on a rank.
 CASES = [
@@ -28,10 +29,10 @@ def shards(total_seqlen: int, shard_lengths: tuple[int, ...], seed: int = 0) -> 
     return [np.flatnonzero(owner == r) for r in range(len(shard_lengths))]
 
 
-def undispatch_arguments(index: list[np.ndarray]) -> dict:
+def undispatch_arguments(index: list[np.ndarray], device: str = "cpu") -> dict:
     return {
         "shard_lengths": [len(i) for i in index],
-        "undispatch_index": torch.from_numpy(np.argsort(np.concatenate(index))),
+        "undispatch_index": torch.from_numpy(np.argsort(np.concatenate(index))).to(device),
     }
 
 
@@ -55,13 +56,13 @@ def test_the_gradient_of_dispatch_is_zero_for_rows_of_other_ranks():
     assert torch.equal(x.grad, expected)
 
 
-def round_trip(rank, num_ranks, total_seqlen, shard_lengths):
+def round_trip(rank, num_ranks, total_seqlen, shard_lengths, device="cpu"):
     index = shards(total_seqlen, shard_lengths)
-    arguments = undispatch_arguments(index)
-    mine = torch.from_numpy(index[rank])
+    arguments = undispatch_arguments(index, device)
+    mine = torch.from_numpy(index[rank]).to(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for dim, shape in ((0, (total_seqlen, 3)), (1, (2, total_seqlen)), (-1, (2, 1, total_seqlen))):
-            x = random_tensor(shape, dtype, 3)
+            x = random_tensor(shape, dtype, 3).to(device)
             local = dispatch(x, mine, dim=dim, pad_value=99)
             back = undispatch(local, **arguments, dim=dim, total_seqlen=total_seqlen)
             assert torch.equal(back, x)
@@ -75,14 +76,14 @@ def test_dispatch_then_undispatch_is_identity(ranks, total_seqlen, shard_lengths
     ranks(len(shard_lengths), round_trip, total_seqlen, shard_lengths)
 
 
-def undispatch_gradients(rank, num_ranks, total_seqlen, shard_lengths):
+def undispatch_gradients(rank, num_ranks, total_seqlen, shard_lengths, device="cpu"):
     index = shards(total_seqlen, shard_lengths)
-    arguments = undispatch_arguments(index)
-    is_token = torch.from_numpy(index[rank] < total_seqlen)
-    tokens = torch.from_numpy(index[rank])[is_token]
-    parts = [random_tensor((2, total_seqlen), torch.float64, 10 + r) for r in range(num_ranks)]
+    arguments = undispatch_arguments(index, device)
+    is_token = torch.from_numpy(index[rank] < total_seqlen).to(device)
+    tokens = torch.from_numpy(index[rank]).to(device)[is_token]
+    parts = [random_tensor((2, total_seqlen), torch.float64, 10 + r).to(device) for r in range(num_ranks)]
     for is_partial_grad, upstream, whole in ((False, parts[0], parts[0]), (True, parts[rank], sum(parts))):
-        local = random_tensor((2, len(index[rank])), torch.float64, rank).requires_grad_()
+        local = random_tensor((2, len(index[rank])), torch.float64, rank).to(device).requires_grad_()
         out = undispatch(local, **arguments, dim=1, total_seqlen=total_seqlen, is_partial_grad=is_partial_grad)
         out.backward(upstream)
         torch.testing.assert_close(local.grad[:, is_token], whole[:, tokens], rtol=1e-14, atol=1e-14)
@@ -96,14 +97,14 @@ def test_undispatch_returns_its_slice_of_a_whole_gradient_and_the_sum_of_partial
     ranks(len(shard_lengths), undispatch_gradients, total_seqlen, shard_lengths)
 
 
-def roll_everything(rank, num_ranks, total_seqlen, shard_lengths):
+def roll_everything(rank, num_ranks, total_seqlen, shard_lengths, device="cpu"):
     index = shards(total_seqlen, shard_lengths, seed=1)
-    mine = torch.from_numpy(index[rank])
+    mine = torch.from_numpy(index[rank]).to(device)
     is_token = mine < total_seqlen
-    x = random_tensor((2, total_seqlen, 3), torch.float64, 5)
-    upstream = random_tensor((2, total_seqlen, 3), torch.float64, 6)
+    x = random_tensor((2, total_seqlen, 3), torch.float64, 5).to(device)
+    upstream = random_tensor((2, total_seqlen, 3), torch.float64, 6).to(device)
     for shift in (0, 1, -1, 5, -total_seqlen + 1, 3 * total_seqlen + 2):
-        args = RollArgs.build(make_roll_args(index, shift, total_seqlen, rank), "cpu")
+        args = RollArgs.build(make_roll_args(index, shift, total_seqlen, rank), device)
         for impl in ("reference", "all_to_all"):
             local = dispatch(x, mine, dim=1, pad_value=-5).requires_grad_()
             rolled = roll(local, args, dim=1, impl=impl)
@@ -111,7 +112,7 @@ def roll_everything(rank, num_ranks, total_seqlen, shard_lengths):
             rolled.backward(dispatch(upstream, mine, dim=1, pad_value=7))
             expected = dispatch(torch.roll(upstream, -shift, 1), mine, dim=1, pad_value=7)
             assert torch.equal(local.grad, expected)
-        tokens = dispatch(torch.arange(total_seqlen), mine, pad_value=-1)
+        tokens = dispatch(torch.arange(total_seqlen, device=device), mine, pad_value=-1)
         back = roll(roll(tokens, args), args.inverse)
         assert torch.equal(back, tokens) and (back[~is_token] == -1).all()
 
@@ -149,3 +150,10 @@ def test_lengths_that_disagree_raise_and_name_the_argument():
         undispatch(torch.zeros(3), **arguments)
     with pytest.raises(ValueError, match="undispatch_index: shape"):
         undispatch(torch.zeros(4), shard_lengths=[4], undispatch_index=torch.arange(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("check", [round_trip, undispatch_gradients, roll_everything])
+def test_dispatch_undispatch_and_roll_on_gpus(check):
+    run_ranks(check, 2, 13, (6, 8), "cuda", backend="nccl", timeout_s=300)

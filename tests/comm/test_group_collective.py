@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from random_transfers import random_tensor, random_transfers
 
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, group_reduce_lse
+from megatron_magi.testing.spawn import run_ranks
+from tests.comm.random_transfers import random_tensor, random_transfers
 
 DTYPES = (torch.int32, torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 IMPLS = ("reference", "all_to_all")
@@ -18,12 +19,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous(), b.contiguous())
 
 
-def cast_everything(rank, num_ranks):
+def cast_everything(rank, num_ranks, device="cpu"):
     """Casts of every dtype, width, order and implementation; returns the number of comparisons."""
     compared = 0
     for seed in range(6):
         transfers = random_transfers(num_ranks, seed, with_order=seed % 3 > 0)
-        args = transfers.args(rank)
+        args = transfers.args(rank, device)
         for at, dtype in enumerate(DTYPES):
             # k and v of different widths, and a third tensor of another dtype without a trailing dimension.
             kinds = (((2, 3), dtype), ((2, 5), dtype), ((), DTYPES[at - 1]))
@@ -32,12 +33,12 @@ def cast_everything(rank, num_ranks):
                 for i, (shape, kind) in enumerate(kinds)
             ]
             for impl in IMPLS:
-                mine = [x[rank].clone() for x in everyone]
+                mine = [x[rank].clone().to(device) for x in everyone]
                 handle = group_cast(mine, args, impl=impl)
                 for x in mine:
                     x.zero_()  # what was sent may be overwritten at once
                 for got, source in zip(handle.wait(), everyone, strict=True):
-                    assert same_bits(got, transfers.expected(source, rank)), (seed, dtype, impl)
+                    assert same_bits(got.cpu(), transfers.expected(source, rank)), (seed, dtype, impl)
                     compared += 1
     return compared
 
@@ -81,13 +82,13 @@ def test_group_reduce_sums_like_a_dense_computation_and_is_the_adjoint_of_group_
     ranks(num_ranks, reduce_everything)
 
 
-def reduce_low_precision(rank, num_ranks):
+def reduce_low_precision(rank, num_ranks, device="cpu"):
     transfers = random_transfers(num_ranks, 4, with_order=True)
-    args = transfers.args(rank)
+    args = transfers.args(rank, device)
     results = []
     for impl in (*IMPLS, *IMPLS):
-        partials = [random_tensor((args.num_recv, w), torch.bfloat16, 5 * rank + w) for w in (3, 8)]
-        into = [random_tensor((transfers.num_rows[rank], w), torch.float32, w) for w in (3, 8)]
+        partials = [random_tensor((args.num_recv, w), torch.bfloat16, 5 * rank + w).to(device) for w in (3, 8)]
+        into = [random_tensor((transfers.num_rows[rank], w), torch.float32, w).to(device) for w in (3, 8)]
         handle = group_reduce(partials, args, into=into, impl=impl)
         for x in partials:
             x.fill_(float("nan"))
@@ -95,7 +96,7 @@ def reduce_low_precision(rank, num_ranks):
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert same_bits(a, b)
-    return results[0][0]
+    return results[0][0].cpu()
 
 
 def test_group_reduce_of_bf16_into_fp32_is_bitwise_repeatable_across_impls_and_runs(ranks):
@@ -104,16 +105,16 @@ def test_group_reduce_of_bf16_into_fp32_is_bitwise_repeatable_across_impls_and_r
     assert all(x.dtype == torch.float32 and x.isfinite().all() for x in first)
 
 
-def merge_lse(rank, num_ranks):
+def merge_lse(rank, num_ranks, device="cpu"):
     """Rank 0 owns 4 rows; every other rank has a partial result for all of them."""
     num_rows, num_heads, head_dim = 4, 2, 3
     others = num_ranks - 1
     rows = np.tile(np.arange(num_rows), others) if rank == 0 else np.zeros(0, dtype=np.int64)
     splits = [0] + [num_rows] * others if rank == 0 else [0] * num_ranks
     recv = [0] * num_ranks if rank == 0 else [num_rows] + [0] * others
-    args = GroupCastArgs.build(rows, splits, recv)
-    out = random_tensor((num_ranks, num_rows, num_heads, head_dim), torch.float64, 1)
-    lse = 30 * random_tensor((num_ranks, num_rows, num_heads), torch.float64, 2)
+    args = GroupCastArgs.build(rows, splits, recv, None, device)
+    out = random_tensor((num_ranks, num_rows, num_heads, head_dim), torch.float64, 1).to(device)
+    lse = 30 * random_tensor((num_ranks, num_rows, num_heads), torch.float64, 2).to(device)
     lse[0, 0], lse[1:, 1], lse[:, 2], lse[1, 3] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
     part_out, part_lse = out.clone(), lse.clone()
     part_out[part_lse == -torch.inf] = float("nan")  # must not be looked at
@@ -252,3 +253,15 @@ def test_tensors_that_do_not_fit_raise_and_name_the_argument():
         group_reduce([torch.ones(1, 2)], args, into=[torch.ones(3, 2)])
     with pytest.raises(ValueError, match="into: rows must be contiguous"):
         group_reduce([torch.ones(1, 2)], args, into=[torch.ones(5, 4)[:, ::2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("check", [cast_everything, reduce_low_precision, merge_lse])
+def test_group_collectives_on_gpus_do_what_they_do_on_cpus(check):
+    on_gpus, on_cpus = (
+        run_ranks(check, 2, device, backend=backend, timeout_s=300)
+        for device, backend in (("cuda", "nccl"), ("cpu", "gloo"))
+    )
+    for a, b in zip(on_gpus, on_cpus, strict=True):
+        assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -1,0 +1,65 @@
+"""Ranks that disagree get one message that names them, and nobody hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron_magi.comm.agreement import check_agreement, start_agreement
+from megatron_magi.testing.spawn import run_ranks
+
+
+def message_of(rank, num_ranks, values):
+    try:
+        check_agreement(values[rank], None, "plan")
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_agree_pass(ranks):
+    assert ranks(3, message_of, [2**63 - 1] * 3) == [None] * 3
+
+
+def test_every_rank_hears_which_rank_differs_from_the_majority(ranks):
+    messages = ranks(3, message_of, [0x11, 0x22, 0x22])
+    assert len(set(messages)) == 1
+    assert "rank 0 of the group (global rank 0) has 0x0000000000000011" in messages[0]
+    assert "expected 0x0000000000000022, as ranks [1, 2] of the group have" in messages[0]
+    assert messages[0].startswith("plan: ")
+
+
+def test_in_a_tie_the_lowest_rank_is_right(ranks):
+    messages = ranks(2, message_of, [5, 7])
+    assert "rank 1 of the group" in messages[0] and messages[0] == messages[1]
+
+
+def disagree_in_a_subgroup(rank, num_ranks):
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return None
+    handle = start_agreement(rank, group, "mask")
+    with pytest.raises(RuntimeError, match=r"mask: .*rank 1 of the group \(global rank 3\)"):
+        handle.wait()
+    return True
+
+
+def test_the_message_tells_ranks_of_the_group_from_global_ranks(ranks):
+    assert ranks(4, disagree_in_a_subgroup) == [None, True, None, True]
+
+
+def test_one_rank_without_a_group_agrees_with_itself():
+    check_agreement(3, None, "plan")
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 63])
+def test_a_value_out_of_bounds_raises(value):
+    with pytest.raises(ValueError, match="value: expected 63 bits"):
+        check_agreement(value, None, "plan")
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_ranks_of_an_nccl_group_hear_who_differs():
+    messages = run_ranks(message_of, 2, [5, 7], backend="nccl", timeout_s=300)
+    assert "rank 1 of the group" in messages[0] and messages[0] == messages[1]
