@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Plan, make_plan
 from tests.attention import cases as cs
 
@@ -194,6 +194,40 @@ def test_bytes_on_the_wire_equal_the_lower_bound(ranks) -> None:
     row_bytes = case.num_heads_kv * (case.head_dim + case.head_dim_v) * 8
     assert [received for _, received in moved] == [n * row_bytes for n in stats.lower_bound_rows]
     assert sum(sent for sent, _ in moved) == sum(received for _, received in moved) > 0
+
+
+def reduce_precision(rank: int, num_ranks: int, case: cs.Case) -> list[tuple[float, int]]:
+    """Error of dk and bytes sent by the reductions, with and without high precision."""
+    import megatron_magi.attention.distributed as module
+
+    original, found = module.group_reduce, []
+    exact = cs.dense_attention(case, {n: t.to(case.dtype).double() for n, t in cs.inputs(case).items()})
+    for high in (False, True):
+        handles = []
+
+        def recording(*args, handles=handles, **kwargs):
+            handles.append(original(*args, **kwargs))
+            return handles[-1]
+
+        config = dataclasses.replace(case.config, comm=CommConfig(backward_high_precision_reduce=high))
+        module.group_reduce = recording
+        try:
+            plan = make_plan(case.mask, config, num_ranks)
+            part = run_case(dataclasses.replace(case, config=config), rank, plan)
+        finally:
+            module.group_reduce = original
+        error = (part["dk"].double() - exact["dk"][part["index"]]).square().mean().sqrt()
+        found.append((float(error), sum(h.sent_bytes for h in handles)))
+    return found
+
+
+def test_high_precision_reduction_sends_twice_the_bytes_and_rounds_less(ranks) -> None:
+    config = MagiConfig(dispatch=DispatchConfig(algorithm="min_heap"), overlap=OverlapConfig(degree=2))
+    case = cs.Case(cs.documents([256]), config, dtype=torch.bfloat16)
+    results = ranks(4, reduce_precision, case)
+    low, high = (sum(r[i][0] for r in results) for i in (0, 1))
+    assert high < low
+    assert all(r[1][1] == 2 * r[0][1] > 0 for r in results)
 
 
 def two_in_flight(rank: int, num_ranks: int, first: cs.Case, second: cs.Case) -> bool:
