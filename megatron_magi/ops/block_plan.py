@@ -48,7 +48,7 @@ MIN_CHUNK = 16
 """Fewest keys a chunk, however many rows and heads there are."""
 
 LIMITS = {
-    "cpu": BlockLimits(call_cost=50_000, min_rows=64, max_rows=512, max_logits=1 << 21),
+    "cpu": BlockLimits(call_cost=50_000, min_rows=64, max_rows=512, max_logits=1 << 20),
     "cuda": BlockLimits(call_cost=8_000_000, min_rows=256, max_rows=2048, max_logits=1 << 26),
 }
 
