@@ -31,7 +31,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "megatron_magi", "megatron_magi.testing.spawn")
+PRELOAD = (
+    "numpy.random",
+    "torch",
+    "torch.distributed",
+    # torch imports these at the first backward pass, sympy with them.
+    "torch._functorch.autograd_function",
+    "torch.fx.experimental.symbolic_shapes",
+    "megatron_magi.testing.spawn",
+)
 """Modules that the server imports once, for all ranks ever started."""
 
 GRACE_S = 0.3
