@@ -185,7 +185,7 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
     """
     tokens = np.concatenate(global_index)
     is_token = tokens < total_seqlen
-    if not np.array_equal(np.sort(tokens[is_token]), np.arange(total_seqlen)):
+    if not (np.bincount(tokens[is_token], minlength=total_seqlen) == 1).all():
         raise ValueError(f"global_index: does not hold every one of {total_seqlen} tokens exactly once")
     owner, row = np.empty(total_seqlen, dtype=np.int64), np.empty(total_seqlen, dtype=np.int64)
     lengths = [len(index) for index in global_index]

@@ -6,6 +6,7 @@ Offsets are 64-bit: rows times row length passes 2^31 at a million tokens.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import torch
@@ -118,9 +119,9 @@ def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     raise AssertionError("a byte divides everything")
 
 
-def _device_of(x: torch.Tensor) -> torch.cuda.device | torch.autograd.grad_mode.no_grad:
+def _device_of(x: torch.Tensor) -> AbstractContextManager:
     """Launches go to the current device, which need not be that of the tensors."""
-    return torch.cuda.device(x.device) if x.is_cuda else torch.no_grad()
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit(do_not_specialize=["num_rows"])
