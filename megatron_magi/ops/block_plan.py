@@ -9,8 +9,9 @@ tokens in no visible pair are never read.
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -112,17 +113,55 @@ class BlockPlan:
         """(query, key) pairs that are computed, hidden ones included."""
         return sum(b.num_rows * c.num_keys for b in self.blocks for c in b.chunks)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the plan's tensors and a rough size of its objects."""
+        tensors: list = [self.columns]
+        for block in self.blocks:
+            tensors.append(block.rows)
+            for chunk in block.chunks:
+                tensors.append(chunk.keys)
+                if chunk.mask is not None:
+                    tensors += [chunk.mask.start, chunk.mask.stop, *(chunk.mask.edges or ())]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)) + 256 * len(tensors)
+
 
 def block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device) -> BlockPlan:
     """The plan for a table of bands, from a bounded cache: every layer asks for the same ones."""
-    return _cached_plan(np.ascontiguousarray(bands).tobytes(), num_heads_q, device)
+    return _CACHE.get(np.ascontiguousarray(bands), num_heads_q, device)
 
 
-@lru_cache(maxsize=64)
-def _cached_plan(table: bytes, num_heads_q: int, device: torch.device) -> BlockPlan:
-    bands = np.frombuffer(table, dtype=np.int64).reshape(-1, bd.NUM_COLUMNS)
-    limits = LIMITS.get(device.type, LIMITS["cuda"])
-    return make_block_plan(bands, num_heads_q, device, limits)
+class PlanCache:
+    """The plans used last, by content, as long as their tensors fit in ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._plans: OrderedDict[tuple, tuple[BlockPlan, int]] = OrderedDict()
+        self._lock = threading.Lock()  # autograd runs backwards in threads of its own
+
+    def get(self, bands: np.ndarray, num_heads_q: int, device: torch.device) -> BlockPlan:
+        """The plan of these bands, made when it is not there."""
+        key = (bands.tobytes(), num_heads_q, device)
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key][0]
+        plan = make_block_plan(bands, num_heads_q, device, LIMITS.get(device.type, LIMITS["cuda"]))
+        size = len(key[0]) + plan.num_bytes
+        with self._lock:
+            if key not in self._plans:
+                self._plans[key] = plan, size
+                self.num_bytes += size
+            while self.num_bytes > self.max_bytes and len(self._plans) > 1:
+                self.num_bytes -= self._plans.popitem(last=False)[1][1]
+        return plan
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+_CACHE = PlanCache(max_bytes=128 << 20)
 
 
 def make_block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, limits: BlockLimits) -> BlockPlan:

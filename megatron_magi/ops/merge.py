@@ -93,6 +93,19 @@ def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.logsumexp(sink.to(dtype), dim=-2)
 
 
+@torch.no_grad()
+def merge_sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Lets sinks join the denominator of ``(out, lse)``, in place: `merge_` with ``(0, sinks)``.
+
+    Args:
+        out, lse: a partial result, out 0 where lse is -inf.
+        sinks: from `sink_lse`, broadcastable to lse.
+    """
+    weight, _, total = _weights(lse, sinks.to(lse.dtype).expand_as(lse))
+    out.mul_(weight[..., None])
+    lse.copy_(total)
+
+
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Gradient of the sink, from what the backward of attention has anyway.
 

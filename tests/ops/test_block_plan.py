@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
-from megatron_magi.ops.block_plan import LIMITS, BlockLimits, block_plan, make_block_plan
+from megatron_magi.ops.block_plan import LIMITS, BlockLimits, PlanCache, block_plan, make_block_plan
 from megatron_magi.ops.slice_attention import slice_attention
 from tests.ops.naive import masks, packed_causal
 
@@ -33,6 +33,7 @@ def visible_by_plan(plan, num_rows, num_keys):
     return shown, computed
 
 
+@settings(deadline=None)
 @given(
     mask=masks(),
     call_cost=st.sampled_from([0, 20, 200]),
@@ -62,6 +63,18 @@ def test_short_documents_share_blocks_and_long_ones_waste_little():
 def test_a_plan_is_made_once_for_equal_bands():
     bands = packed_causal([5, 6]).bands
     assert block_plan(bands, 4, CPU) is block_plan(bands.copy(), 4, CPU)
+
+
+def test_the_cache_of_plans_stays_within_its_bytes_over_many_masks():
+    cache = PlanCache(max_bytes=200_000)
+    first = cache.get(packed_causal([300]).bands, 1, CPU)
+    for length in range(2, 400):
+        cache.get(packed_causal([length, 5]).bands, 1, CPU)
+        assert cache.num_bytes <= cache.max_bytes
+    assert 1 < len(cache) < 400
+    assert cache.get(packed_causal([300]).bands, 1, CPU) is not first
+    kept = cache.get(packed_causal([399, 5]).bands, 1, CPU)
+    assert cache.get(packed_causal([399, 5]).bands, 1, CPU) is kept
 
 
 class LargestTensor(TorchDispatchMode):

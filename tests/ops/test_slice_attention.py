@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_magi.mask import AttnMask, MaskType
 from megatron_magi.mask import bands as bd
@@ -208,6 +209,20 @@ def test_low_precision_errs_at_most_twice_as_much_as_dense_torch(dtype, sink, de
         error = (value.double() - exact[name]).abs().max()
         allowed = (same_dtype[name].double() - exact[name]).abs().max()
         assert value.isfinite().all() and error <= 2 * allowed + 1e-6, f"{name}: {error} > 2 * {allowed}"
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_half_precision_path_of_gpus_has_the_right_dtypes(softcap, tiny_blocks):
+    mask = AttnMask([(0, 9, 0, 9, 1), (12, 20, 5, 9, 0), (12, 20, 12, 20, 1)], 20)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(20, heads, 8, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+        sink = torch.empty(1, 4, device="cuda")
+        out, lse, max_logits = slice_attention_forward(
+            q, k, v, mask.bands, softcap=softcap, sink=sink, return_max_logits=True
+        )
+        grads = slice_attention_backward(out, q, k, v, lse, row_delta(out, out), mask.bands, softcap=softcap)
+    assert out.dtype == torch.bfloat16 and lse.dtype == max_logits.dtype == torch.float32
+    assert [(g.dtype, g.shape) for g in grads] == [(t.dtype, t.shape) for t in (q, k, v)]
 
 
 @pytest.mark.gpu

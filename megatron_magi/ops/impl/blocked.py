@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.ops.block_plan import BlockPlan, KeyChunk, RowBlock, Selection, block_plan
-from megatron_magi.ops.merge import accumulate_dtype, merge_
+from megatron_magi.ops.merge import accumulate_dtype, merge_, merge_sink_
 from megatron_magi.ops.options import AttnOptions
 
 
@@ -36,7 +36,7 @@ def forward(
     """Writes attention to ``out`` and ``lse``, or merges it into them with ``accumulate``.
 
     Arguments are those of `slice_attention_forward`, checked. ``sink_lse``: ``[num_heads_q]``
-    or ``[num_rows, num_heads_q]``. Returns max_logits if asked for.
+    or ``[num_rows, num_heads_q]``, all sinks of a head in one. Returns max_logits if asked for.
     """
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
@@ -53,8 +53,7 @@ def forward(
     result = _rows(result)
     max_logits, row_lse = (_rows(s)[..., 0] for s in stats)
     if sink_lse is not None:
-        # A partial result over no key: the sink adds to the denominator, nothing to the output.
-        merge_(result, row_lse, result.new_zeros(()).expand_as(result), sink_lse.expand_as(row_lse))
+        merge_sink_(result, row_lse, sink_lse)
     if accumulate:
         merge_(out, lse, result, row_lse)
     else:
@@ -90,8 +89,7 @@ def backward(
         k=_head_major(k),
         v=_head_major(v),
         dout=_grouped(dout.to(q.dtype), num_heads_kv),
-        # A row without keys and sinks is in no block; 0 keeps -inf - -inf away in any case.
-        lse=_grouped(lse[..., None].to(dtype).nan_to_num(neginf=0.0), num_heads_kv),
+        lse=_grouped(lse[..., None].to(dtype), num_heads_kv),
         delta=_grouped(delta[..., None].to(dtype), num_heads_kv),
         dq=torch.zeros(_grouped_shape(q, num_heads_kv), dtype=dtype, device=q.device),
         dk=torch.zeros((num_heads_kv, k.shape[0], k.shape[2]), dtype=dtype, device=q.device),
