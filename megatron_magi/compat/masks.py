@@ -1,0 +1,88 @@
+"""Masks as range lists: what users of MagiAttention pass to ``magi_attn_flex_key``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_magi.compat.types import AttnMaskType, AttnRanges
+from megatron_magi.mask import AttnRange, builders
+from megatron_magi.mask.documents import Documents, IntArrayLike
+
+RangeLists = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
+
+
+def infer_attn_mask_from_sliding_window(
+    q_range: AttnRange | Sequence[int], k_range: AttnRange | Sequence[int], window_size: tuple[int, int]
+) -> RangeLists:
+    """A sliding window inside one rectangle of queries and keys.
+
+    The last query is aligned with the last key; queries aligned with no key see nothing.
+
+    Args:
+        q_range, k_range: the rectangle.
+        window_size: ``(left, right)`` keys visible beside the query's own; -1 is unlimited.
+
+    Returns:
+        ``(q_ranges, k_ranges, attn_mask_type)`` of at most three slices.
+
+    Raises:
+        ValueError: ``window_size`` is not a pair of numbers from -1 on.
+    """
+    left, right = _window(window_size)
+    q, k = AttnRange.from_range(q_range), AttnRange.from_range(k_range)
+    docs = Documents(*(np.array([bound], dtype=np.int64) for bound in (q.start, q.end, k.start, k.end)))
+    return _range_lists(builders.window_slices(docs, left, right, 0))
+
+
+def infer_attn_mask_from_cu_seqlens(
+    cu_seqlens_q: IntArrayLike,
+    cu_seqlens_k: IntArrayLike,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    global_window_size: int = 0,
+) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType], int, int]:
+    """Packed documents, full, causal or with a sliding window.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int ``[num_documents + 1]``, cumulative lengths from 0.
+        causal: causal inside each document; ``window_size`` must then be left alone.
+        window_size: as in `infer_attn_mask_from_sliding_window`.
+        global_window_size: leading keys of each document that stay visible beside the window,
+            as far as the window's right bound allows.
+
+    Returns:
+        ``(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)``.
+
+    Raises:
+        ValueError: a window with ``causal``, or lengths that are wrong or disagree.
+    """
+    left, right = _window(window_size)
+    if causal and (left, right) != (-1, -1):
+        raise ValueError(f"window_size: expected (-1, -1) with causal=True, got {(left, right)}; use (left, 0)")
+    if causal:
+        mask = builders.varlen(cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=True)
+    else:
+        mask = builders.sliding_window(
+            left=left,
+            right=right,
+            cu_seqlens=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            global_tokens=global_window_size,
+        )
+    return (*_range_lists(mask.table), mask.total_seqlen_q, mask.total_seqlen_k)
+
+
+def _window(window_size: tuple[int, int]) -> tuple[int, int]:
+    if len(window_size) != 2 or min(window_size) < -1:
+        raise ValueError(f"window_size: expected (left, right), each -1 or more, got {window_size}")
+    return int(window_size[0]), int(window_size[1])
+
+
+def _range_lists(table: np.ndarray) -> RangeLists:
+    return (
+        AttnRanges.from_ranges(table[:, :2]),
+        AttnRanges.from_ranges(table[:, 2:4]),
+        [AttnMaskType.from_int_type(t) for t in table[:, 4].tolist()],
+    )
