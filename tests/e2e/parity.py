@@ -72,7 +72,7 @@ class Runs:
     def _weights(self, case: Case) -> list[str]:
         if not case.same_weights:
             return []
-        path = self.folder / f"weights_{abs(hash(case.model)):x}"
+        path = self.folder / f"weights_{abs(hash(case.reference_key)):x}"
         if not path.exists():
             save = ["--save", str(path), "--save-interval", "1", "--no-save-optim", "--train-iters", "1"]
             self._launch(self._args(case, 1, [*case.model, *save]), 1, case.before or case.before_stock)

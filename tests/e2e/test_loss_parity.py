@@ -79,8 +79,8 @@ def test_feature_at_cp2_equals_stock_on_one_rank(name: str, runs: Runs) -> None:
     assert_same_curve(runs.magi(case), runs.stock(case))
 
 
-SINK = Case(("--softmax-type", "learnable"), before="tests.e2e.hooks:large_sinks")
-SINK_TP2 = Case(SINK.model, TENSOR, 4, before=SINK.before)
+SINK = Case(("--softmax-type", "learnable"), before="tests.e2e.hooks:large_sinks", same_weights=True)
+SINK_TP2 = Case(SINK.model, TENSOR, 4, before=SINK.before, same_weights=True)
 
 
 @pytest.mark.parametrize("case", [SINK, SINK_TP2], ids=["cp2", "tp2_cp2"])
