@@ -26,8 +26,8 @@ def cast_everything(rank, num_ranks, device="cpu"):
         transfers = random_transfers(num_ranks, seed, with_order=seed % 3 > 0)
         args = transfers.args(rank, device)
         for at, dtype in enumerate(DTYPES):
-            # k and v of different widths, and a third tensor of another dtype without a trailing dimension.
-            kinds = (((2, 3), dtype), ((2, 5), dtype), ((), DTYPES[at - 1]))
+            # k and v of different widths after a tensor of another dtype, of one element a row.
+            kinds = (((), DTYPES[at - 1]), ((2, 3), dtype), ((2, 5), dtype))
             everyone = [
                 [random_tensor((n, *shape), kind, 100 * seed + 10 * r + i) for r, n in enumerate(transfers.num_rows)]
                 for i, (shape, kind) in enumerate(kinds)
