@@ -25,6 +25,9 @@ def _check_attention(args: Namespace) -> None:
             f"num_attention_heads: {args.num_attention_heads} heads cannot be split over "
             f"tensor_model_parallel_size={tp_size} ranks"
         )
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if getattr(args, name) and not (args.bf16 or args.fp16):
+            raise ValueError(f"{name}: Megatron looks for logits in models of 16 bits only; give --bf16 or drop it")
     if args.multi_latent_attention and args.apply_rope_fusion:
         raise ValueError("apply_rope_fusion: not supported with multi-latent attention; give --no-rope-fusion")
     if args.apply_rope_fusion and args.micro_batch_size and args.micro_batch_size > 1:

@@ -1,0 +1,29 @@
+"""What cannot work ends at once, with a message that names the argument or the rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_magi.testing.megatron_launch import LaunchError, launch, tiny_gpt_args
+from tests.e2e.parity import Runs
+
+
+def test_ranks_with_different_data_abort_naming_the_rank(runs: Runs) -> None:
+    args = tiny_gpt_args(runs.corpus, context_parallel_size=3)
+    with pytest.raises(LaunchError, match="rank 2 of the group") as error:
+        launch(args, 3, before="tests.e2e.hooks:different_data", timeout_s=60)
+    assert "RuntimeError: plan of a microbatch: ranks disagree" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--attention-dropout", "0.1"], "ValueError: attention_dropout"),
+        (["--num-attention-heads", "5", "--tensor-model-parallel-size", "2"], "ValueError: num_attention_heads"),
+        (["--cuda-graph-impl", "local"], "ValueError: cuda_graph_modules"),
+    ],
+    ids=["attention_dropout", "heads", "cuda_graphs"],
+)
+def test_command_line_is_refused(extra: list[str], message: str, runs: Runs) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launch(tiny_gpt_args(runs.corpus, *extra, context_parallel_size=2), 2, timeout_s=60)
