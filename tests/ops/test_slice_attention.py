@@ -163,6 +163,13 @@ def test_garbage_in_tokens_of_no_pair_goes_nowhere(impl, softcap, garbage, tiny_
     for tensor in (case.k, case.v):
         tensor[hidden_keys] = garbage
     assert_close(case.run(attend(case, impl)), clean)
+    lse, delta = clean["lse"].clone(), row_delta(case.dout, clean["out"])
+    lse[hidden_rows] = delta[hidden_rows] = garbage
+    grads = slice_attention_backward(
+        case.dout, case.q, case.k, case.v, lse, delta, case.mask.bands, softcap=softcap, impl=impl
+    )
+    names = ("dq", "dk", "dv")
+    assert_close(dict(zip(names, grads, strict=True)), {name: clean[name] for name in names})
 
 
 @pytest.mark.parametrize("impl", IMPLS)
