@@ -220,7 +220,7 @@ def _stacks(ranks: list[_Rank], folder: Path) -> str:
 
 def _rank_main(rank: int, setup: _Setup, conn: connection.Connection) -> None:
     """A rank's process: never returns, so that no exit handler of a library can hang it."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(setup.folder,), daemon=True).start()
     stack = open(Path(setup.folder) / f"stack{rank}", "w")  # noqa: SIM115  (must stay open for the signal)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
@@ -281,8 +281,10 @@ def _import_from(module: str, path: str | None) -> None:
         spec.loader.exec_module(loaded)
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(folder: str) -> None:
+    """A killed parent cleans up nothing: its ranks remove the folder and end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
