@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_magi import envs
 from megatron_magi.mcore import cpu_device, wheel_repairs
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.versions import check_version
@@ -35,10 +36,7 @@ def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable
 
     args = _parse()
     loss_log = _install_loss_log(args)
-    if args.magi_attention:
-        parts = _magi_parts(args, loss_log)
-    else:
-        parts = _stock_parts(args)
+    parts = _magi_parts(args, loss_log) if args.magi_attention else _stock_parts(args)
     model_config, provider, forward_step = parts
     model_config.pre_wrap_hooks += list(pre_wrap_hooks)
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
@@ -68,7 +66,7 @@ def _parse() -> Namespace:
 def _validate_for_magi(args: Namespace) -> None:
     from megatron.training import arguments
 
-    from megatron_magi.mcore.settings import padded_seq_length
+    from megatron_magi.mcore.settings import magi_config, padded_seq_length
     from megatron_magi.mcore.validate import validate_arguments
 
     # Masks are made from documents, never as tensors of seqlen^2.
@@ -86,7 +84,8 @@ def _validate_for_magi(args: Namespace) -> None:
         setattr(args, name, value)
     # The data has seq_length tokens; Megatron's buffers have what dispatch makes of it.
     args.magi_seq_length = args.seq_length
-    args.seq_length = args.encoder_seq_length = padded_seq_length(args)
+    config = magi_config(args, envs.load().default_config())
+    args.seq_length = args.encoder_seq_length = padded_seq_length(args, config.dispatch)
     if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
         raise ValueError(
             f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"
@@ -135,7 +134,8 @@ def _make_dispatcher(args: Namespace) -> Any:
     from megatron_magi.mcore.groups import make_agreement_group
     from megatron_magi.mcore.settings import magi_config, primary_window
 
-    config = magi_config(args)
+    environment = envs.load()
+    config = magi_config(args, environment.default_config())
     cp_group = get_context_parallel_group()
     return BatchDispatcher(
         config,
@@ -143,4 +143,5 @@ def _make_dispatcher(args: Namespace) -> Any:
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
         cp_group=cp_group,
         agreement_group=make_agreement_group(cp_group) if config.comm.verify else None,
+        num_plans=environment.plan_cache_size,
     )

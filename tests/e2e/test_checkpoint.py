@@ -20,9 +20,7 @@ def _train(runs: Runs, cp_size: int, *extra: str) -> RunResult:
 
 
 @pytest.mark.parametrize(("saved_at", "resumed_at"), [(2, 1), (1, 2)], ids=["cp2_to_stock", "stock_to_cp2"])
-def test_training_resumes_under_another_parallelism(
-    saved_at: int, resumed_at: int, runs: Runs, tmp_path: Path
-) -> None:
+def test_training_resumes_under_another_parallelism(saved_at: int, resumed_at: int, runs: Runs, tmp_path: Path) -> None:
     whole = _train(runs, 1)
     save = ["--save", str(tmp_path), "--save-interval", str(NUM_BEFORE), "--exit-interval", str(NUM_BEFORE)]
     first = _train(runs, saved_at, *save)

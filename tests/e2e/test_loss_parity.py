@@ -66,6 +66,9 @@ FEATURES = {
         (*MLA, "--rope-type", "yarn", *MICRO_BATCH_2), without=NO_GROUPS, before_stock=SPLIT_HEADS
     ),
     "experts_ep2": Case(EXPERTS, ("--expert-model-parallel-size", "2"), same_weights=True),
+    "experts_length_that_does_not_divide": Case(
+        (*ODD_LENGTH, *EXPERTS), ("--expert-model-parallel-size", "2"), same_weights=True
+    ),
     "yarn": Case(YARN),
     "learned_positions": Case(("--position-embedding-type", "learned_absolute")),
     "sink_off_by_one": Case(("--softmax-type", "off-by-one")),
@@ -76,6 +79,12 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_at_cp2_equals_stock_on_one_rank(name: str, runs: Runs) -> None:
     case = FEATURES[name]
+    assert_same_curve(runs.magi(case), runs.stock(case))
+
+
+def test_padding_is_no_load_for_experts_on_later_stages(runs: Runs) -> None:
+    parallel = (*TENSOR, *PIPELINE, "--attention-backend", "magi")
+    case = Case((*ODD_LENGTH, *EXPERTS), parallel, 4, cp_size=1, same_weights=True)
     assert_same_curve(runs.magi(case), runs.stock(case))
 
 
