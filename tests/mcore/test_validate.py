@@ -1,0 +1,60 @@
+"""Arguments that cannot work are refused by name, all others pass."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from megatron.training import arguments
+
+from megatron_magi.mcore.argv import add_arguments, rewrite_argv
+from megatron_magi.mcore.validate import validate_arguments
+from megatron_magi.testing.megatron_launch import tiny_gpt_args
+
+EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
+
+
+def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
+    argv = rewrite_argv(tiny_gpt_args("mock", *extra, context_parallel_size=2))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv])
+    validate_arguments(arguments.parse_args(add_arguments))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["--overlap-moe-expert-parallel-comm"],
+        ["--mtp-num-layers", "1"],
+        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "mlp", "moe_router"],
+        ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
+        ["--bf16", "--qk-clip"],
+    ],
+    ids=lambda extra: extra[0] if extra else "plain",
+)
+def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[str]) -> None:
+    _validate(monkeypatch, *extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        (["--attention-dropout", "0.1"], "attention_dropout"),
+        (["--tensor-model-parallel-size", "3"], "num_attention_heads"),
+        (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
+        (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "full_iteration"], "cuda_graph_modules"),
+        (["--enable-cuda-graph"], "cuda_graph_modules"),
+        (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
+        (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
+        (["--hybrid-context-parallel"], "hybrid_context_parallel"),
+        (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
+        (["--qk-clip"], "qk_clip"),
+        (["--perform-rl-step"], "perform_rl_step"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        _validate(monkeypatch, *extra)
