@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_magi import envs
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as _dispatch
-from megatron_magi.compat.masks import infer_attn_mask_from_cu_seqlens, infer_attn_mask_from_sliding_window
+from megatron_magi.compat.masks import (
+    infer_attn_mask_from_cu_seqlens,
+    infer_attn_mask_from_sliding_window,
+    mask_from_cu_seqlens,
+)
 from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, cp_group_of, default_device
 from megatron_magi.compat.sequences import (
     compute_pad_size,
@@ -103,6 +108,7 @@ __all__ = [
 ]
 
 Group = dist.ProcessGroup | DeviceMesh | None
+AttnShape = tuple[int | None, int | None, int | None]  # num_heads_q, num_heads_kv, head_dim
 
 # The interface has keys without owners, so their plans live here: `clear_cache` empties it.
 _RUNTIMES = RuntimeCache()
@@ -150,19 +156,9 @@ def magi_attn_flex_key(
     """
     _check_flags(pad_size, is_same_source=is_same_source, is_q_permutable=is_q_permutable,
                  is_k_permutable=is_k_permutable)  # fmt: skip
-    environment = envs.load()
-    config = magi_config(
-        dist_attn_config, environment.default_config(), chunk_size, (num_heads_q, num_heads_kv), head_dim
-    )
-    key = DistAttnRuntimeKey(
-        mask=_mask(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k),
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        cp_group=cp_group_of(cp_group_or_mesh),
-        config=config,
-    )
-    return _registered(key, environment.plan_cache_size)
+    mask = _mask(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
+    shape = (num_heads_q, num_heads_kv, head_dim)
+    return _new_key(mask, shape, chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
 def magi_attn_varlen_key(
@@ -188,17 +184,9 @@ def magi_attn_varlen_key(
     Raises:
         ValueError: an argument, named in the message, is wrong.
     """
-    ranges = infer_attn_mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
-    return magi_attn_flex_key(
-        *ranges,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        pad_size=pad_size,
-        chunk_size=chunk_size,
-        cp_group_or_mesh=cp_group_or_mesh,
-        dist_attn_config=dist_attn_config,
-    )
+    _check_flags(pad_size)
+    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    return _new_key(mask, (num_heads_q, num_heads_kv, head_dim), chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
 def magi_attn_flex_dispatch(
@@ -253,25 +241,9 @@ def make_flex_key_for_new_mask_after_dispatch(
     """
     if not isinstance(key_for_dispatch, DistAttnRuntimeKey):
         raise ValueError(f"key_for_dispatch: expected a DistAttnRuntimeKey, got {type(key_for_dispatch).__name__}")
-    shared = key_for_dispatch
-    heads = (num_heads_q or shared.num_heads_q, num_heads_kv or shared.num_heads_kv)
-    head_dim = head_dim or shared.head_dim
-    environment = envs.load()
-    config = shared.config
-    if dist_attn_config is not None:
-        config = magi_config(dist_attn_config, environment.default_config(), None, heads, head_dim)
-        config = replace(config, dispatch=shared.config.dispatch)
-    total_seqlen = shared.mask.total_seqlen_q
-    key = DistAttnRuntimeKey(
-        mask=_mask(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen),
-        num_heads_q=heads[0],
-        num_heads_kv=heads[1],
-        head_dim=head_dim,
-        cp_group=shared.cp_group,
-        config=config,
-        key_for_dispatch=shared,
-    )
-    return _registered(key, environment.plan_cache_size)
+    total_seqlen = key_for_dispatch.mask.total_seqlen_q
+    mask = _mask(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
+    return _new_mask_key(mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
 
 
 def make_varlen_key_for_new_mask_after_dispatch(
@@ -288,10 +260,10 @@ def make_varlen_key_for_new_mask_after_dispatch(
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
         key_for_dispatch, dist_attn_config: see `make_flex_key_for_new_mask_after_dispatch`.
     """
-    ranges = infer_attn_mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
-    return make_flex_key_for_new_mask_after_dispatch(
-        *ranges[:3], key_for_dispatch=key_for_dispatch, dist_attn_config=dist_attn_config
-    )
+    if not isinstance(key_for_dispatch, DistAttnRuntimeKey):
+        raise ValueError(f"key_for_dispatch: expected a DistAttnRuntimeKey, got {type(key_for_dispatch).__name__}")
+    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    return _new_mask_key(mask, (None, None, None), key_for_dispatch, dist_attn_config)
 
 
 def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> torch.Tensor:
@@ -448,8 +420,13 @@ def _mask(
     total_seqlen_k: int,
 ) -> AttnMask:
     queries, keys = as_ranges(q_ranges), as_ranges(k_ranges)
-    types = mask_types(attn_mask_type, len(queries))
-    return AttnMask.from_ranges(queries, keys, types, total_seqlen_q, total_seqlen_k)
+    if len(queries) != len(keys):
+        raise ValueError(f"k_ranges: {len(keys)} ranges for {len(queries)} of queries")
+    table = np.empty((len(queries), 5), dtype=np.int64)
+    table[:, :2] = np.reshape(queries.to_naive_ranges(), (-1, 2))
+    table[:, 2:4] = np.reshape(keys.to_naive_ranges(), (-1, 2))
+    table[:, 4] = mask_types(attn_mask_type, len(queries))
+    return AttnMask(table, total_seqlen_q, total_seqlen_k)
 
 
 def _check_flags(pad_size: int, **flags: bool) -> None:
@@ -460,12 +437,47 @@ def _check_flags(pad_size: int, **flags: bool) -> None:
             raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
 
 
-def _registered(key: DistAttnRuntimeKey, cache_size: int) -> DistAttnRuntimeKey:
+def _new_key(
+    mask: AttnMask,
+    shape: AttnShape,
+    chunk_size: int | None,
+    cp_group_or_mesh: Group,
+    given: DistAttnConfig | MagiConfig | None,
+) -> DistAttnRuntimeKey:
+    environment = envs.load()
+    config = magi_config(given, environment.default_config(), chunk_size, shape)
+    return _registered(
+        DistAttnRuntimeKey(mask, *shape, cp_group=cp_group_of(cp_group_or_mesh), config=config), environment
+    )
+
+
+def _new_mask_key(
+    mask: AttnMask,
+    shape: AttnShape,
+    key: DistAttnRuntimeKey,
+    given: DistAttnConfig | MagiConfig | None,
+) -> DistAttnRuntimeKey:
+    """The key of ``mask`` over the tokens as ``key`` distributes them."""
+    environment = envs.load()
+    inherited = (key.num_heads_q, key.num_heads_kv, key.head_dim)
+    shape = tuple(old if new is None else new for new, old in zip(shape, inherited, strict=True))
+    config = key.config
+    if given is not None:
+        config = magi_config(given, environment.default_config(), None, shape)
+        config = replace(config, dispatch=key.config.dispatch)
+    # All masks over one dispatch share the key that made it, whichever of them was named.
+    first = key if key.key_for_dispatch is None else key.key_for_dispatch
+    return _registered(
+        DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first), environment
+    )
+
+
+def _registered(key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:
     """``key`` with its lengths filled in, planned, and being compared over its group."""
     dispatch_ = _RUNTIMES.get(key).plan.dispatch
     padding = dispatch_.padded_seqlen - dispatch_.total_seqlen
     key = replace(key, total_seqlen=dispatch_.padded_seqlen, pad_size=padding)
-    runtime: KeyRuntime = _RUNTIMES.register(key, cache_size)
+    runtime: KeyRuntime = _RUNTIMES.register(key, environment.plan_cache_size)
     # Also when the plan was there already: on another rank the same call may bring a new one.
     if key.config.comm.verify and runtime.plan.cp_size > 1:
         runtime.compare()

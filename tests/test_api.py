@@ -283,7 +283,33 @@ def test_equal_arguments_give_equal_keys_and_one_plan(monkeypatch):
     assert deterministic != key and deterministic.config.attend.deterministic
 
 
-def test_a_key_shows_its_mask_and_its_padding(ranks):
+def test_a_mask_may_be_empty():
+    key = api.magi_attn_flex_key([], [], "full", 8, 8)
+    out, meta = api.calc_attn(*(api.dispatch(t, key) for t in random_qkv(0, 8)), key)
+    assert (out == 0).all() and meta.lse.isneginf().all()
+
+
+def test_a_third_mask_may_be_made_from_the_key_of_the_second():
+    key = api.magi_attn_varlen_key([0, 30, 64], [0, 30, 64], causal=True)
+    second = api.make_varlen_key_for_new_mask_after_dispatch([0, 64], [0, 64], key)
+    third = api.make_varlen_key_for_new_mask_after_dispatch([0, 30, 64], [0, 30, 64], second, window_size=(3, 0))
+    assert second.key_for_dispatch == third.key_for_dispatch == key
+    assert api._RUNTIMES.get(third).plan.dispatch is api._RUNTIMES.get(key).plan.dispatch
+    changed = api.make_flex_key_for_new_mask_after_dispatch(
+        [[0, 64]],
+        [[0, 64]],
+        "causal",
+        key,
+        num_heads_q=8,
+        dist_attn_config=api.DistAttnConfig(
+            overlap_config=api.OverlapConfig(degree=2), dispatch_config=api.DispatchConfig(chunk_size=5)
+        ),
+    )
+    assert changed.config.overlap.degree == 2 and changed.num_heads_q == 8
+    assert changed.config.dispatch == key.config.dispatch
+
+
+def test_a_key_shows_its_mask_and_its_padding():
     key = block_causal_key(None, chunk_size=40)
     assert (key.total_seqlen_q, key.total_seqlen_k, key.pad_size, key.chunk_size) == (120, 120, 24, 40)
     assert key.q_ranges.to_naive_ranges()[1] == (24, 48)
@@ -377,6 +403,8 @@ def test_names_of_mask_types_and_small_functions():
         (lambda: api.magi_attn_flex_key([[0, 8]] * 2, [[0, 8]] * 2, "full", 8, 8), "slice 0 .* slice 1 .* overlap"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 8]], "diagonal", 8, 8), "attn_mask_type"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 8]], ["full"] * 2, 8, 8), "attn_mask_type: 2 types for 1"),
+        (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 8]], 7, 8, 8), "attn_mask_type: expected one of full.*7"),
+        (lambda: api.magi_attn_flex_key([[0, 8]], [], "full", 8, 8), "k_ranges: 0 ranges for 1"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 4]], "full", 8, 4), "total_seqlen_q=8 and total_seqlen_k=4"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 8]], "full", 8, 8, is_same_source=False), "is_same_source"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 8]], "full", 8, 8, pad_size=-1), "pad_size"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_magi.compat.types import AttnMaskType, AttnRanges
-from megatron_magi.mask import AttnRange, builders
+from megatron_magi.mask import AttnMask, AttnRange, builders
 from megatron_magi.mask.documents import Documents, IntArrayLike
 
 RangeLists = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
@@ -58,20 +58,30 @@ def infer_attn_mask_from_cu_seqlens(
     Raises:
         ValueError: a window with ``causal``, or lengths that are wrong or disagree.
     """
+    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size, global_window_size)
+    return (*_range_lists(mask.table), mask.total_seqlen_q, mask.total_seqlen_k)
+
+
+def mask_from_cu_seqlens(
+    cu_seqlens_q: IntArrayLike,
+    cu_seqlens_k: IntArrayLike,
+    causal: bool,
+    window_size: tuple[int, int],
+    global_window_size: int = 0,
+) -> AttnMask:
+    """The mask whose range lists `infer_attn_mask_from_cu_seqlens` returns, with its arguments and errors."""
     left, right = _window(window_size)
-    if causal and (left, right) != (-1, -1):
-        raise ValueError(f"window_size: expected (-1, -1) with causal=True, got {(left, right)}; use (left, 0)")
-    if causal:
-        mask = builders.varlen(cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=True)
-    else:
-        mask = builders.sliding_window(
+    if not causal:
+        return builders.sliding_window(
             left=left,
             right=right,
             cu_seqlens=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             global_tokens=global_window_size,
         )
-    return (*_range_lists(mask.table), mask.total_seqlen_q, mask.total_seqlen_k)
+    if (left, right) != (-1, -1):
+        raise ValueError(f"window_size: expected (-1, -1) with causal=True, got {(left, right)}; use (left, 0)")
+    return builders.varlen(cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=True)
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class AttnMaskType(Enum):
         Raises:
             ValueError: not 0, 1, 2 or 3.
         """
-        return next(name for name, number in _NUMBER_OF.items() if number == MaskType(int_type))
+        return _NAME_OF[MaskType(int_type)]
 
 
 _NUMBER_OF = {
@@ -43,6 +43,10 @@ _NUMBER_OF = {
     AttnMaskType.INVCAUSAL: MaskType.INV_CAUSAL,
     AttnMaskType.BICAUSAL: MaskType.BI_CAUSAL,
 }
+
+_NAME_OF = {number: name for name, number in _NUMBER_OF.items()}
+
+_NUMBER_BY_NAME = {key: int(number) for name, number in _NUMBER_OF.items() for key in (name, name.value)}
 
 AnyMaskType = str | int | AttnMaskType | MaskType
 GeneralAttnMaskType = AnyMaskType | Sequence[AnyMaskType]
@@ -62,8 +66,10 @@ def mask_types(attn_mask_type: GeneralAttnMaskType, num_slices: int) -> list[int
 
 
 def _mask_type(name: AnyMaskType) -> int:
+    if name in _NUMBER_BY_NAME:
+        return _NUMBER_BY_NAME[name]
     try:
-        return int(MaskType(name)) if isinstance(name, int) else AttnMaskType(name).to_int_type()
+        return int(MaskType(name))
     except ValueError:
         known = ", ".join(t.value for t in AttnMaskType)
         raise ValueError(f"attn_mask_type: expected one of {known}, got {name!r}") from None
@@ -262,8 +268,7 @@ def magi_config(
     given: DistAttnConfig | MagiConfig | None,
     default: MagiConfig,
     chunk_size: int | None,
-    num_heads: tuple[int | None, int | None],
-    head_dim: int | None,
+    attn_shape: tuple[int | None, int | None, int | None],
 ) -> MagiConfig:
     """The configuration that ``given`` stands for.
 
@@ -271,8 +276,7 @@ def magi_config(
         given: a `MagiConfig` is used as it is, but for the chunk size.
         default: what fields have that ``given`` does not know.
         chunk_size: tokens a chunk, the argument of a key.
-        num_heads: query and key heads, for the cost model; None is unknown.
-        head_dim: likewise.
+        attn_shape: query heads, key heads and head dimension, for the cost model; None is unknown.
 
     Raises:
         ValueError: ``chunk_size`` was given twice, differently.
@@ -286,7 +290,7 @@ def magi_config(
     dispatch = replace(default.dispatch, chunk_size=tokens.chunk_size, uneven_shard=tokens.uneven_shard)
     if tokens.alg is not None:
         dispatch = replace(dispatch, algorithm=_ALGORITHM_OF[type(tokens.alg)])
-    shape = dict(zip(("num_heads_q", "num_heads_kv", "head_dim"), (*num_heads, head_dim), strict=True))
+    shape = dict(zip(("num_heads_q", "num_heads_kv", "head_dim"), attn_shape, strict=True))
     cost: CostModel = replace(default.overlap.cost, **{name: n for name, n in shape.items() if n is not None})
     overlap = replace(default.overlap, degree=stages.degree if stages.enable else 0, cost=cost)
     if stages.dynamic_max_degree is not None:
