@@ -334,6 +334,15 @@ def test_the_cache_is_bounded_and_a_dropped_key_still_works(monkeypatch):
     torch.testing.assert_close(api.undispatch(api.dispatch(x, keys[0]), keys[0]), x)
 
 
+def test_the_least_recently_used_plan_is_dropped_first(monkeypatch):
+    monkeypatch.setenv("MAGI_ATTENTION_DIST_ATTN_RUNTIME_DICT_SIZE", "2")
+    first, second = (api.magi_attn_varlen_key([0, n], [0, n]) for n in (8, 9))
+    plans = [api._RUNTIMES.get(key).plan for key in (second, first)]
+    api.magi_attn_varlen_key([0, 10], [0, 10])
+    assert api._RUNTIMES.get(first).plan is plans[1]
+    assert api._RUNTIMES.get(second).plan is not plans[0]
+
+
 def test_configuration_objects_map_to_ours():
     def config(**options):
         return block_causal_key(None, dist_attn_config=api.DistAttnConfig(**options)).config
