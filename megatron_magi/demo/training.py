@@ -95,10 +95,10 @@ def megatron_args(setting: Setting, corpus: Corpus, *, magi: bool, cp_size: int)
         "--train-iters": setting.num_steps,
         "--context-parallel-size": cp_size,
         "--vocab-size": corpus.vocab_size,
-        "--lr": 1e-3,
-        "--min-lr": 1e-4,
-        "--lr-warmup-iters": 5,
-        "--init-method-std": 0.02,
+        "--lr": 1.5e-3,
+        "--min-lr": 1.5e-4,
+        "--lr-warmup-iters": 10,
+        "--init-method-std": 0.05,  # with less, the loss has spikes in its first steps
         "--seed": 1234,
         "--eval-iters": 0,
         "--eval-interval": 1000000,
@@ -145,9 +145,7 @@ def train(
     losses.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += [str(SCRIPT), *args, "--magi-loss-log", str(losses)]
-    # Megatron insists on the first with tensor or context parallelism.
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": str(max(1, setting.cores // num_ranks))}
-    environment["OMP_WAIT_POLICY"] = "passive"  # spinning threads would starve each other on a busy machine
+    environment = _environment(setting.cores // num_ranks)
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
@@ -160,6 +158,18 @@ def train(
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         raise RunFailed(f"{name}: status {process.returncode} after {len(run.losses)} steps; end of {log}:\n{tail}")
     return run
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron insists on it with context parallelism
+        "OMP_NUM_THREADS": str(max(1, num_threads)),
+        "OMP_WAIT_POLICY": "passive",  # spinning threads would starve each other on a busy machine
+        # The C library would give large tensors back to the system at once, and stock attention's scores
+        # are large: a third of its time would go into page faults.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    }
 
 
 def _follow(process: subprocess.Popen, losses: Path, setting: Setting, on_step: Callable[[dict, float], None]) -> Run:
