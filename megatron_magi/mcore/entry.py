@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_magi import envs
 from megatron_magi.mcore import cpu_device, wheel_repairs
-from megatron_magi.mcore.argv import add_arguments, rewrite_argv
+from megatron_magi.mcore.argv import FLAG, add_arguments, rewrite_argv
 from megatron_magi.mcore.versions import check_version
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable
     wheel_repairs.install()
 
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain
+    from megatron.training import inprocess_restart, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     args = _parse()
@@ -40,25 +40,25 @@ def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable
     model_config, provider, forward_step = parts
     model_config.pre_wrap_hooks += list(pre_wrap_hooks)
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
-    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
+    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step, store=store)
 
 
 def _parse() -> Namespace:
-    """Parses and validates as Megatron does, with our checks before its own."""
+    """Parses and validates as Megatron does, for magi with our checks before its own."""
     from megatron.training import arguments
     from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
 
+    if FLAG not in sys.argv:
+        return arguments.parse_and_validate_args(add_arguments)
     args = arguments.parse_args(add_arguments)
     if args.yaml_cfg is not None:
-        raise ValueError("yaml_cfg: not supported, give the arguments on the command line")
+        raise ValueError("yaml_cfg: not supported with --attention-backend magi; give the arguments themselves")
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-    if args.magi_attention:
-        _validate_for_magi(args)
-    else:
-        arguments.validate_args(args)
+    _validate_for_magi(args)
     set_global_variables(args)
     return args
 
@@ -67,11 +67,11 @@ def _validate_for_magi(args: Namespace) -> None:
     from megatron.training import arguments
 
     from megatron_magi.mcore.settings import magi_config, padded_seq_length
-    from megatron_magi.mcore.validate import validate_arguments
+    from megatron_magi.mcore.validate import settle_arguments, validate_arguments
 
-    # Masks are made from documents, never as tensors of seqlen^2.
-    args.create_attention_mask_in_dataloader = False
     validate_arguments(args)
+    for notice in settle_arguments(args):
+        arguments.warn_rank_0(notice)
     # Megatron wants Transformer Engine for these two; here core attention reports the logits itself.
     wanted = {name: getattr(args, name) for name in ("qk_clip", "log_max_attention_logit")}
     for name in wanted:
@@ -83,8 +83,8 @@ def _validate_for_magi(args: Namespace) -> None:
     for name, value in wanted.items():
         setattr(args, name, value)
     # The data has seq_length tokens; Megatron's buffers have what dispatch makes of it.
-    args.magi_seq_length = args.seq_length
     config = magi_config(args, envs.load().default_config())
+    args.magi_seq_length = args.seq_length
     args.seq_length = args.encoder_seq_length = padded_seq_length(args, config.dispatch)
     if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
         raise ValueError(

@@ -55,6 +55,12 @@ def _set_sinks(chunks: list[torch.nn.Module], workdir: Path) -> list[torch.nn.Mo
     return chunks
 
 
+def no_streams(workdir: Path) -> None:
+    """Lets the schedule that overlaps experts' communication run on the CPU, where tensors belong to no stream."""
+    if not torch.cuda.is_available():
+        torch.Tensor.record_stream = lambda self, stream: None
+
+
 def different_data(workdir: Path) -> None:
     """The last rank reads other documents than the rest."""
     import os

@@ -88,6 +88,12 @@ def test_padding_is_no_load_for_experts_on_later_stages(runs: Runs) -> None:
     assert_same_curve(runs.magi(case), runs.stock(case))
 
 
+def test_overlapped_communication_of_experts_changes_nothing(runs: Runs) -> None:
+    experts = (*EXPERTS, "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16")
+    case = Case(parallel=experts, before="tests.e2e.hooks:no_streams")
+    assert_same_curve(runs.magi(case, "--overlap-moe-expert-parallel-comm"), runs.magi(case))
+
+
 SINK = Case(("--softmax-type", "learnable"), before="tests.e2e.hooks:large_sinks", same_weights=True)
 SINK_TP2 = Case(SINK.model, TENSOR, 4, before=SINK.before, same_weights=True)
 

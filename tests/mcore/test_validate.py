@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 
 import pytest
 from megatron.training import arguments
 
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
-from megatron_magi.mcore.validate import validate_arguments
+from megatron_magi.mcore.validate import settle_arguments, validate_arguments
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
 
 
-def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
+def _parse(monkeypatch: pytest.MonkeyPatch, *extra: str, without: tuple[str, ...] = ()) -> Namespace:
     argv = rewrite_argv(tiny_gpt_args("mock", *extra, context_parallel_size=2))
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv])
-    validate_arguments(arguments.parse_args(add_arguments))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *(a for a in argv if a not in without)])
+    return arguments.parse_args(add_arguments)
+
+
+def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
+    validate_arguments(_parse(monkeypatch, *extra))
 
 
 @pytest.mark.parametrize(
@@ -58,3 +63,18 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
 def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         _validate(monkeypatch, *extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_kept"),
+    [([], True), (["--micro-batch-size", "2"], False), (["--multi-latent-attention"], False)],
+    ids=["one_sequence", "two_sequences", "mla"],
+)
+def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], is_kept: bool
+) -> None:
+    args = _parse(monkeypatch, *extra, without=("--no-rope-fusion",))
+    notices = settle_arguments(args)
+    assert args.apply_rope_fusion == is_kept
+    assert bool(notices) != is_kept
+    assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
