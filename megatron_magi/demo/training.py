@@ -87,44 +87,41 @@ def kv_row_bytes(setting: Setting) -> int:
 
 def megatron_args(setting: Setting, corpus: Corpus, *, magi: bool, cp_size: int) -> list[str]:
     """Megatron's command line: a small Llama-style GPT, attention confined to documents."""
-    sizes = _SHAPE | {
+    values = _SHAPE | {
         "--seq-length": setting.seq_length,
         "--max-position-embeddings": setting.seq_length,
         "--micro-batch-size": setting.micro_batch_size,
         "--global-batch-size": setting.global_batch_size,
         "--train-iters": setting.num_steps,
         "--context-parallel-size": cp_size,
+        "--tokenizer-type": "NullTokenizer",
         "--vocab-size": corpus.vocab_size,
+        "--split": "1,0,0",
+        "--data-path": corpus.prefix,
+        "--data-cache-path": corpus.prefix.parent / "index",
+        "--normalization": "RMSNorm",
+        "--position-embedding-type": "rope",
+        "--attention-dropout": 0,
+        "--hidden-dropout": 0,
         "--lr": 1.5e-3,
         "--min-lr": 1.5e-4,
-        "--lr-warmup-iters": 10,
-        "--init-method-std": 0.05,  # with less, the loss has spikes in its first steps
+        "--lr-decay-style": "cosine",
+        "--lr-warmup-fraction": 0.125,
+        "--init-method-std": 0.05,  # Megatron's 0.02 gives this small model spikes of the loss
         "--seed": 1234,
         "--eval-iters": 0,
         "--eval-interval": 1000000,
         "--num-workers": 0,
         "--distributed-timeout-minutes": 5,
     }
-    args = [str(item) for pair in sizes.items() for item in pair]
-    args += ["--normalization", "RMSNorm", "--position-embedding-type", "rope", "--lr-decay-style", "cosine"]
+    args = [str(item) for pair in values.items() for item in pair]
     args += ["--swiglu", "--group-query-attention", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
     args += ["--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"]
-    args += [
-        "--attention-dropout",
-        "0",
-        "--hidden-dropout",
-        "0",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--split",
-        "1,0,0",
-    ]
     # Without Transformer Engine and Apex: torch's layers, and none of the fusions that need them.
     args += ["--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm"]
     args += ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--use-cpu-initialization"]
     args += ["--distributed-backend", "nccl", "--bf16"] if setting.on_gpu else ["--distributed-backend", "gloo"]
-    args += ["--attention-backend", "magi"] if magi else []
-    return [*args, "--data-path", str(corpus.prefix), "--data-cache-path", str(corpus.prefix.parent / "index")]
+    return [*args, "--attention-backend", "magi"] if magi else args
 
 
 def train(
@@ -183,8 +180,8 @@ def _follow(process: subprocess.Popen, losses: Path, setting: Setting, on_step: 
         for line in lines[len(records) :]:
             records.append(json.loads(line))
             times.append(time.monotonic())
-            first = min(_WARM_UP_STEPS, len(times) - 1)
-            if len(times) > first + 1:
+            first = min(_WARM_UP_STEPS, (len(times) - 1) // 2)
+            if times[-1] > times[first]:
                 rate = (len(times) - 1 - first) * setting.tokens_per_step / (times[-1] - times[first])
             on_step(records[-1], rate)
         time.sleep(_POLL_S)
