@@ -51,6 +51,7 @@ class BatchDispatcher:
         eod: token that ends a document, if attention is confined to documents by it.
         cp_group: context-parallel ranks.
         agreement_group: the same ranks on a CPU backend, to compare plan hashes; None to trust.
+        seq_length: tokens a sequence in Megatron's tensors, all ranks together, if that is fixed.
         num_plans: microbatches whose plans are kept.
     """
 
@@ -62,6 +63,7 @@ class BatchDispatcher:
         eod: int | None,
         cp_group: dist.ProcessGroup,
         agreement_group: dist.ProcessGroup | None,
+        seq_length: int | None = None,
         num_plans: int = 64,
     ) -> None:
         self._config = config
@@ -70,6 +72,7 @@ class BatchDispatcher:
         self._cp_rank = cp_group.rank()
         self._cp_size = cp_group.size()
         self._agreement_group = agreement_group
+        self._seq_length = seq_length
         self._cache = PlanCache(num_plans)
 
     def next(self, data_iterator: Iterator[Mapping[str, torch.Tensor]]) -> LocalBatch:
@@ -85,10 +88,12 @@ class BatchDispatcher:
 
         Raises:
             RuntimeError: ranks of the context-parallel group made different plans.
+            ValueError: the batch does not have the shape for which Megatron has been set up.
         """
         tokens = batch["tokens"]
         documents = _documents(batch, self._eod)
         plans = PlanSet(documents, self._primary, self._config, self._cp_rank, self._cp_size, self._cache)
+        self._check_length(plans, tokens.shape)
         agreement = None
         if self._agreement_group is not None:
             agreement = start_agreement(plans.plan.plan_hash, self._agreement_group, "plan of a microbatch")
@@ -120,6 +125,14 @@ class BatchDispatcher:
         if agreement is not None:
             agreement.wait()
         return result
+
+    def _check_length(self, plans: PlanSet, shape: torch.Size) -> None:
+        padded = plans.dispatch.padded_seqlen
+        if self._seq_length is not None and padded != self._seq_length * shape[0]:
+            raise ValueError(
+                f"tokens: {shape[0]} sequences of {shape[1]} become {padded} tokens over all ranks, "
+                f"Megatron is set up for {self._seq_length} each"
+            )
 
     @staticmethod
     def _padding_mask(plans: PlanSet, index: np.ndarray, shape: torch.Size) -> torch.Tensor | None:

@@ -143,5 +143,6 @@ def _make_dispatcher(args: Namespace) -> Any:
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
         cp_group=cp_group,
         agreement_group=make_agreement_group(cp_group) if config.comm.verify else None,
+        seq_length=args.seq_length,
         num_plans=environment.plan_cache_size,
     )

@@ -52,3 +52,13 @@ def test_loss_log_has_unrounded_losses_and_figures_of_the_plans(runs: Runs) -> N
         assert 1.0 <= record["balance"] < 1.5
         assert record["received_rows"] == record["lower_bound_rows"] > 0
         assert len(record["areas"]) == 2
+
+
+def test_other_backends_train_as_megatron_trains_them(runs: Runs) -> None:
+    model = ("--num-layers", "4")
+    parallel = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    interleaved = ("--num-layers-per-virtual-pipeline-stage", "1")
+    # Stages in the middle get no mask from Megatron, so documents cannot confine there.
+    without = ("--reset-attention-mask",)
+    case = Case(model, (*parallel, *interleaved), num_ranks=4, cp_size=1, without=without, same_weights=True)
+    assert_same_curve(runs.magi(case), runs.stock(case))

@@ -134,3 +134,13 @@ def test_windows_share_the_dispatch_of_their_microbatch() -> None:
     assert windowed is plans.for_window((4, 0))
     assert windowed.num_rows == plans.for_window(None).num_rows
     assert windowed.area < plans.for_window(None).area
+
+
+def test_a_batch_of_another_length_is_refused() -> None:
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    dispatcher = BatchDispatcher(
+        MagiConfig(), primary=None, eod=None, cp_group=group, agreement_group=None, seq_length=64
+    )
+    dispatcher.dispatch(_batch(1, 64))
+    with pytest.raises(ValueError, match="tokens: 1 sequences of 60 become 60"):
+        dispatcher.dispatch(_batch(1, 60))
