@@ -8,15 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_magi.demo import __main__ as demo
 from megatron_magi.demo import figures, report, training
-from megatron_magi.demo.corpus import Corpus
+from megatron_magi.demo.corpus import Corpus, build_corpus
 from megatron_magi.demo.progress import Progress
 from megatron_magi.demo.report import Comparison, Traffic, shown_steps, table, traffic_of
 from megatron_magi.demo.training import Run, RunFailed, Setting
 from megatron_magi.mask.builders import varlen
 from megatron_magi.plan import make_plan
+from megatron_magi.testing.megatron_launch import launch
 
 _RECORD = {"balance": 1.01, "areas": [101, 99], "received_rows": 30, "lower_bound_rows": 20}
 
@@ -112,6 +114,18 @@ def test_both_runs_have_the_same_arguments_but_for_attention() -> None:
     at = stock.index("--context-parallel-size") + 1
     assert (stock[at], magi[at]) == ("1", "2")
     assert [*stock[:at], "2", *stock[at + 1 :], "--attention-backend", "magi"] == magi
+
+
+def test_the_arguments_train_equal_curves(tmp_path: Path) -> None:
+    corpus = build_corpus(tmp_path, max_document_bytes=400, vocab_size=300)
+    setting = Setting(num_steps=4, seq_length=128, on_gpu=torch.cuda.is_available())
+    cp_size = 1 if torch.cuda.device_count() == 1 else 2
+    stock, magi = (
+        launch(training.megatron_args(setting, corpus, magi=magi, cp_size=size), size)
+        for magi, size in ((False, 1), (True, cp_size))
+    )
+    assert magi.losses == pytest.approx(stock.losses, rel=report.BF16_TOLERANCE if setting.on_gpu else 1e-5)
+    assert stock.losses[4] < stock.losses[1]
 
 
 def test_gpus_train_in_bf16_over_nccl() -> None:
