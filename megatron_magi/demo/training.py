@@ -42,7 +42,7 @@ class Setting:
         cores: threads that all ranks of a run share.
     """
 
-    num_steps: int = 80
+    num_steps: int = 60
     seq_length: int = 1024
     micro_batch_size: int = 2
     global_batch_size: int = 4
