@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +29,7 @@ from megatron_magi.compat.masks import (
     infer_attn_mask_from_cu_seqlens,
     infer_attn_mask_from_sliding_window,
     mask_from_cu_seqlens,
+    mask_from_ranges,
 )
 from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, cp_group_of, default_device
 from megatron_magi.compat.sequences import (
@@ -42,6 +42,7 @@ from megatron_magi.compat.types import (
     AttnMaskType,
     AttnOverlapMode,
     AttnRanges,
+    AttnShape,
     DispatchAlg,
     DispatchConfig,
     DistAttnConfig,
@@ -54,13 +55,12 @@ from megatron_magi.compat.types import (
     SortedSequentialSelectAlg,
     ToppHeapDispatchAlg,
     UniformOverlapAlg,
-    as_ranges,
     magi_config,
-    mask_types,
+    with_attn_shape,
 )
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask, AttnRange
-from megatron_magi.mask.documents import IntArrayLike
+from megatron_magi.mask.documents import IntArrayLike, int_at_least, integer
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.meta import AttnForwardMeta
 
@@ -108,7 +108,6 @@ __all__ = [
 ]
 
 Group = dist.ProcessGroup | DeviceMesh | None
-AttnShape = tuple[int | None, int | None, int | None]  # num_heads_q, num_heads_kv, head_dim
 
 # The interface has keys without owners, so their plans live here: `clear_cache` empties it.
 _RUNTIMES = RuntimeCache()
@@ -156,7 +155,7 @@ def magi_attn_flex_key(
     """
     _check_flags(pad_size, is_same_source=is_same_source, is_q_permutable=is_q_permutable,
                  is_k_permutable=is_k_permutable)  # fmt: skip
-    mask = _mask(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
+    mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
     shape = (num_heads_q, num_heads_kv, head_dim)
     return _new_key(mask, shape, chunk_size, cp_group_or_mesh, dist_attn_config)
 
@@ -242,7 +241,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     if not isinstance(key_for_dispatch, DistAttnRuntimeKey):
         raise ValueError(f"key_for_dispatch: expected a DistAttnRuntimeKey, got {type(key_for_dispatch).__name__}")
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
-    mask = _mask(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
+    mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
     return _new_mask_key(mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
 
 
@@ -327,11 +326,11 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
         A new tensor like ``x``. Only rows that change ranks travel.
 
     Raises:
-        ValueError: ``x`` has another number of rows than this rank's shard.
+        ValueError: ``x`` has no dimension ``dim``, or another number of rows than this rank's shard.
         RuntimeError: the ranks' keys disagree.
     """
     runtime = _RUNTIMES.get(key).agreed()
-    args = runtime.shard.roll_args(int(shift), x.device)
+    args = runtime.shard.roll_args(integer(shift, "shift"), x.device)
     return _dispatch.roll(x, args, runtime.group, dim=dim, impl=key.config.comm.impl)
 
 
@@ -391,11 +390,12 @@ def calc_attn(
 
 
 def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
-    """Global position of each row of this rank's shard, int64 ``[num_rows]``.
+    """Global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
 
     Padding rows have positions from ``total_seqlen`` on. On the GPU where the group is for GPUs.
     """
-    return _RUNTIMES.get(key).shard.rows(default_device(key.cp_group))
+    # A copy: callers may edit what they get, and the shard's own tensor decides who gets what.
+    return _RUNTIMES.get(key).shard.rows(default_device(key.cp_group)).clone()
 
 
 def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
@@ -412,26 +412,8 @@ def clear_cache(cp_group: Group = None) -> None:
     _RUNTIMES.clear(cp_group_of(cp_group))
 
 
-def _mask(
-    q_ranges: Iterable,
-    k_ranges: Iterable,
-    attn_mask_type: GeneralAttnMaskType,
-    total_seqlen_q: int,
-    total_seqlen_k: int,
-) -> AttnMask:
-    queries, keys = as_ranges(q_ranges), as_ranges(k_ranges)
-    if len(queries) != len(keys):
-        raise ValueError(f"k_ranges: {len(keys)} ranges for {len(queries)} of queries")
-    table = np.empty((len(queries), 5), dtype=np.int64)
-    table[:, :2] = np.reshape(queries.to_naive_ranges(), (-1, 2))
-    table[:, 2:4] = np.reshape(keys.to_naive_ranges(), (-1, 2))
-    table[:, 4] = mask_types(attn_mask_type, len(queries))
-    return AttnMask(table, total_seqlen_q, total_seqlen_k)
-
-
 def _check_flags(pad_size: int, **flags: bool) -> None:
-    if pad_size < 0:
-        raise ValueError(f"pad_size: must not be negative, got {pad_size}")
+    int_at_least(pad_size, "pad_size", 0)
     for name, value in flags.items():
         if not value:
             raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
@@ -459,9 +441,10 @@ def _new_mask_key(
 ) -> DistAttnRuntimeKey:
     """The key of ``mask`` over the tokens as ``key`` distributes them."""
     environment = envs.load()
+    # A shape that is not given is in the inherited configuration already.
+    config = with_attn_shape(key.config, shape)
     inherited = (key.num_heads_q, key.num_heads_kv, key.head_dim)
     shape = tuple(old if new is None else new for new, old in zip(shape, inherited, strict=True))
-    config = key.config
     if given is not None:
         config = magi_config(given, environment.default_config(), None, shape)
         config = replace(config, dispatch=key.config.dispatch)

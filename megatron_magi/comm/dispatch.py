@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
+from megatron_magi.mask.documents import integer
 
 
 def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: float = 0) -> torch.Tensor:
@@ -32,8 +33,11 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
 
     Returns:
         ``[..., num_rows, ...]``.
+
+    Raises:
+        ValueError: ``x`` has no dimension ``dim``.
     """
-    dim = dim % x.dim()
+    dim = _dimension(dim, x)
     total_seqlen = x.shape[dim]
     if total_seqlen == 0:
         return x.new_full((*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]), pad_value)
@@ -70,9 +74,10 @@ def undispatch(
         ``[..., total_seqlen, ...]``.
 
     Raises:
-        ValueError: ``x_local`` has not ``shard_lengths[rank]`` rows, or ``undispatch_index`` has
-            not one entry for each row of all shards.
+        ValueError: ``x_local`` has no dimension ``dim`` or not ``shard_lengths[rank]`` rows along
+            it, or ``undispatch_index`` has not one entry for each row of all shards.
     """
+    dim = _dimension(dim, x_local)
     rank = dist.get_rank(group) if len(shard_lengths) > 1 else 0
     if len(shard_lengths) > 1 and len(shard_lengths) != dist.get_world_size(group):
         raise ValueError(f"shard_lengths: for {len(shard_lengths)} ranks, group has {dist.get_world_size(group)}")
@@ -85,6 +90,13 @@ def undispatch(
     total_seqlen = sum(shard_lengths) if total_seqlen is None else total_seqlen
     shards = _Shards(tuple(shard_lengths), undispatch_index, total_seqlen, rank, group, is_partial_grad)
     return _Undispatch.apply(x_local.movedim(dim, 0), shards).movedim(0, dim)
+
+
+def _dimension(dim: int, x: torch.Tensor) -> int:
+    """``dim`` counted from the first dimension; ValueError where ``x`` has no such dimension."""
+    if not -x.dim() <= integer(dim, "dim") < x.dim():
+        raise ValueError(f"dim: {dim} is not a dimension of a tensor of shape {list(x.shape)}")
+    return dim % x.dim()
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,8 +294,10 @@ def roll(
         A new tensor of the shape of ``x_local``; padding rows are unchanged.
 
     Raises:
-        ValueError: ``x_local`` has not the number of rows that ``args`` was made for.
+        ValueError: ``x_local`` has no dimension ``dim``, or not the number of rows along it that
+            ``args`` was made for.
     """
+    dim = _dimension(dim, x_local)
     if x_local.shape[dim] != args.num_rows:
         raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {args.num_rows}")
     return _Roll.apply(x_local.movedim(dim, 0), args, group, impl).movedim(0, dim)

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megatron_magi.compat.types import AttnMaskType, AttnRanges
+from megatron_magi.compat.types import AttnMaskType, AttnRanges, GeneralAttnMaskType, as_ranges, mask_types
 from megatron_magi.mask import AttnMask, AttnRange, builders
-from megatron_magi.mask.documents import Documents, IntArrayLike
+from megatron_magi.mask.documents import Documents, IntArrayLike, int_array, int_at_least
 
 RangeLists = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
+
+
+def mask_from_ranges(
+    q_ranges: Iterable,
+    k_ranges: Iterable,
+    attn_mask_type: GeneralAttnMaskType,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+) -> AttnMask:
+    """The mask in which ``q_ranges[i]`` sees ``k_ranges[i]`` as ``attn_mask_type[i]``.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong; two slices overlap.
+    """
+    queries, keys = as_ranges(q_ranges, "q_ranges"), as_ranges(k_ranges, "k_ranges")
+    if len(queries) != len(keys):
+        raise ValueError(f"k_ranges: {len(keys)} ranges for {len(queries)} of queries")
+    table = np.empty((len(queries), 5), dtype=np.int64)
+    table[:, :2] = np.reshape(queries.to_naive_ranges(), (-1, 2))
+    table[:, 2:4] = np.reshape(keys.to_naive_ranges(), (-1, 2))
+    table[:, 4] = mask_types(attn_mask_type, len(queries))
+    return AttnMask(table, total_seqlen_q, total_seqlen_k)
 
 
 def infer_attn_mask_from_sliding_window(
@@ -28,10 +50,10 @@ def infer_attn_mask_from_sliding_window(
         ``(q_ranges, k_ranges, attn_mask_type)`` of at most three slices.
 
     Raises:
-        ValueError: ``window_size`` is not a pair of numbers from -1 on.
+        ValueError: ``window_size`` is not a pair of integers from -1 on, or a range is wrong.
     """
     left, right = _window(window_size)
-    q, k = AttnRange.from_range(q_range), AttnRange.from_range(k_range)
+    q, k = AttnRange.from_range(q_range, "q_range"), AttnRange.from_range(k_range, "k_range")
     docs = Documents(*(np.array([bound], dtype=np.int64) for bound in (q.start, q.end, k.start, k.end)))
     return _range_lists(builders.window_slices(docs, left, right, 0))
 
@@ -71,6 +93,7 @@ def mask_from_cu_seqlens(
 ) -> AttnMask:
     """The mask whose range lists `infer_attn_mask_from_cu_seqlens` returns, with its arguments and errors."""
     left, right = _window(window_size)
+    global_window_size = int_at_least(global_window_size, "global_window_size", 0)
     if not causal:
         return builders.sliding_window(
             left=left,
@@ -85,9 +108,10 @@ def mask_from_cu_seqlens(
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int]:
-    if len(window_size) != 2 or min(window_size) < -1:
+    window = int_array(window_size, "window_size").tolist()
+    if len(window) != 2 or min(window) < -1:
         raise ValueError(f"window_size: expected (left, right), each -1 or more, got {window_size}")
-    return int(window_size[0]), int(window_size[1])
+    return window[0], window[1]
 
 
 def _range_lists(table: np.ndarray) -> RangeLists:

@@ -84,6 +84,8 @@ def cp_group_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist
         if cp_group_or_mesh.ndim == 1:
             return cp_group_or_mesh.get_group()
         if cp_group_or_mesh.ndim == 2:
+            if cp_group_or_mesh.mesh_dim_names is None:
+                raise ValueError("cp_group_or_mesh: a mesh of two dimensions needs mesh_dim_names to become one group")
             return cp_group_or_mesh._flatten().get_group()
         raise ValueError(f"cp_group_or_mesh: expected one or two dimensions, got {cp_group_or_mesh.ndim}")
     raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from megatron_magi.config import CostModel, MagiConfig
 from megatron_magi.mask import AttnRange, MaskType
 from megatron_magi.mask import AttnRanges as _AttnRanges
-from megatron_magi.mask.documents import cumulative, int_at_least
+from megatron_magi.mask.documents import cumulative, int_array, int_at_least, integer
 
 
 class AttnMaskType(Enum):
@@ -50,6 +50,7 @@ _NUMBER_BY_NAME = {key: int(number) for name, number in _NUMBER_OF.items() for k
 
 AnyMaskType = str | int | AttnMaskType | MaskType
 GeneralAttnMaskType = AnyMaskType | Sequence[AnyMaskType]
+AttnShape = tuple[int | None, int | None, int | None]  # num_heads_q, num_heads_kv, head_dim
 
 
 def mask_types(attn_mask_type: GeneralAttnMaskType, num_slices: int) -> list[int]:
@@ -58,19 +59,23 @@ def mask_types(attn_mask_type: GeneralAttnMaskType, num_slices: int) -> list[int
     Raises:
         ValueError: an unknown type, or another number of types than slices.
     """
+    if hasattr(attn_mask_type, "tolist"):
+        attn_mask_type = int_array(attn_mask_type, "attn_mask_type", ndim=attn_mask_type.ndim).tolist()
     if isinstance(attn_mask_type, str | int | AttnMaskType):
         attn_mask_type = [attn_mask_type] * num_slices
+    if not isinstance(attn_mask_type, Sequence):
+        raise ValueError(f"attn_mask_type: expected a type or a list of types, got {attn_mask_type!r}")
     if len(attn_mask_type) != num_slices:
         raise ValueError(f"attn_mask_type: {len(attn_mask_type)} types for {num_slices} ranges")
     return [_mask_type(t) for t in attn_mask_type]
 
 
 def _mask_type(name: AnyMaskType) -> int:
-    if name in _NUMBER_BY_NAME:
-        return _NUMBER_BY_NAME[name]
     try:
-        return int(MaskType(name))
-    except ValueError:
+        if isinstance(name, str | AttnMaskType):
+            return _NUMBER_BY_NAME[name]
+        return int(MaskType(integer(name, "attn_mask_type")))
+    except (KeyError, ValueError):
         known = ", ".join(t.value for t in AttnMaskType)
         raise ValueError(f"attn_mask_type: expected one of {known}, got {name!r}") from None
 
@@ -114,9 +119,13 @@ class AttnRanges(_AttnRanges):
         return not self
 
 
-def as_ranges(ranges: Iterable) -> AttnRanges:
-    """``ranges`` as `AttnRanges`: an instance, pairs, or an ``[n, 2]`` tensor."""
-    return ranges if isinstance(ranges, AttnRanges) else AttnRanges.from_ranges(ranges)
+def as_ranges(ranges: Iterable, name: str) -> AttnRanges:
+    """``ranges`` as `AttnRanges`: an instance, pairs, or an ``[n, 2]`` tensor.
+
+    Raises:
+        ValueError: anything else, called ``name`` in the message.
+    """
+    return ranges if isinstance(ranges, AttnRanges) else AttnRanges.from_ranges(ranges, name)
 
 
 @dataclass(frozen=True)
@@ -268,7 +277,7 @@ def magi_config(
     given: DistAttnConfig | MagiConfig | None,
     default: MagiConfig,
     chunk_size: int | None,
-    attn_shape: tuple[int | None, int | None, int | None],
+    attn_shape: AttnShape,
 ) -> MagiConfig:
     """The configuration that ``given`` stands for.
 
@@ -290,12 +299,19 @@ def magi_config(
     dispatch = replace(default.dispatch, chunk_size=tokens.chunk_size, uneven_shard=tokens.uneven_shard)
     if tokens.alg is not None:
         dispatch = replace(dispatch, algorithm=_ALGORITHM_OF[type(tokens.alg)])
-    shape = dict(zip(("num_heads_q", "num_heads_kv", "head_dim"), attn_shape, strict=True))
-    cost: CostModel = replace(default.overlap.cost, **{name: n for name, n in shape.items() if n is not None})
-    overlap = replace(default.overlap, degree=stages.degree if stages.enable else 0, cost=cost)
+    overlap = replace(default.overlap, degree=stages.degree if stages.enable else 0)
     if stages.dynamic_max_degree is not None:
         overlap = replace(overlap, max_degree=stages.dynamic_max_degree)
-    return _with_chunk_size(replace(default, dispatch=dispatch, overlap=overlap), chunk_size)
+    config = with_attn_shape(replace(default, dispatch=dispatch, overlap=overlap), attn_shape)
+    return _with_chunk_size(config, chunk_size)
+
+
+def with_attn_shape(config: MagiConfig, attn_shape: AttnShape) -> MagiConfig:
+    """``config`` with the numbers of ``attn_shape`` that are not None in its cost model."""
+    shape = dict(zip(("num_heads_q", "num_heads_kv", "head_dim"), attn_shape, strict=True))
+    given = {name: int_at_least(n, name, 1) for name, n in shape.items() if n is not None}
+    cost: CostModel = replace(config.overlap.cost, **given)
+    return replace(config, overlap=replace(config.overlap, cost=cost))
 
 
 def _with_chunk_size(config: MagiConfig, chunk_size: int | None) -> MagiConfig:
