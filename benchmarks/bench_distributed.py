@@ -21,7 +21,7 @@ from bench_dispatch import Case, zigzag
 from provenance import write_csv
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.attention.runtime import plan_runtime
+from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.group_collective import group_cast
 from megatron_magi.config import AttendConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
@@ -91,7 +91,7 @@ def measure(rank: int, num_ranks: int, name: str, mask: AttnMask, config: MagiCo
                 torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
             backward.append(median_ms(run_backward))
-        casts = plan_runtime(plan.for_rank(rank), q.device).casts
+        casts = plan_casts(plan.for_rank(rank), q.device)
 
         def fetch(casts=casts, k=k, v=v) -> None:
             for cast in casts:

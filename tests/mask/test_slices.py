@@ -1,5 +1,4 @@
 import pickle
-
 import time
 
 import numpy as np
@@ -167,5 +166,5 @@ def test_many_slices_over_the_same_queries_are_checked_quickly() -> None:
     AttnMask(table, 1000, 20_000)
     assert time.process_time() - begin < 2.0
     table[-1, 2] -= 1
-    with pytest.raises(ValueError, match="slice 19998 .* and slice 19999 .* overlap"):
+    with pytest.raises(ValueError, match=r"slice 19998 .* and slice 19999 .* overlap"):
         AttnMask(table, 1000, 20_000)
