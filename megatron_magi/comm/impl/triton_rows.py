@@ -191,19 +191,22 @@ def _merge_kernel(
     # A part that saw no key counts nothing, even if its output is not finite.
     weight = tl.where(top == minus_infinity, 0.0, 1.0).to(DTYPE)
     total = tl.load(out_address, mask=mask, other=0).to(DTYPE)
-    total = tl.where(weight > 0, total, 0.0)
+    total = tl.where(weight == 0, 0.0, total)
     for i in range(tl.load(starts + at), tl.load(starts + at + 1)):
         origin = tl.load(sources + i)
         part_lse = tl.load(arriving_lse + origin * arriving_lse_stride + head).to(DTYPE)
         part = tl.load(arriving_out + origin * arriving_out_stride + head * head_dim + column, mask=mask, other=0)
-        new_top = tl.maximum(top, part_lse)
-        reference = tl.where(new_top == minus_infinity, 0.0, new_top)
-        keep = tl.exp(top - reference)
-        add = tl.exp(part_lse - reference)
-        total = total * keep + tl.where(add > 0, part.to(DTYPE) * add, 0.0)
+        new_top = tl.maximum(top, part_lse, propagate_nan=tl.PropagateNan.ALL)
+        # Without inf - inf: a part without keys weighs 0, else the largest weighs 1.
+        keep = tl.where(top == new_top, 1.0, tl.exp(top - new_top))
+        keep = tl.where(top == minus_infinity, 0.0, keep)
+        add = tl.where(part_lse == new_top, 1.0, tl.exp(part_lse - new_top))
+        add = tl.where(part_lse == minus_infinity, 0.0, add)
+        total = tl.where(keep == 0, 0.0, total * keep) + tl.where(add == 0, 0.0, part.to(DTYPE) * add)
         weight = weight * keep + add
         top = new_top
-    merged = tl.where(weight > 0, total / tl.where(weight > 0, weight, 1.0), 0.0)
+    # Weights are sums of exponentials: 0, positive, or NaN, which stays visible.
+    merged = tl.where(weight == 0, 0.0, total / tl.where(weight == 0, 1.0, weight))
     tl.store(out_address, merged.to(out.dtype.element_ty), mask=mask)
     # log of 0 is -inf, and so is top then.
     tl.store(lse_address, (top + tl.log(weight)).to(lse.dtype.element_ty))
