@@ -10,6 +10,9 @@ brought back::
 
 Making a key is collective over its group and needs the same arguments on every rank. Ranks that
 disagree find out when the key is first used to communicate.
+
+Under `torch.compile` these functions run as they are, between compiled graphs: planning and
+communication are no tensor programs.
 """
 
 from __future__ import annotations
@@ -113,6 +116,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 _RUNTIMES = RuntimeCache()
 
 
+@torch.compiler.disable
 def magi_attn_flex_key(
     q_ranges: Iterable,
     k_ranges: Iterable,
@@ -160,6 +164,7 @@ def magi_attn_flex_key(
     return _new_key(mask, shape, chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
+@torch.compiler.disable
 def magi_attn_varlen_key(
     cu_seqlens_q: IntArrayLike,
     cu_seqlens_k: IntArrayLike,
@@ -188,6 +193,7 @@ def magi_attn_varlen_key(
     return _new_key(mask, (num_heads_q, num_heads_kv, head_dim), chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
+@torch.compiler.disable
 def magi_attn_flex_dispatch(
     x: torch.Tensor,
     *args: object,
@@ -207,6 +213,7 @@ def magi_attn_flex_dispatch(
     return _dispatched(x, magi_attn_flex_key, args, kwargs, cp_group)
 
 
+@torch.compiler.disable
 def magi_attn_varlen_dispatch(
     x: torch.Tensor,
     *args: object,
@@ -217,6 +224,7 @@ def magi_attn_varlen_dispatch(
     return _dispatched(x, magi_attn_varlen_key, args, kwargs, cp_group)
 
 
+@torch.compiler.disable
 def make_flex_key_for_new_mask_after_dispatch(
     q_ranges: Iterable,
     k_ranges: Iterable,
@@ -245,6 +253,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     return _new_mask_key(mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
 
 
+@torch.compiler.disable
 def make_varlen_key_for_new_mask_after_dispatch(
     cu_seqlens_q: IntArrayLike,
     cu_seqlens_k: IntArrayLike,
@@ -265,6 +274,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
     return _new_mask_key(mask, (None, None, None), key_for_dispatch, dist_attn_config)
 
 
+@torch.compiler.disable
 def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> torch.Tensor:
     """This rank's rows of a global tensor. Differentiable.
 
@@ -285,6 +295,7 @@ def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -
     return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
 
 
+@torch.compiler.disable
 def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False) -> torch.Tensor:
     """The global tensor from all ranks' rows, without padding. Collective, differentiable.
 
@@ -312,6 +323,7 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
     )
 
 
+@torch.compiler.disable
 def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """Rolls the global sequence of a dispatched tensor, as `torch.roll` would the whole. Collective, differentiable.
 
@@ -334,11 +346,13 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
     return _dispatch.roll(x, args, runtime.group, dim=dim, impl=key.config.comm.impl)
 
 
+@torch.compiler.disable
 def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """The same as `roll`: there is one way to roll here."""
     return roll(x, shift, dim, key)
 
 
+@torch.compiler.disable
 def calc_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -389,6 +403,7 @@ def calc_attn(
     return out, meta
 
 
+@torch.compiler.disable
 def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     """Global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
 
@@ -398,6 +413,7 @@ def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     return _RUNTIMES.get(key).shard.rows(default_device(key.cp_group)).clone()
 
 
+@torch.compiler.disable
 def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
     """The key made last for a group. For code that cannot be given its key; nothing here uses it.
 
@@ -407,6 +423,7 @@ def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
     return _RUNTIMES.most_recent(cp_group_of(cp_group))
 
 
+@torch.compiler.disable
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
     _RUNTIMES.clear(cp_group_of(cp_group))

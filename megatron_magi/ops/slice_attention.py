@@ -113,10 +113,12 @@ def slice_attention_forward(
     if sink is not None:
         check_sink(sink, q)
         sink = sink_lse(sink, dtype)
-    max_logits = module.forward(
-        q, k, v, bands, options,
-        out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,
-    )  # fmt: skip
+    # Autocast would narrow the products; what is computed in which dtype is decided here.
+    with torch.autocast(q.device.type, enabled=False):
+        max_logits = module.forward(
+            q, k, v, bands, options,
+            out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,
+        )  # fmt: skip
     return out, lse, max_logits
 
 
@@ -178,9 +180,8 @@ def slice_attention_backward(
         else:
             given = like.new_empty(like.shape, dtype=grad_dtype)
         grads.append(given)
-    module.backward(
-        dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate
-    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        module.backward(dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate)
     return grads[0], grads[1], grads[2]
 
 
@@ -229,6 +230,7 @@ class _SliceAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, None, None, None, None
 
 
+@torch.compiler.disable
 def slice_attention(
     q: Tensor,
     k: Tensor,

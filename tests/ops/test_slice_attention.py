@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_magi.mask import AttnMask, MaskType
+from megatron_magi.mask import AttnMask, MaskType, builders
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.block_plan import BlockLimits, make_block_plan
 from megatron_magi.ops.impl import blocked
@@ -245,3 +245,38 @@ def test_gpus_agree_with_the_naive_formula_in_fp64(mask, sink, softcap):
         assert_close(case.run(attend(case, "torch")), expected)
         half = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda", dtype=torch.bfloat16)
         assert all(value.shape == expected[name].shape for name, value in half.run(attend(half, "torch")).items())
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_autocast_changes_no_bit_of_either_pass(impl):
+    def passes(enabled):
+        gen = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(24, 2, 8, generator=gen, requires_grad=True) for _ in range(3))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, meta = slice_attention(q, k, v, builders.causal(24), impl=impl)
+            return out, meta.lse, *torch.autograd.grad(out.square().sum(), [q, k, v])
+
+    for plain, cast in zip(passes(False), passes(True), strict=True):
+        assert plain.dtype == cast.dtype and torch.equal(plain, cast)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_an_infinite_sink_takes_everything(impl, per_row):
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(6, 2, 4, generator=gen, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = AttnMask([(0, 4, 0, 4, 1)], 6)
+    # The first head has an infinite sink beside a finite one.
+    sink = torch.tensor([[torch.inf, 0.5], [1.0, 0.2]], dtype=torch.float64)
+    sink = (sink.expand(6, 2, 2) if per_row else sink).clone().requires_grad_()
+    out, meta = slice_attention(q, k, v, mask, sink=sink, softcap=5.0, impl=impl)
+    assert not out[:, 0].any() and (meta.lse[:, 0] == torch.inf).all()
+    grads = torch.autograd.grad(out.square().sum() + out.sum(), [q, k, v, sink])
+    assert all(g.isfinite().all() for g in grads)
+    assert all(not g[..., 0, :].any() for g in grads[:3]) and not grads[3][..., 0].any()
+    assert all(g[..., 1, :].any() for g in grads[:3]) and grads[3][..., 1].any()
+    # More keys change nothing, as when they come from another rank.
+    merged_out, merged_lse, _ = slice_attention_forward(
+        q, k, v, mask.bands, out=out.detach().clone(), lse=meta.lse.clone(), impl=impl
+    )
+    assert not merged_out[:, 0].any() and (merged_lse[:, 0] == torch.inf).all()
