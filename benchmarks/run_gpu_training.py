@@ -32,7 +32,7 @@ HEADER = ["run", "dtype", "ranks", "iterations", "first_loss", "last_loss", "max
 
 def model_args(dtype: str) -> list[str]:
     """A model big enough for tensor cores, small enough for a minute."""
-    sizes = ["--num-layers", "4", "--hidden-size", "512", "--ffn-hidden-size", "1408", "--num-attention-heads", "8"]
+    sizes = ["--num-layers", "4", "--hidden-size", "512", "--ffn-hidden-size", "1408", "--num-attention-heads", "4"]
     precision = ["--bf16"] if dtype == "bf16" else []
     return [*sizes, "--num-query-groups", "2", *precision, "--log-interval", "1"]
 
