@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_magi.comm.rows import Arrivals, arrival_arrays
-
 from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.rows import Arrivals, arrival_arrays
 
 
 @dataclass(frozen=True)
