@@ -313,14 +313,8 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
         RuntimeError: the ranks' keys disagree.
     """
     runtime = _RUNTIMES.get(key).agreed()
-    return _dispatch.undispatch(
-        x,
-        shard_lengths=runtime.plan.dispatch.shard_lengths,
-        undispatch_index=runtime.shard.places(x.device),
-        group=runtime.group,
-        total_seqlen=key.mask.total_seqlen_q,
-        is_partial_grad=is_partial_grad,
-    )
+    args = runtime.shard.undispatch_args(x.device)
+    return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad)
 
 
 @torch.compiler.disable

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.comm.agreement import Agreement, start_agreement
-from megatron_magi.comm.dispatch import RollArgs, make_roll_args
+from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, make_roll_args
 from megatron_magi.compat.types import AttnMaskType, AttnRanges
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
@@ -106,7 +107,7 @@ class ShardIndex:
         self.dispatch = dispatch
         self.cp_rank = cp_rank
         self._rows: dict[torch.device, torch.Tensor] = {}
-        self._places: dict[torch.device, torch.Tensor] = {}
+        self._undispatch: dict[torch.device, UndispatchArgs] = {}
         self._rolls: dict[tuple[int, torch.device], RollArgs] = {}
 
     def rows(self, device: torch.device) -> torch.Tensor:
@@ -115,19 +116,22 @@ class ShardIndex:
             self._rows[device] = torch.from_numpy(self.dispatch.global_index(self.cp_rank)).to(device)
         return self._rows[device]
 
-    def places(self, device: torch.device) -> torch.Tensor:
-        """Where each global token is in the shards, concatenated, int64 ``[padded_seqlen]``."""
-        if device not in self._places:
-            self._places[device] = torch.from_numpy(self.dispatch.undispatch_index()).to(device)
-        return self._places[device]
+    def undispatch_args(self, device: torch.device) -> UndispatchArgs:
+        """What bringing the tokens of all ranks together takes."""
+        if device not in self._undispatch:
+            shards, total_seqlen = self._all_rows(), self.dispatch.total_seqlen
+            self._undispatch[device] = UndispatchArgs.build(shards, total_seqlen, self.cp_rank, device)
+        return self._undispatch[device]
 
     def roll_args(self, shift: int, device: torch.device) -> RollArgs:
         """What rolling the sequence by ``shift`` takes."""
         if (shift, device) not in self._rolls:
-            shards = [self.dispatch.global_index(rank) for rank in range(self.dispatch.cp_size)]
-            arrays = make_roll_args(shards, shift, self.dispatch.total_seqlen, self.cp_rank)
+            arrays = make_roll_args(self._all_rows(), shift, self.dispatch.total_seqlen, self.cp_rank)
             self._rolls[shift, device] = RollArgs.build(arrays, device)
         return self._rolls[shift, device]
+
+    def _all_rows(self) -> list[np.ndarray]:
+        return [self.dispatch.global_index(rank) for rank in range(self.dispatch.cp_size)]
 
 
 class KeyRuntime:
