@@ -30,10 +30,15 @@ def settle_arguments(args: Namespace) -> list[str]:
         reason = "multi-latent attention"
     elif args.micro_batch_size and args.micro_batch_size > 1:
         reason = "more than one sequence in a microbatch"
-    if args.apply_rope_fusion and reason is not None:
+    if args.apply_rope_fusion and reason is not None and _is_rotary(args):
         args.apply_rope_fusion = False
         notices.append(f"apply_rope_fusion: off, the fused kernel cannot turn dispatched tokens with {reason}")
     return notices
+
+
+def _is_rotary(args: Namespace) -> bool:
+    """Megatron gives up the fusion by itself for other embeddings of positions."""
+    return args.use_rotary_position_embeddings or args.position_embedding_type == "rope"
 
 
 def _check_attention(args: Namespace) -> None:
@@ -80,6 +85,12 @@ def _check_schedule(args: Namespace) -> None:
         raise ValueError("hybrid_context_parallel: dispatch balances every microbatch already; drop it")
     if args.perform_rl_step:
         raise ValueError("perform_rl_step: not supported with --attention-backend magi")
+    for name in ("logits_load_dir", "logits_save_dir"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"{name}: saved logits are in the order of Megatron's own context parallelism, "
+                "dispatched tokens are not; use another --attention-backend"
+            )
     _check_cuda_graphs(args)
 
 

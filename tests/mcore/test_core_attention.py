@@ -134,3 +134,9 @@ def test_a_call_without_plan_or_with_a_bias_is_refused() -> None:
         module(*qkv, None)
     with pytest.raises(ValueError, match="attention_bias"):
         module(*qkv, None, attention_bias=torch.zeros(1), packed_seq_params=_params(1))
+
+
+@pytest.mark.parametrize("name", ["fp8_dot_product_attention", "fp8_multi_head_attention"])
+def test_attention_in_8_bits_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        _module(**{name: True})

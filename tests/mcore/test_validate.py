@@ -57,6 +57,8 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
         (["--qk-clip"], "qk_clip"),
         (["--perform-rl-step"], "perform_rl_step"),
+        (["--logits-load-dir", "teacher"], "logits_load_dir"),
+        (["--logits-save-dir", "teacher"], "logits_save_dir"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -78,3 +80,11 @@ def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
     assert args.apply_rope_fusion == is_kept
     assert bool(notices) != is_kept
     assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
+
+
+@pytest.mark.parametrize("positions", ["yarn", "learned_absolute"])
+def test_rope_fusion_that_megatron_gives_up_by_itself_gets_no_notice(
+    monkeypatch: pytest.MonkeyPatch, positions: str
+) -> None:
+    extra = ["--micro-batch-size", "2", "--position-embedding-type", positions]
+    assert settle_arguments(_parse(monkeypatch, *extra, without=("--no-rope-fusion",))) == []
