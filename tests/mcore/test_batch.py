@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
+from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, _checksum
 
 EOD = 99
 
@@ -144,3 +144,18 @@ def test_a_batch_of_another_length_is_refused() -> None:
     dispatcher.dispatch(_batch(1, 64))
     with pytest.raises(ValueError, match="tokens: 1 sequences of 60 become 60"):
         dispatcher.dispatch(_batch(1, 60))
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels", "loss_mask"])
+def test_checksum_tells_batches_with_the_same_documents_apart(name: str) -> None:
+    batch = _batch(2, 40)
+    other = {**batch, name: batch[name].flip(1)}
+    assert _checksum(batch) == _checksum({key: value.clone() for key, value in batch.items()})
+    assert _checksum(batch) != _checksum(other)
+
+
+def test_documents_are_those_that_confine_attention() -> None:
+    confined = _shards(_batch(1, 40), 2)
+    bounds = [s.q_range.start for s in confined[0].params.plans.plan.mask.slices]
+    assert all(shard.documents.tolist() == [*bounds, 40] for shard in confined)
+    assert all(shard.documents is None for shard in _shards(_batch(1, 40), 2, eod=None))
