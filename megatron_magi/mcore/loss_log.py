@@ -34,7 +34,7 @@ class LossLog:
         self._plans: list[Plan] = []
 
     def add_plan(self, plan: Plan) -> None:
-        """Notes the plan of a training microbatch of the current iteration."""
+        """Notes the plan of a training microbatch of the current iteration; not again when it is replayed."""
         self._plans.append(plan)
 
     def install(self) -> None:
