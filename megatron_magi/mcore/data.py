@@ -22,7 +22,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
             sequences_per_dataset = json.load(file)
     options: dict[str, Any] = {
         "random_seed": args.seed,
-        "sequence_length": getattr(args, "magi_seq_length", None) or args.seq_length,
+        "sequence_length": args.seq_length,
         "blend": blend,
         "blend_per_split": blend_per_split,
         "split": args.split,
@@ -44,6 +44,9 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         # Conversations are padded to multiples of twice this; plans need no such padding.
         "context_parallel_size": 1 if args.magi_attention else args.context_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "sequence_parallel_size": args.tensor_model_parallel_size if args.sequence_parallel else 0,
+        "hybrid_context_parallel": args.hybrid_context_parallel,
         "inter_document_masking": args.dataloader_inter_document_masking,
     }
     if not args.fim_data:

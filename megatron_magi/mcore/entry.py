@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
+
+import torch
 
 from megatron_magi import envs
 from megatron_magi.mcore import cpu_device, wheel_repairs
 from megatron_magi.mcore.argv import FLAG, add_arguments, rewrite_argv
+from megatron_magi.mcore.buffers import buffers_of, check_padding
 from megatron_magi.mcore.versions import check_version
+
+_ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+"""What Megatron's GPT script takes where the command line says nothing."""
 
 
 def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable] = ()) -> None:
@@ -38,35 +47,30 @@ def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable
     loss_log = _install_loss_log(args)
     parts = _magi_parts(args, loss_log) if args.magi_attention else _stock_parts(args)
     model_config, provider, forward_step = parts
-    model_config.pre_wrap_hooks += list(pre_wrap_hooks)
+    model_config.pre_wrap_hooks += [*pre_wrap_hooks, *_device_hooks(args)]
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
-    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step, store=store)
+    with buffers_of(_buffer_length(args)) if args.magi_attention else nullcontext():
+        pretrain(config, provider, ModelType.encoder_or_decoder, forward_step, store=store)
 
 
 def _parse() -> Namespace:
-    """Parses and validates as Megatron does, for magi with our checks before its own."""
-    from megatron.training import arguments
-    from megatron.training.checkpointing import load_args_from_checkpoint
-    from megatron.training.global_vars import set_global_variables
-
-    if FLAG not in sys.argv:
-        return arguments.parse_and_validate_args(add_arguments)
-    args = arguments.parse_args(add_arguments)
-    if args.yaml_cfg is not None:
-        raise ValueError("yaml_cfg: not supported with --attention-backend magi; give the arguments themselves")
-    if args.use_checkpoint_args:
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
-    _validate_for_magi(args)
-    set_global_variables(args)
-    return args
-
-
-def _validate_for_magi(args: Namespace) -> None:
+    """Parses and validates as Megatron's script does, for magi with our checks around its own."""
     from megatron.training import arguments
 
-    from megatron_magi.mcore.settings import magi_config, padded_seq_length
+    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
+        raise ValueError("yaml_cfg: not supported; give the arguments themselves")
+    validate = arguments.validate_args
+    if FLAG in sys.argv:
+        validate = functools.partial(_validate_for_magi, validate)
+    with mock.patch.object(arguments, "validate_args", validate):
+        return arguments.parse_and_validate_args(add_arguments, args_defaults=_ARGS_DEFAULTS)
+
+
+def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, Any]) -> None:
+    """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
+    from megatron.training import arguments
+
     from megatron_magi.mcore.validate import settle_arguments, validate_arguments
 
     validate_arguments(args)
@@ -79,17 +83,32 @@ def _validate_for_magi(args: Namespace) -> None:
     if args.seq_length is not None and args.encoder_seq_length is None:
         # The other name of the same length; given by it, Megatron does not ask for a multiple of 2 * cp.
         args.encoder_seq_length, args.seq_length = args.seq_length, None
-    arguments.validate_args(args)
+    stock(args, defaults)
     for name, value in wanted.items():
         setattr(args, name, value)
-    # The data has seq_length tokens; Megatron's buffers have what dispatch makes of it.
-    config = magi_config(args, envs.load().default_config())
-    args.magi_seq_length = args.seq_length
-    args.seq_length = args.encoder_seq_length = padded_seq_length(args, config.dispatch)
+    check_padding(args, _buffer_length(args))
     if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
         raise ValueError(
             f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"
         )
+
+
+def _buffer_length(args: Namespace) -> int:
+    """Tokens a sequence in Megatron's tensors; the data has ``args.seq_length``."""
+    from megatron_magi.mcore.settings import magi_config, padded_seq_length
+
+    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch)
+
+
+def _device_hooks(args: Namespace) -> list[Callable]:
+    """Hooks that put a model initialised on the CPU where it is trained, which Megatron itself does not."""
+    if not args.use_cpu_initialization or args.use_torch_fsdp2 or not torch.cuda.is_available():
+        return []
+
+    def to_device(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        return [chunk.cuda(torch.cuda.current_device()) for chunk in chunks]
+
+    return [to_device]
 
 
 def _install_loss_log(args: Namespace) -> Any:
@@ -106,9 +125,9 @@ def _stock_parts(args: Namespace) -> tuple[Any, Callable, Callable]:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron_magi.mcore.data import make_dataset_provider
-    from megatron_magi.mcore.stock_step import reads_data, stock_forward_step
+    from megatron_magi.mcore.stock_step import StockForwardStep, reads_data
 
-    return gpt_config_from_args(args), make_dataset_provider(reads_data), stock_forward_step
+    return gpt_config_from_args(args), make_dataset_provider(reads_data), StockForwardStep(args)
 
 
 def _magi_parts(args: Namespace, loss_log: Any) -> tuple[Any, Callable, Callable]:
@@ -127,7 +146,7 @@ def _magi_parts(args: Namespace, loss_log: Any) -> tuple[Any, Callable, Callable
 
 
 def _make_dispatcher(args: Namespace) -> Any:
-    from megatron.core.parallel_state import get_context_parallel_group
+    from megatron.core.parallel_state import get_context_parallel_group, get_tensor_and_context_parallel_group
     from megatron.training import get_tokenizer
 
     from megatron_magi.mcore.batch import BatchDispatcher
@@ -136,13 +155,14 @@ def _make_dispatcher(args: Namespace) -> Any:
 
     environment = envs.load()
     config = magi_config(args, environment.default_config())
-    cp_group = get_context_parallel_group()
+    # Tensor-parallel ranks read the data too. Pipeline stages do so at different times and cannot wait.
+    readers = get_tensor_and_context_parallel_group()
     return BatchDispatcher(
         config,
         primary=primary_window(args, args.num_layers),
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
-        cp_group=cp_group,
-        agreement_group=make_agreement_group(cp_group) if config.comm.verify else None,
-        seq_length=args.seq_length,
+        cp_group=get_context_parallel_group(),
+        agreement_group=make_agreement_group(readers) if config.comm.verify else None,
+        seq_length=_buffer_length(args),
         num_plans=environment.plan_cache_size,
     )

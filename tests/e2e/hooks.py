@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,32 @@ def no_streams(workdir: Path) -> None:
     """Lets the schedule that overlaps experts' communication run on the CPU, where tensors belong to no stream."""
     if not torch.cuda.is_available():
         torch.Tensor.record_stream = lambda self, stream: None
+
+
+def count_operations(workdir: Path) -> None:
+    """Each iteration's tokens and squared lengths, as Megatron counts operations, in ``operations.jsonl``."""
+    from megatron.training import training
+
+    stock = training.consume_seqlen_stats_in_iteration
+
+    def consume() -> tuple[float | None, float | None]:
+        found = stock()
+        if training.get_args().rank == 0:
+            with (workdir / "operations.jsonl").open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        return found
+
+    training.consume_seqlen_stats_in_iteration = consume
+
+
+def teacher_without_files(workdir: Path) -> None:
+    """A distillation loss of the student's logits alone, so that no teacher has to be saved."""
+    from megatron.training.distillation import cached_logits_loss
+
+    def loss(self: Any, student_logits: torch.Tensor) -> torch.Tensor:
+        return student_logits.float().logsumexp(-1).transpose(0, 1).contiguous()
+
+    cached_logits_loss.CachedLogitsKDLoss.__call__ = loss
 
 
 def different_data(workdir: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -62,3 +64,29 @@ def test_other_backends_train_as_megatron_trains_them(runs: Runs) -> None:
     without = ("--reset-attention-mask",)
     case = Case(model, (*parallel, *interleaved), num_ranks=4, cp_size=1, without=without, same_weights=True)
     assert_same_curve(runs.magi(case), runs.stock(case))
+
+
+def test_operations_are_counted_over_documents_and_without_padding(runs: Runs) -> None:
+    model = ("--num-layers", "4", "--seq-length", "125", "--max-position-embeddings", "125")
+    pipeline = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
+    counted = []
+    for case in (Case(model), Case(model, pipeline, num_ranks=4)):
+        case = replace(case, before="tests.e2e.hooks:count_operations")
+        lines = (runs.magi(case).workdir / "operations.jsonl").read_text().splitlines()
+        counted.append([tuple(json.loads(line)) for line in lines])
+    assert counted[0] == counted[1]
+    assert len(counted[0]) == NUM_ITERATIONS
+    for num_tokens, squares in counted[0]:
+        assert num_tokens == 4 * 125
+        assert 4 * 125 < squares < 4 * 125**2
+
+
+def test_other_backends_distill_as_megatron_does(runs: Runs) -> None:
+    options = ("--logits-load-dir", "teacher", "--logits-load-kd-loss-alpha", "0.25")
+    case = Case(parallel=options, num_ranks=1, cp_size=1, before="tests.e2e.hooks:teacher_without_files")
+    plain, got = runs.stock(Case()), runs.magi(case)
+    for record in got.records:
+        parts = 0.75 * record["lm loss"] + 0.25 * record["logits distillation loss"]
+        assert record["total loss"] == pytest.approx(parts, rel=1e-6)
+    assert got.losses[1] == plain.losses[1]
+    assert got.losses[NUM_ITERATIONS] != plain.losses[NUM_ITERATIONS]

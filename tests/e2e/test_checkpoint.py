@@ -29,3 +29,18 @@ def test_training_resumes_under_another_parallelism(saved_at: int, resumed_at: i
     assert list(second.losses) == list(range(NUM_BEFORE + 1, NUM_ALL + 1))
     for iteration, loss in (first.losses | second.losses).items():
         assert abs(loss - whole.losses[iteration]) <= LOSS_TOLERANCE * loss, iteration
+
+
+def test_checkpoint_has_the_length_of_the_data_not_of_the_padding(runs: Runs, tmp_path: Path) -> None:
+    lengths = ["--seq-length", "--max-position-embeddings"]
+    args = tiny_gpt_args(runs.corpus, seq_length=125, train_iters=NUM_ALL)
+    of_checkpoint = [a for name, a in zip(["", *args], args, strict=False) if not {name, a} & set(lengths)]
+    magi = ["--context-parallel-size", "2", "--attention-backend", "magi"]
+    whole = launch(args)
+    save = ["--save", str(tmp_path), "--save-interval", str(NUM_BEFORE), "--exit-interval", str(NUM_BEFORE)]
+    launch([*args, *magi, *save], 2)
+    load = [*of_checkpoint, "--load", str(tmp_path), "--use-checkpoint-args"]
+    for resumed in (launch(load), launch([*load, *magi], 2)):
+        assert list(resumed.losses) == list(range(NUM_BEFORE + 1, NUM_ALL + 1))
+        for iteration, loss in resumed.losses.items():
+            assert abs(loss - whole.losses[iteration]) <= LOSS_TOLERANCE * loss, iteration

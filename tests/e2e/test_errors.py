@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_magi.testing.megatron_launch import LaunchError, launch, tiny_gpt_args
@@ -12,7 +14,17 @@ def test_ranks_with_different_data_abort_naming_the_rank(runs: Runs) -> None:
     args = tiny_gpt_args(runs.corpus, context_parallel_size=3)
     with pytest.raises(LaunchError, match="rank 2 of the group") as error:
         launch(args, 3, before="tests.e2e.hooks:different_data", timeout_s=60)
-    assert "RuntimeError: plan of a microbatch: ranks disagree" in str(error.value)
+    assert "RuntimeError: tokens and plan of a microbatch: ranks disagree" in str(error.value)
+
+
+def test_other_tokens_with_the_same_plan_are_told_by_all_ranks_of_tensor_parallelism_too(runs: Runs) -> None:
+    args = tiny_gpt_args(runs.corpus, "--tensor-model-parallel-size", "2", context_parallel_size=2)
+    args.remove("--reset-attention-mask")
+    with pytest.raises(LaunchError) as error:
+        launch(args, 4, before="tests.e2e.hooks:different_data", timeout_s=60)
+    assert sorted(error.value.failed) == [0, 1, 2, 3]
+    for output in error.value.outputs:
+        assert re.search(r"ranks disagree: rank 3 of the group \(global rank 3\) has", output)
 
 
 @pytest.mark.parametrize(
