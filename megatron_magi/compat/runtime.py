@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,10 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, make_roll_args
+from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.compat.types import AttnMaskType, AttnRanges
 from megatron_magi.config import MagiConfig
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
+
+_INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,15 @@ class KeyRuntime:
         """The part of this rank."""
         return self.plan.for_rank(self.cp_rank)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the index tensors once all of them are made, with one roll."""
+        dispatch = self.plan.dispatch
+        num_indices = dispatch.padded_seqlen + 4 * dispatch.shard_lengths[self.cp_rank]
+        for transfer in self.rank_plan.transfers:
+            num_indices += GroupCastArgs.num_indices(transfer.num_send, transfer.num_recv)
+        return num_indices * _INDEX_BYTES
+
     def compare(self) -> None:
         """Starts comparing the plan with the other ranks'; collective."""
         self._pending.append(start_agreement(self.plan.plan_hash, self.group, "plan"))
@@ -165,14 +177,23 @@ class KeyRuntime:
 
 
 class RuntimeCache:
-    """Runtimes by key, the most recently used ones. A key that was dropped is planned again."""
+    """Runtimes by key, the most recently used ones. A key that was dropped is planned again.
 
-    def __init__(self) -> None:
-        self._runtimes: OrderedDict[DistAttnRuntimeKey, KeyRuntime] = OrderedDict()
+    Args:
+        max_bytes: of the index tensors of all runtimes. A mask over a million tokens takes some 50 MB.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self._runtimes: LruCache[DistAttnRuntimeKey, KeyRuntime] = LruCache(max_bytes)
         self._most_recent: dict[dist.ProcessGroup | None, DistAttnRuntimeKey] = {}
 
     def __len__(self) -> int:
         return len(self._runtimes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the index tensors of all runtimes, see `KeyRuntime.num_bytes`."""
+        return self._runtimes.num_bytes
 
     def get(self, key: DistAttnRuntimeKey) -> KeyRuntime:
         """The runtime of ``key``, planned if it is not there.
@@ -187,17 +208,17 @@ class RuntimeCache:
             shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
             cp_size = 1 if key.cp_group is None else key.cp_group.size()
             plan = make_plan(key.mask, key.config, cp_size, None if shard is None else shard.dispatch)
-            runtime = self._runtimes[key] = KeyRuntime(plan, key.cp_group, shard)
-        else:
-            self._runtimes.move_to_end(key)
+            runtime = KeyRuntime(plan, key.cp_group, shard)
+            self._runtimes.put(key, runtime, runtime.num_bytes)
         return runtime
 
     def register(self, key: DistAttnRuntimeKey, max_size: int) -> KeyRuntime:
         """`get` for a key that was just made: it becomes its group's most recent one, and the oldest go."""
+        self._runtimes.max_items = max_size
         runtime = self.get(key)
+        # Again, for a bound that has become smaller.
+        self._runtimes.put(key, runtime, runtime.num_bytes)
         self._most_recent[key.cp_group] = key
-        while len(self._runtimes) > max_size:
-            self._runtimes.popitem(last=False)
         return runtime
 
     def most_recent(self, group: dist.ProcessGroup | None) -> DistAttnRuntimeKey:
@@ -212,7 +233,6 @@ class RuntimeCache:
 
     def clear(self, group: dist.ProcessGroup | None = None) -> None:
         """Drops the runtimes of ``group``, of all groups when None."""
-        for key in [key for key in self._runtimes if group is None or key.cp_group == group]:
-            del self._runtimes[key]
+        self._runtimes.drop(lambda key: group is None or key.cp_group == group)
         for known in [known for known in self._most_recent if group is None or known == group]:
             del self._most_recent[known]

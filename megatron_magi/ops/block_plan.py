@@ -9,8 +9,6 @@ tokens in no visible pair are never read.
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 
 Selection = slice | Tensor
@@ -126,42 +125,17 @@ class BlockPlan:
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)) + 256 * len(tensors)
 
 
-def block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device) -> BlockPlan:
+_CACHE: LruCache[tuple, BlockPlan] = LruCache(max_bytes=128 << 20)
+
+
+def block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, cache: LruCache = _CACHE) -> BlockPlan:
     """The plan for a table of bands, from a bounded cache: every layer asks for the same ones."""
-    return _CACHE.get(np.ascontiguousarray(bands), num_heads_q, device)
-
-
-class PlanCache:
-    """The plans used last, by content, as long as their tensors fit in ``max_bytes``."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._plans: OrderedDict[tuple, tuple[BlockPlan, int]] = OrderedDict()
-        self._lock = threading.Lock()  # autograd runs backwards in threads of its own
-
-    def get(self, bands: np.ndarray, num_heads_q: int, device: torch.device) -> BlockPlan:
-        """The plan of these bands, made when it is not there."""
-        key = (bands.tobytes(), num_heads_q, device)
-        with self._lock:
-            if key in self._plans:
-                self._plans.move_to_end(key)
-                return self._plans[key][0]
+    key = (np.ascontiguousarray(bands).tobytes(), num_heads_q, device)
+    plan = cache.get(key)
+    if plan is None:
         plan = make_block_plan(bands, num_heads_q, device, LIMITS.get(device.type, LIMITS["cuda"]))
-        size = len(key[0]) + plan.num_bytes
-        with self._lock:
-            if key not in self._plans:
-                self._plans[key] = plan, size
-                self.num_bytes += size
-            while self.num_bytes > self.max_bytes and len(self._plans) > 1:
-                self.num_bytes -= self._plans.popitem(last=False)[1][1]
-        return plan
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-
-_CACHE = PlanCache(max_bytes=128 << 20)
+        cache.put(key, plan, len(key[0]) + plan.num_bytes)
+    return plan
 
 
 def make_block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, limits: BlockLimits) -> BlockPlan:

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
-from megatron_magi.ops.block_plan import LIMITS, BlockLimits, PlanCache, block_plan, make_block_plan
+from megatron_magi.ops.block_plan import LIMITS, BlockLimits, block_plan, make_block_plan
 from megatron_magi.ops.slice_attention import slice_attention
 from tests.ops.naive import masks, packed_causal
 
@@ -66,15 +67,15 @@ def test_a_plan_is_made_once_for_equal_bands():
 
 
 def test_the_cache_of_plans_stays_within_its_bytes_over_many_masks():
-    cache = PlanCache(max_bytes=200_000)
-    first = cache.get(packed_causal([300]).bands, 1, CPU)
+    cache = LruCache(max_bytes=200_000)
+    first = block_plan(packed_causal([300]).bands, 1, CPU, cache)
     for length in range(2, 400):
-        cache.get(packed_causal([length, 5]).bands, 1, CPU)
+        block_plan(packed_causal([length, 5]).bands, 1, CPU, cache)
         assert cache.num_bytes <= cache.max_bytes
     assert 1 < len(cache) < 400
-    assert cache.get(packed_causal([300]).bands, 1, CPU) is not first
-    kept = cache.get(packed_causal([399, 5]).bands, 1, CPU)
-    assert cache.get(packed_causal([399, 5]).bands, 1, CPU) is kept
+    assert block_plan(packed_causal([300]).bands, 1, CPU, cache) is not first
+    kept = block_plan(packed_causal([399, 5]).bands, 1, CPU, cache)
+    assert block_plan(packed_causal([399, 5]).bands, 1, CPU, cache) is kept
 
 
 class LargestTensor(TorchDispatchMode):
