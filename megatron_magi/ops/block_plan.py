@@ -9,8 +9,10 @@ tokens in no visible pair are never read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,12 +153,12 @@ def make_block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, l
     pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] + pieces[:, bd.D_LO])
     pieces[:, bd.K1] = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - 1 + pieces[:, bd.D_HI])
     atoms = _Atoms(bounds, pieces, atom)
-    blocks = tuple(
-        _make_block(pieces[atoms.piece_range(first, last)], np.array(keys, np.int64), num_heads_q, limits, device)
+    blocks = [
+        _make_block(pieces[atoms.piece_range(first, last)], np.array(keys, np.int64), num_heads_q, limits)
         for first, last, keys in _join(atoms, num_heads_q, limits)
-    )
+    ]
     widest = max(chunk.num_keys for block in blocks for chunk in block.chunks)
-    return BlockPlan(blocks, torch.arange(widest, dtype=torch.int32, device=device))
+    return BlockPlan(_uploaded(blocks, device), torch.arange(widest, dtype=torch.int32, device=device))
 
 
 def _row_bounds(bands: np.ndarray, height: int) -> np.ndarray:
@@ -224,9 +226,8 @@ def _union(a: list, b: list) -> list:
     return out
 
 
-def _make_block(
-    pieces: np.ndarray, key_ranges: np.ndarray, num_heads_q: int, limits: BlockLimits, device: torch.device
-) -> RowBlock:
+def _make_block(pieces: np.ndarray, key_ranges: np.ndarray, num_heads_q: int, limits: BlockLimits) -> RowBlock:
+    """A block whose index tensors are numpy arrays still, see `_uploaded`."""
     row_ranges, _ = bd.merge_ranges(pieces[:, [bd.Q0, bd.Q1]])
     num_rows, num_keys = _total(row_ranges), _total(key_ranges)
     # What each row sees, in positions within the block: disjoint, non-touching, sorted by row.
@@ -239,31 +240,28 @@ def _make_block(
     keys = _tokens(key_ranges)
     chunks = []
     for first, last in pairwise(cuts):
-        mask = _chunk_mask(np.clip(seen, first, last) - first, row, num_rows, last - first, device)
-        chunks.append(KeyChunk(_selection(keys[first:last], device), last - first, mask))
-    return RowBlock(_selection(_tokens(row_ranges), device), num_rows, tuple(chunks))
+        mask = _chunk_mask(np.clip(seen, first, last) - first, row, num_rows, last - first)
+        chunks.append(KeyChunk(_selection(keys[first:last]), last - first, mask))
+    return RowBlock(_selection(_tokens(row_ranges)), num_rows, tuple(chunks))
 
 
-def _chunk_mask(
-    seen: np.ndarray, row: np.ndarray, num_rows: int, num_keys: int, device: torch.device
-) -> ChunkMask | None:
+def _chunk_mask(seen: np.ndarray, row: np.ndarray, num_rows: int, num_keys: int) -> ChunkMask | None:
     some = seen[:, 0] < seen[:, 1]
     seen, row = seen[some], row[some]
     if len(row) and np.bincount(row).max() > 1:
         edges = (seen + (row * (num_keys + 1))[:, None]).T
-        return ChunkMask(0, num_keys, edges=(_upload(edges[0], np.int64, device), _upload(edges[1], np.int64, device)))
-    start, stop = np.full(num_rows, num_keys), np.full(num_rows, num_keys)
-    start[row], stop[row] = seen[:, 0], seen[:, 1]
+        return ChunkMask(0, num_keys, edges=(edges[0], edges[1]))
+    start, stop = np.full((2, num_rows, 1), num_keys, dtype=np.int32)
+    start[row, 0], stop[row, 0] = seen[:, 0], seen[:, 1]
     # Columns in [all_start, all_stop) are seen by every row.
     all_start, all_stop = int(start.max()), int(stop.min())
     if all_start == 0 and all_stop == num_keys:
         return None
     if all_start == 0:
-        return ChunkMask(all_stop, num_keys, stop=_upload(stop[:, None], np.int32, device))
+        return ChunkMask(all_stop, num_keys, stop=stop)
     if all_stop == num_keys:
-        return ChunkMask(0, all_start, start=_upload(start[:, None], np.int32, device))
-    start_tensor, stop_tensor = (_upload(x[:, None], np.int32, device) for x in (start, stop))
-    return ChunkMask(0, num_keys, start=start_tensor, stop=stop_tensor)
+        return ChunkMask(0, all_start, start=start)
+    return ChunkMask(0, num_keys, start=start, stop=stop)
 
 
 def _total(ranges: np.ndarray) -> int:
@@ -281,10 +279,38 @@ def _position(token: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     return token + offset[np.searchsorted(ranges[:, 0], token, side="right") - 1]
 
 
-def _selection(tokens: np.ndarray, device: torch.device) -> Selection:
+def _selection(tokens: np.ndarray) -> slice | np.ndarray:
     first, last = int(tokens[0]), int(tokens[-1]) + 1
-    return slice(first, last) if last - first == len(tokens) else _upload(tokens, np.int64, device)
+    return slice(first, last) if last - first == len(tokens) else tokens
 
 
-def _upload(array: np.ndarray, dtype: type, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device)
+def _uploaded(blocks: list[RowBlock], device: torch.device) -> tuple[RowBlock, ...]:
+    """The blocks with tensors in place of arrays: one copy to the device for each dtype, however many blocks."""
+    arrays: dict[np.dtype, list[np.ndarray]] = {}
+    for block in blocks:
+        _with_arrays(block, lambda array: arrays.setdefault(array.dtype, []).append(array))
+    tensors = {dtype: iter(_copied(same_dtype, device)) for dtype, same_dtype in arrays.items()}
+    return tuple(_with_arrays(block, lambda array: next(tensors[array.dtype])) for block in blocks)
+
+
+def _copied(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(device)
+    parts = packed.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _with_arrays(block: RowBlock, change: Callable[[np.ndarray], Any]) -> RowBlock:
+    """A block in which each array is what ``change`` makes of it, in an order that is always the same."""
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(changed(item) for item in part)
+        return change(part) if isinstance(part, np.ndarray) else part
+
+    chunks = []
+    for chunk in block.chunks:
+        mask = chunk.mask
+        if mask is not None:
+            mask = replace(mask, start=changed(mask.start), stop=changed(mask.stop), edges=changed(mask.edges))
+        chunks.append(replace(chunk, keys=changed(chunk.keys), mask=mask))
+    return replace(block, rows=changed(block.rows), chunks=tuple(chunks))
