@@ -196,7 +196,8 @@ def _merge_kernel(
         origin = tl.load(sources + i)
         part_lse = tl.load(arriving_lse + origin * arriving_lse_stride + head).to(DTYPE)
         part = tl.load(arriving_out + origin * arriving_out_stride + head * head_dim + column, mask=mask, other=0)
-        new_top = tl.maximum(top, part_lse, propagate_nan=tl.PropagateNan.ALL)
+        # The maximum, NaN where either is: hardware's own drops NaN.
+        new_top = tl.where((part_lse > top) | (part_lse != part_lse), part_lse, top)
         # Without inf - inf: a part without keys weighs 0, else the largest weighs 1.
         keep = tl.where(top == new_top, 1.0, tl.exp(top - new_top))
         keep = tl.where(top == minus_infinity, 0.0, keep)
