@@ -16,6 +16,9 @@ struct alignas(64) TensorMap {
 
 DEVICE u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// A value that all threads of the warp share, told to the compiler: descriptors made of it stay in uniform registers.
+DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // ---- mbarrier ----
 
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
@@ -117,11 +120,18 @@ DEVICE void hold(float x) {
 }
 
 // Operand of 128-byte-swizzled panels (64 two-byte columns to a row). `panel_bytes` is the distance of two
-// panels; it matters only for operands that are read across their rows.
-DEVICE u64 operand_descriptor(u32 smem, u32 panel_bytes) {
-  return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) |
-         (static_cast<u64>(panel_bytes >> 4) << 16) | ((smem & 0x3FFFF) >> 4);
-}
+// panels; it matters only for operands that are read across their rows. Only the low word changes from one
+// operand to another, so steps are added to it alone, in units of 16 bytes.
+struct Operand {
+  u32 low;
+  DEVICE Operand(u32 smem, u32 panel_bytes = 0)
+      : low(uniform(((smem & 0x3FFFF) >> 4) | ((panel_bytes >> 4) << 16))) {}
+  DEVICE u64 at(u32 byte_step) const {
+    u64 d;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (byte_step >> 4)), "n"((1 << 30) | (1024 >> 4)));
+    return d;
+  }
+};
 
 // ---- arithmetic ----
 
@@ -144,6 +154,7 @@ DEVICE float reciprocal_fast(float x) {
 }
 
 struct Bf16 {
+  static constexpr bool kIsBf16 = true;
   static DEVICE u32 pack(float low, float high) {
     u32 y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -154,6 +165,7 @@ struct Bf16 {
 };
 
 struct Fp16 {
+  static constexpr bool kIsBf16 = false;
   static DEVICE u32 pack(float low, float high) {
     u32 y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));

@@ -145,12 +145,13 @@ def plain_attention(x: Inputs):
     return out, *torch.autograd.grad(out, leaves, x.dout)
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert bool(torch.isfinite(got).all()), "not finite"
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
-
-
 def assert_as_good(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-    """The error is at most twice that of plain torch operations in the same dtype."""
-    error, allowed = relative_error(got, exact), 2 * relative_error(plain, exact)
-    assert error <= max(allowed, 1e-5), f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+    """The error is at most twice that of plain torch operations in the same dtype.
+
+    Where exact gradients cancel (a row that sees one key), plain operations may cancel too, by luck: an error of
+    1e-5 an element of unit inputs is always allowed.
+    """
+    assert bool(torch.isfinite(got).all()), f"{name}: not finite"
+    error, plain_error = (float((t.double() - exact.double()).norm()) for t in (got.detach(), plain.detach()))
+    allowed = max(2 * plain_error, 1e-5 * exact.numel() ** 0.5)
+    assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"

@@ -29,11 +29,12 @@ enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 struct BackwardParams {
   TensorMap q, k, v, dout;
   TilePlan plan;
-  const float2* stats;  // [num_heads, stats_row]: lse * log2 e, delta * softmax scale
-  float* dq;            // fp32, added to
+  const float* lse;     // [num_heads, stats_row]: times log2 e
+  const float* delta;   // [num_heads, stats_row]: times softmax scale
+  float* dq;            // sums, [num_heads, blocks of 64 queries, 2 halves, as accumulators lie in registers]
   void *dk, *dv;
   int* counter;         // two words, zero before and after
-  i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
+  i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int num_tiles, num_rows, num_keys, num_heads_kv, group, splits, stats_row, store;
   float scale, scale_log2, softcap_factor;
 };
@@ -44,7 +45,7 @@ struct Shared {
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
   u16 ds[2][kTileKeys][kQueries];
-  float2 stats[kStages][kQueries];
+  float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
@@ -54,7 +55,7 @@ struct Shared {
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
 constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
-constexpr u32 kBytesStats = sizeof(Shared::stats) / kStages;
+constexpr u32 kBytesRow = kQueries * sizeof(float);
 
 DEVICE int4 decode_item(const BackwardParams& p, int item) {
   const int per_tile = p.num_heads_kv * p.splits;
@@ -105,13 +106,15 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
           const int i = ring.index, row = n * kQueries;
           u32 bar = smem_address(&s.q_full[i]);
           barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesQ + kBytesStats);
+          barrier_expect_bytes(bar, kBytesQ + kBytesRow);
           load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
-          load_bytes(smem_address(s.stats[i]), p.stats + static_cast<i64>(head) * p.stats_row + row, kBytesStats, bar);
+          const i64 at = static_cast<i64>(head) * p.stats_row + row;
+          load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
           bar = smem_address(&s.dout_full[i]);
           barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesDout);
+          barrier_expect_bytes(bar, kBytesDout + kBytesRow);
           load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
+          load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
           ring.advance();
         }
       }
@@ -124,47 +127,39 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
 
 // acc[64 keys, 64 queries] = a[64 keys, kColumns] * b[64 queries, kColumns]^T
 template <int kColumns>
-DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], u32 keys, u32 queries) {
-  const u64 a = operand_descriptor(keys, 0), b = operand_descriptor(queries, 0);
+DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a, const Operand& b) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kColumns / 16; ++i) {
-    const int step_a = ((i / 4) * kTileKeys * 128 + (i % 4) * 32) >> 4;
-    const int step_b = ((i / 4) * kQueries * 128 + (i % 4) * 32) >> 4;
-    Wgmma<T, kQueries>::template ss<0, 0>(acc, a + step_a, b + step_b, i > 0);
-  }
+  for (int i = 0; i < kColumns / 16; ++i)
+    Wgmma<T, kQueries>::template ss<0, 0>(acc, a.at((i / 4) * kTileKeys * 128 + (i % 4) * 32),
+                                          b.at((i / 4) * kQueries * 128 + (i % 4) * 32), i > 0);
   wgmma_commit();
 }
 
 // acc[64 keys, kColumns] += a[64 keys, 64 queries] * b[64 queries, kColumns]
 template <int kColumns>
-DEVICE void issue_key_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kQueries / 4], u32 queries) {
-  const u64 b = operand_descriptor(queries, kQueries * 128);
+DEVICE void issue_key_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kQueries / 4], const Operand& b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kQueries / 16; ++i)
-    Wgmma<T, kColumns>::template rs<1>(acc, a + 4 * i, b + ((i * 16 * 128) >> 4), 1);
+    Wgmma<T, kColumns>::template rs<1>(acc, a + 4 * i, b.at(i * 16 * 128), 1);
   wgmma_commit();
 }
 
 // acc[64 queries, kDqColumns] = ds[128 keys, 64 queries]^T * keys[128 keys, kDqColumns]
-DEVICE void issue_dq(float (&acc)[kDqColumns / 2], u32 ds, u32 keys) {
-  const u64 a = operand_descriptor(ds, 0), b = operand_descriptor(keys, kTileKeys * 128);
+DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Operand& b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kTileKeys / 16; ++i)
-    Wgmma<T, kDqColumns>::template ss<1, 1>(acc, a + ((i * 16 * 128) >> 4), b + ((i * 16 * 128) >> 4), i > 0);
+    Wgmma<T, kDqColumns>::template ss<1, 1>(acc, a.at(i * 16 * 128), b.at(i * 16 * 128), i > 0);
   wgmma_commit();
 }
 
-DEVICE void add_dq(const BackwardParams& p, const float (&acc)[kDqColumns / 2], int row, int head, int column) {
+// Each thread adds its accumulators in 16-byte pieces, a warp 512 bytes in a row.
+DEVICE void add_dq(float* to, const float (&acc)[kDqColumns / 2]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (row + 8 * r >= p.num_rows) continue;
-    float* dq = p.dq + (row + 8 * r) * p.dq_row + head * p.dq_head + column;
-#pragma unroll
-    for (int j = 0; j < kDqColumns / 8; ++j) add_global_v2(dq + 8 * j, acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
-  }
+  for (int i = 0; i < kDqColumns / 8; ++i)
+    add_global_v4(to + i * 512, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
 template <int kColumns>
@@ -202,14 +197,15 @@ struct Consumer {
   Ring<kStages> ring;
   int buffer = 0;  // of dS
   u32 kv_parity = 0;
-  u32 k_own, v_own, k_half, ds_store;
+  const Operand k_own, v_own, k_half;
+  u32 ds_store;
 
   DEVICE Consumer(const BackwardParams& p, Shared& s, int warpgroup)
       : p(p), s(s), warpgroup(warpgroup), lane(threadIdx.x % 32),
-        row(warpgroup * kKeys + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4) {
-    k_own = smem_address(s.k) + warpgroup * kKeys * 128;
-    v_own = smem_address(s.v) + warpgroup * kKeys * 128;
-    k_half = smem_address(s.k) + (warpgroup * kDqColumns / kPanel) * kTileKeys * 128;
+        row(warpgroup * kKeys + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
+        k_own(smem_address(s.k) + warpgroup * kKeys * 128),
+        v_own(smem_address(s.v) + warpgroup * kKeys * 128),
+        k_half(smem_address(s.k) + (warpgroup * kDqColumns / kPanel) * kTileKeys * 128, kTileKeys * 128) {
     // stmatrix: lane L gives the address of row L % 8 of matrix L / 8; matrices 1 and 3 are 8 keys below.
     const int key = row - lane / 4 + (lane / 8 % 2) * 8 + lane % 8;
     ds_store = smem_address(s.ds) + key * 128;
@@ -227,14 +223,14 @@ struct Consumer {
       for (int i = 0; i < (SOFTCAP ? 32 : 1); ++i) slope[i] = 1.f - logits[i] * logits[i];
     }
     if (masked) apply_mask(logits, first_query + 2 * (lane % 4), bounds);
-    const float4* stats = reinterpret_cast<const float4*>(s.stats[ring.index]) + lane % 4;
+    const float2* lse = reinterpret_cast<const float2*>(s.lse[ring.index]) + lane % 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float4 two = stats[4 * j];
+      const float2 two = lse[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         logits[4 * j + 2 * r] = exp2_fast(fmaf(logits[4 * j + 2 * r], p.scale_log2, -two.x));
-        logits[4 * j + 2 * r + 1] = exp2_fast(fmaf(logits[4 * j + 2 * r + 1], p.scale_log2, -two.z));
+        logits[4 * j + 2 * r + 1] = exp2_fast(fmaf(logits[4 * j + 2 * r + 1], p.scale_log2, -two.y));
       }
     }
 #pragma unroll
@@ -243,14 +239,14 @@ struct Consumer {
 
   DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float (&slope)[SOFTCAP ? 32 : 1],
                       u32 (&ds)[16]) {
-    const float4* stats = reinterpret_cast<const float4*>(s.stats[ring.index]) + lane % 4;
+    const float2* delta = reinterpret_cast<const float2*>(s.delta[ring.index]) + lane % 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float4 two = stats[4 * j];
+      const float2 two = delta[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * j + 2 * r;
-        float x = probs[i] * fmaf(dp[i], p.scale, -two.y), y = probs[i + 1] * fmaf(dp[i + 1], p.scale, -two.w);
+        float x = probs[i] * fmaf(dp[i], p.scale, -two.x), y = probs[i + 1] * fmaf(dp[i + 1], p.scale, -two.y);
         if (SOFTCAP) x *= slope[SOFTCAP ? i : 0], y *= slope[SOFTCAP ? i + 1 : 0];
         ds[2 * j + r] = T::pack(x, y);
       }
@@ -280,40 +276,41 @@ struct Consumer {
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
     barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-    issue_transposed_logits<kHeadDim>(x, k_own, smem_address(s.q[ring.index]));
+    issue_transposed_logits<kHeadDim>(x, k_own, Operand(smem_address(s.q[ring.index])));
     wgmma_wait<0>();
     pin(x);
-    const int warp_row = (threadIdx.x % 128) / 32 * 16 + lane / 4;
-    const int dq_column = warpgroup * kDqColumns + 2 * (lane % 4);
+    const int blocks = p.stats_row / kQueries;
+    float* const dq = p.dq + warpgroup * (kQueries * kDqColumns) + threadIdx.x % 128 * 4;
     while (true) {
-      const u32 q = smem_address(s.q[ring.index]), dout = smem_address(s.dout[ring.index]);
+      const u32 q_at = smem_address(s.q[ring.index]), dout_at = smem_address(s.dout[ring.index]);
+      const Operand dout(dout_at), dout_turned(dout_at, kQueries * 128), q_turned(q_at, kQueries * 128);
+      const Operand ds_block(smem_address(s.ds) + buffer * sizeof(Shared::ds) / 2);
       barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
       issue_transposed_logits<kHeadDimV>(y, v_own, dout);
       const bool masked = walk.masked();
       if (masked) walk.load_bounds(bounds);
       form_probs(x, probs, slope, masked, walk.n * kQueries, bounds);
-      issue_key_gradient<kHeadDimV>(dv, probs, dout);
+      issue_key_gradient<kHeadDimV>(dv, probs, dout_turned);
       wgmma_wait<1>();  // dP
       pin(y);
       form_ds(x, y, slope, ds);
       store_ds(ds);
-      issue_key_gradient<kHeadDim>(dk, ds, q);
+      issue_key_gradient<kHeadDim>(dk, ds, q_turned);
       wgmma_wait<1>();  // dV
       pin(probs);
       pin(dv);
       release(s.dout_empty[ring.index]);
-      const int dq_row = walk.n * kQueries + warp_row, dq_head = head;
+      float* const dq_block = dq + (static_cast<i64>(head) * blocks + walk.n) * (kQueries * kHeadDim);
       bool more = walk.advance();
       if (!more && ++head < end_head) {
         walk.start(item.z);
         more = true;
       }
-      const u32 ds_buffer = smem_address(s.ds) + buffer * sizeof(Shared::ds) / 2;
       buffer ^= 1;
       const int done = ring.index;
       ring.advance();
       named_sync(1, 128 * kGroups);  // dS of both warpgroups is there
-      issue_dq(y, ds_buffer, k_half);
+      issue_dq(y, ds_block, k_half);
       wgmma_wait<1>();  // dK
       pin(dk);
       pin(ds);
@@ -321,16 +318,17 @@ struct Consumer {
       if (!more) {
         wgmma_wait<0>();
         pin(y);
-        add_dq(p, y, dq_row, dq_head, dq_column);
+        add_dq(dq_block, y);
         break;
       }
+      const Operand next_q(smem_address(s.q[ring.index]));
       barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-      issue_transposed_logits<kHeadDim>(x, k_own, smem_address(s.q[ring.index]));
+      issue_transposed_logits<kHeadDim>(x, k_own, next_q);
       // Nothing may be under way where the loop closes: the assembler would serialise all products.
       wgmma_wait<0>();
       pin(x);
       pin(y);
-      add_dq(p, y, dq_row, dq_head, dq_column);
+      add_dq(dq_block, y);
     }
     release(s.kv_empty);
   }
@@ -381,10 +379,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();
+    registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);
   } else {
     registers_grow<240>();
-    Consumer(p, s, threadIdx.x / 128 - 1).run();
+    Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();
   }
 }

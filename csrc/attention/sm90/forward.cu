@@ -5,7 +5,7 @@
 // a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside the
 // sub-range that all rows see completely apply the mask.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, EMULATE, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -16,7 +16,9 @@ constexpr int kStages = STAGES;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kRows = 64;   // query rows of a warpgroup
 constexpr int kPanel = 64;  // columns of a swizzled panel
+constexpr int kEmulate = EMULATE;  // one of so many exponentials is a polynomial
 using T = DTYPE;
+constexpr bool kPrecise = !T::kIsBf16;
 
 struct ForwardParams {
   TensorMap q, k, v;
@@ -123,24 +125,19 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
 
 // ---- consumers ----
 
-DEVICE void issue_qk(float (&acc)[kBlockN / 2], u32 q, u32 k) {
-  const u64 a = operand_descriptor(q, 0), b = operand_descriptor(k, 0);
+DEVICE void issue_qk(float (&acc)[kBlockN / 2], const Operand& a, const Operand& b) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 16; ++i) {
-    const int step_a = ((i / 4) * kRows * 128 + (i % 4) * 32) >> 4;
-    const int step_b = ((i / 4) * kBlockN * 128 + (i % 4) * 32) >> 4;
-    Wgmma<T, kBlockN>::template ss<0, 0>(acc, a + step_a, b + step_b, i > 0);
-  }
+  for (int i = 0; i < kHeadDim / 16; ++i)
+    Wgmma<T, kBlockN>::template ss<0, 0>(acc, a.at((i / 4) * kRows * 128 + (i % 4) * 32),
+                                         b.at((i / 4) * kBlockN * 128 + (i % 4) * 32), i > 0);
   wgmma_commit();
 }
 
-DEVICE void issue_pv(float (&acc)[kHeadDimV / 2], const u32 (&probs)[kBlockN / 4], u32 v) {
-  const u64 b = operand_descriptor(v, kBlockN * 128);
+DEVICE void issue_pv(float (&acc)[kHeadDimV / 2], const u32 (&probs)[kBlockN / 4], const Operand& b) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kBlockN / 16; ++i)
-    Wgmma<T, kHeadDimV>::template rs<1>(acc, probs + 4 * i, b + ((i * 16 * 128) >> 4), 1);
+  for (int i = 0; i < kBlockN / 16; ++i) Wgmma<T, kHeadDimV>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
   wgmma_commit();
 }
 
@@ -275,13 +272,15 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       u32 probs[kBlockN / 4];
       float rescale[2];
       int2 bounds[2];
-      const u32 q = smem_address(s.q[warpgroup]);
+      const Operand q(smem_address(s.q[warpgroup]));
+      auto keys = [&] { return Operand(smem_address(s.k[rk.index])); };
+      auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
       const int column = 2 * (lane % 4);
 
       barrier_wait(smem_address(&s.q_full[warpgroup]), q_parity);
       q_parity ^= 1;
       barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-      issue_qk(logits, q, smem_address(s.k[rk.index]));
+      issue_qk(logits, q, keys());
       if (walk.masked()) walk.load_bounds(bounds);
       wgmma_wait<0>();
       pin(logits);
@@ -289,15 +288,16 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       rk.advance();
       if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
       if (walk.masked()) apply_mask(logits, walk.n * kBlockN + column, bounds);
-      softmax.update(logits, p.scale_log2, rescale);
+      softmax.update<kEmulate, kPrecise>(logits, p.scale_log2, rescale);
       pack_probs(probs, logits);
 
       while (walk.advance()) {
+        const Operand k = keys(), v = values();
         barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
         named_sync(my_turn, 256);
-        issue_qk(logits, q, smem_address(s.k[rk.index]));
+        issue_qk(logits, q, k);
         barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
-        issue_pv(out, probs, smem_address(s.v[rv.index]));
+        issue_pv(out, probs, v);
         named_arrive(other_turn, 256);
         const bool masked = walk.masked();
         if (masked) walk.load_bounds(bounds);
@@ -307,7 +307,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
         rk.advance();
         if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
         if (masked) apply_mask(logits, walk.n * kBlockN + column, bounds);
-        const bool grown = softmax.update(logits, p.scale_log2, rescale);
+        const bool grown = softmax.update<kEmulate, kPrecise>(logits, p.scale_log2, rescale);
         hold(softmax.sum[0] + softmax.sum[1]);
         wgmma_wait<0>();
         pin(out);
@@ -322,7 +322,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       }
       release(s.q_empty[warpgroup]);
       barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
-      issue_pv(out, probs, smem_address(s.v[rv.index]));
+      issue_pv(out, probs, values());
       wgmma_wait<0>();
       pin(out);
       release(s.v_empty[rv.index]);
@@ -356,10 +356,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();
+    registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);
   } else {
     registers_grow<240>();
-    consume(p, s, threadIdx.x / 128 - 1);
+    consume(p, s, uniform(threadIdx.x / 128) - 1);
   }
 }

@@ -5,7 +5,8 @@
 struct PrepareParams {
   const float* lse;
   const float* delta;
-  float2* stats;  // [num_heads, stats_row]: lse * log2 e, delta * softmax scale
+  float* lse_out;    // [num_heads, stats_row]: times log2 e
+  float* delta_out;  // [num_heads, stats_row]: times softmax scale
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;
   float scale;
@@ -22,13 +23,17 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
     float2 v = make_float2(0.f, 0.f);
     if (row < p.num_rows && head < p.num_heads) {
       const float lse = p.lse[row * p.lse_row + head * p.lse_head];
-      // A row without keys: any finite value gives exp(-inf) = 0.
-      v.x = lse > -1e30f ? lse * 1.4426950408889634f : 0.f;
+      // A row without keys, or garbage: any finite value gives exp(-inf) = 0.
+      v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : 0.f;
       v.y = p.delta[row * p.delta_row + head * p.delta_head] * p.scale;
     }
     tile[i][x] = v;
   }
   __syncthreads();
-  for (int i = y; i < 32; i += 8)
-    if (head0 + i < p.num_heads) p.stats[static_cast<i64>(head0 + i) * p.stats_row + row0 + x] = tile[x][i];
+  for (int i = y; i < 32; i += 8) {
+    if (head0 + i >= p.num_heads) continue;
+    const i64 at = static_cast<i64>(head0 + i) * p.stats_row + row0 + x;
+    p.lse_out[at] = tile[x][i].x;
+    p.delta_out[at] = tile[x][i].y;
+  }
 }

@@ -42,10 +42,10 @@ class _BackwardParams(ctypes.Structure):
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
         ("dout", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
-        ("stats", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
+        ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
-        ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64), ("dk_row", ctypes.c_int64),
-        ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64),
+        ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64),
         ("num_tiles", ctypes.c_int32), ("num_rows", ctypes.c_int32), ("num_keys", ctypes.c_int32),
         ("num_heads_kv", ctypes.c_int32), ("group", ctypes.c_int32), ("splits", ctypes.c_int32),
         ("stats_row", ctypes.c_int32), ("store", ctypes.c_int32),
@@ -56,11 +56,19 @@ class _BackwardParams(ctypes.Structure):
 
 class _PrepareParams(ctypes.Structure):
     _fields_ = [
-        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("stats", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
+        ("lse_out", ctypes.c_void_p), ("delta_out", ctypes.c_void_p),
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),
         ("scale", ctypes.c_float), ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class _FinishParams(ctypes.Structure):
+    _fields_ = [
+        ("sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("store", ctypes.c_int32), ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 
@@ -145,7 +153,7 @@ def backward(
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
-    fp32 gradients are accumulated into directly; others get one fp32 dq beside them.
+    Beside the gradients it takes one fp32 dq of device memory.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -162,15 +170,16 @@ def backward(
     stream = torch.cuda.current_stream(q.device).cuda_stream
     stats = _row_stats(lse, delta, options.softmax_scale, q.device, stream)
     splits = _group_splits(plan.num_tiles * k.shape[1], group, _num_sms(q.device))
-    dq = _sum_buffer(grads[0], accumulate)
+    blocks = stats.shape[2] // 64
+    dq = torch.zeros((num_heads, blocks, 64 * q.shape[2]), dtype=torch.float32, device=q.device)
     store, dk, dv = _key_gradient_buffers(grads[1:], dtype, accumulate, splits)
     params = _BackwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, stats=stats.data_ptr(),
-        dq=dq.data_ptr(), dk=dk.data_ptr(), dv=dv.data_ptr(),
-        dq_row=dq.stride(0), dq_head=dq.stride(1), dk_row=dk.stride(0), dk_head=dk.stride(1),
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds,
+        lse=stats[0].data_ptr(), delta=stats[1].data_ptr(), dq=dq.data_ptr(), dk=dk.data_ptr(), dv=dv.data_ptr(),
+        dk_row=dk.stride(0), dk_head=dk.stride(1),
         dv_row=dv.stride(0), dv_head=dv.stride(1),
         num_tiles=plan.num_tiles, num_rows=num_rows, num_keys=k.shape[0], num_heads_kv=k.shape[1],
-        group=group, splits=splits, stats_row=stats.shape[1], store=store,
+        group=group, splits=splits, stats_row=stats.shape[2], store=store,
     )  # fmt: skip
     _set_bytes(params, "q", hopper_driver.tensor_map(q, 64))
     _set_bytes(params, "dout", hopper_driver.tensor_map(dout, 64))
@@ -184,7 +193,8 @@ def backward(
     kernel = _backward_kernel(q.device, dtype, q.shape[2], v.shape[2], softcap > 0)
     num_items = plan.num_tiles * k.shape[1] * splits
     kernel.launch(_grid(q.device, num_items, options.sm_margin), stream, params)
-    for grad, buffer in zip(grads, (dq, dk, dv), strict=True):
+    _finish_dq(dq, grads[0], dtype, accumulate, stream)
+    for grad, buffer in zip(grads[1:], (dk, dv), strict=True):
         if buffer is not grad:
             grad.copy_(grad + buffer if accumulate else buffer)
 
@@ -206,13 +216,14 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def _row_stats(lse: Tensor, delta: Tensor, scale: float, device, stream: int) -> Tensor:
-    """lse * log2(e) and delta * scale, fp32 ``[num_heads, rows padded to 64, 2]``."""
+    """lse * log2(e) and delta * scale, fp32 ``[2, num_heads, rows padded to 64]``."""
     num_rows, num_heads = lse.shape
     padded = -(-num_rows // 64) * 64
-    stats = torch.empty((num_heads, padded, 2), dtype=torch.float32, device=device)
+    stats = torch.empty((2, num_heads, padded), dtype=torch.float32, device=device)
     lse, delta = lse.to(torch.float32), delta.to(torch.float32)
     params = _PrepareParams(
-        lse=lse.data_ptr(), delta=delta.data_ptr(), stats=stats.data_ptr(),
+        lse=lse.data_ptr(), delta=delta.data_ptr(),
+        lse_out=stats[0].data_ptr(), delta_out=stats[1].data_ptr(),
         lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
         num_rows=num_rows, num_heads=num_heads, stats_row=padded, scale=scale,
     )  # fmt: skip
@@ -221,14 +232,32 @@ def _row_stats(lse: Tensor, delta: Tensor, scale: float, device, stream: int) ->
     return stats
 
 
+_STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
+
+
+def _finish_dq(sums: Tensor, grad: Tensor, dtype: torch.dtype, accumulate: bool, stream: int) -> None:
+    """Writes the sums to the gradient of q, or adds them to it."""
+    num_rows, num_heads, head_dim = grad.shape
+    direct = grad.dtype in (dtype, torch.float32) and hopper_driver.fits_tensor_map(grad)
+    target = grad if direct else torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+    store = _STORE_FLOAT if target.dtype == torch.float32 else _STORE_HALF
+    if direct and accumulate:
+        store = _ADD_FLOAT if store == _STORE_FLOAT else _ADD_HALF
+    params = _FinishParams(
+        sums=sums.data_ptr(), dq=target.data_ptr(), dq_row=target.stride(0), dq_head=target.stride(1),
+        num_rows=num_rows, blocks=sums.shape[1], store=store,
+    )  # fmt: skip
+    kernel = _small_kernel(grad.device, "finish_dq", (f"HEAD_DIM={head_dim}", f"DTYPE={_ctype(dtype)}"))
+    kernel.launch(num_heads * sums.shape[1], stream, params)
+    if target is not grad:
+        grad.copy_(grad + target if accumulate else target)
+
+
 def _sum_buffer(grad: Tensor, accumulate: bool) -> Tensor:
     """Where fp32 sums go: the gradient itself if it can hold them, else a zeroed buffer."""
     if grad.dtype == torch.float32 and grad.stride(2) == 1 and hopper_driver.fits_tensor_map(grad):
         return grad if accumulate else grad.zero_()
     return torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
-
-
-_STORE_HALF, _STORE_FLOAT, _ADD_FLOAT = range(3)
 
 
 def _key_gradient_buffers(grads, dtype, accumulate: bool, splits: int) -> tuple[int, Tensor, Tensor]:
@@ -297,7 +326,7 @@ def _counter(device: torch.device, stream: int) -> Tensor:
 def _forward_kernel(device, dtype, head_dim: int, head_dim_v: int, block_n: int, softcap: bool):
     stages = 2
     defines = (
-        f"HEAD_DIM={head_dim}", f"HEAD_DIM_V={head_dim_v}", f"BLOCK_N={block_n}", f"STAGES={stages}",
+        f"HEAD_DIM={head_dim}", f"HEAD_DIM_V={head_dim_v}", f"BLOCK_N={block_n}", f"STAGES={stages}", "EMULATE=0",
         f"DTYPE={_ctype(dtype)}", f"SOFTCAP={int(softcap)}",
     )  # fmt: skip
     image = hopper_build.build("attention/sm90/forward.cu", defines)
@@ -308,7 +337,7 @@ def _forward_kernel(device, dtype, head_dim: int, head_dim_v: int, block_n: int,
 
 @cache
 def _backward_kernel(device, dtype, head_dim: int, head_dim_v: int, softcap: bool):
-    stages = 2
+    stages = 3
     defines = (
         f"HEAD_DIM={head_dim}", f"HEAD_DIM_V={head_dim_v}", f"STAGES={stages}",
         f"DTYPE={_ctype(dtype)}", f"SOFTCAP={int(softcap)}",
