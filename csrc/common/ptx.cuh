@@ -75,6 +75,21 @@ DEVICE void load_bytes(u32 smem, const void* global, u32 bytes, u32 barrier) {
                : "memory");
 }
 
+// Adds floats from shared to global memory; sizes and addresses are multiples of 16 bytes.
+DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+               "cp.async.bulk.commit_group;" ::"l"(global), "r"(smem), "r"(bytes)
+               : "memory");
+}
+
+// Until the copies that this thread committed have read their sources.
+DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+DEVICE void store_shared_v4(u32 smem, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
 // Ordinary writes to shared memory become visible to the tensor cores and the copy engine.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -154,7 +169,6 @@ DEVICE float reciprocal_fast(float x) {
 }
 
 struct Bf16 {
-  static constexpr bool kIsBf16 = true;
   static DEVICE u32 pack(float low, float high) {
     u32 y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -165,7 +179,6 @@ struct Bf16 {
 };
 
 struct Fp16 {
-  static constexpr bool kIsBf16 = false;
   static DEVICE u32 pack(float low, float high) {
     u32 y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -191,8 +204,4 @@ DEVICE void store_matrices_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
 
 DEVICE void add_global_v2(float* p, float a, float b) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
-}
-
-DEVICE void add_global_v4(float* p, float a, float b, float c, float d) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

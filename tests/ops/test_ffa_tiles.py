@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
+from megatron_magi.ops.impl.hopper_plan import _best_splits
 from megatron_magi.ops.impl.hopper_tiles import EVERYTHING, SUB_ROWS, TilePlan, count_blocks, plan_tiles, transpose
 
 
@@ -124,3 +125,10 @@ def test_empty_mask_still_has_all_tiles(num_columns):
     plan = plan_tiles(bd.empty_bands(), 200, num_columns, 128, 128)
     assert plan.tiles.tolist() == [[0, 0, 0, 0], [128, 0, 0, 0]]
     assert len(plan.passes) == 0
+
+
+def test_groups_are_split_only_where_processors_would_idle():
+    assert _best_splits((32,) * 64, 8, 8, 132) == 1
+    assert _best_splits((16,) * 16, 1, 8, 132) == 8
+    assert _best_splits((16,) * 16, 1, 1, 132) == 1
+    assert _best_splits((), 8, 8, 132) == 1

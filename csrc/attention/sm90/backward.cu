@@ -22,6 +22,7 @@ constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kPanel = 64;    // columns of a swizzled panel
 constexpr int kDqColumns = kHeadDim / kGroups;
+constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
 using T = DTYPE;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
@@ -31,7 +32,7 @@ struct BackwardParams {
   TilePlan plan;
   const float* lse;     // [num_heads, stats_row]: times log2 e
   const float* delta;   // [num_heads, stats_row]: times softmax scale
-  float* dq;            // sums, [num_heads, blocks of 64 queries, 2 halves, as accumulators lie in registers]
+  float* dq;            // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
   void *dk, *dv;
   int* counter;         // two words, zero before and after
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
@@ -45,6 +46,7 @@ struct Shared {
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
   u16 ds[2][kTileKeys][kQueries];
+  float dq[kGroups * 4][kDqColumns * 16];  // of each warp: 16 queries, as they lie in registers
   float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
@@ -155,11 +157,16 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
   wgmma_commit();
 }
 
-// Each thread adds its accumulators in 16-byte pieces, a warp 512 bytes in a row.
-DEVICE void add_dq(float* to, const float (&acc)[kDqColumns / 2]) {
+// A warp adds its accumulators to `to` through its piece of shared memory, by the copy engine.
+DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], int lane) {
+  if (lane == 0) bulk_wait_read();
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < kDqColumns / 8; ++i)
-    add_global_v4(to + i * 512, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+    store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+  fence_async_proxy();
+  __syncwarp();
+  if (lane == 0) add_floats(to, staging, kDqColumns * 64);
 }
 
 template <int kColumns>
@@ -190,6 +197,12 @@ DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i6
   }
 }
 
+template <bool kFirst, typename A, typename B>
+DEVICE auto& choose(A& a, B& b) {
+  if constexpr (kFirst) return a;
+  else return b;
+}
+
 struct Consumer {
   const BackwardParams& p;
   Shared& s;
@@ -205,7 +218,9 @@ struct Consumer {
         row(warpgroup * kKeys + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
         k_own(smem_address(s.k) + warpgroup * kKeys * 128),
         v_own(smem_address(s.v) + warpgroup * kKeys * 128),
-        k_half(smem_address(s.k) + (warpgroup * kDqColumns / kPanel) * kTileKeys * 128, kTileKeys * 128) {
+        k_half(smem_address(s.k) + warpgroup * kDqColumns / kPanel * kTileKeys * 128 +
+                   warpgroup * kDqColumns % kPanel * 2,
+               kTileKeys * 128) {
     // stmatrix: lane L gives the address of row L % 8 of matrix L / 8; matrices 1 and 3 are 8 keys below.
     const int key = row - lane / 4 + (lane / 8 % 2) * 8 + lane % 8;
     ds_store = smem_address(s.ds) + key * 128;
@@ -265,8 +280,8 @@ struct Consumer {
 
   // All query blocks of one work item.
   DEVICE void accumulate(int4 item, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
-    float x[32], y[kDqColumns / 2];
-    static_assert(kDqColumns == 64, "dP and dQ take turns in the same registers");
+    float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
+    auto& dq_acc = choose<kDqSharesDp>(y, own);
     u32 probs[16], ds[16];
     float slope[SOFTCAP ? 32 : 1];
     int2 bounds[2];
@@ -280,7 +295,9 @@ struct Consumer {
     wgmma_wait<0>();
     pin(x);
     const int blocks = p.stats_row / kQueries;
-    float* const dq = p.dq + warpgroup * (kQueries * kDqColumns) + threadIdx.x % 128 * 4;
+    const int warp = uniform(threadIdx.x % 128 / 32);
+    float* const dq = p.dq + (warpgroup * 4 + warp) * (kDqColumns * 16);
+    const u32 staging = smem_address(s.dq[warpgroup * 4 + warp]);
     while (true) {
       const u32 q_at = smem_address(s.q[ring.index]), dout_at = smem_address(s.dout[ring.index]);
       const Operand dout(dout_at), dout_turned(dout_at, kQueries * 128), q_turned(q_at, kQueries * 128);
@@ -310,15 +327,15 @@ struct Consumer {
       const int done = ring.index;
       ring.advance();
       named_sync(1, 128 * kGroups);  // dS of both warpgroups is there
-      issue_dq(y, ds_block, k_half);
+      issue_dq(dq_acc, ds_block, k_half);
       wgmma_wait<1>();  // dK
       pin(dk);
       pin(ds);
       release(s.q_empty[done]);
       if (!more) {
         wgmma_wait<0>();
-        pin(y);
-        add_dq(dq_block, y);
+        pin(dq_acc);
+        add_dq(dq_block, staging, dq_acc, lane);
         break;
       }
       const Operand next_q(smem_address(s.q[ring.index]));
@@ -327,8 +344,8 @@ struct Consumer {
       // Nothing may be under way where the loop closes: the assembler would serialise all products.
       wgmma_wait<0>();
       pin(x);
-      pin(y);
-      add_dq(dq_block, y);
+      pin(dq_acc);
+      add_dq(dq_block, staging, dq_acc, lane);
     }
     release(s.kv_empty);
   }
@@ -355,6 +372,7 @@ struct Consumer {
       store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, lane);
       store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, lane);
     }
+    if (lane == 0) bulk_wait();
   }
 };
 

@@ -9,7 +9,7 @@ constexpr int kColumns = HEAD_DIM / 2;  // of a warpgroup
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2, kAddHalf = 3 };
 
 struct FinishParams {
-  const float4* sums;  // [num_heads, blocks, 2 halves, kColumns / 8, 128 threads]
+  const float4* sums;  // [num_heads, blocks, 2 halves, 4 warps, kColumns / 8, 32 threads]
   void* dq;
   i64 dq_row, dq_head;  // strides, elements
   int num_rows, blocks, store;
@@ -19,14 +19,15 @@ struct FinishParams {
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
   const int thread = threadIdx.x % 128, lane = thread % 32, half = threadIdx.x / 128;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
-  const float4* sums = p.sums + (static_cast<i64>(blockIdx.x) * 2 + half) * (kColumns / 8 * 128) + thread;
+  const float4* sums = p.sums + (static_cast<i64>(blockIdx.x) * 2 + half) * (kColumns / 8 * 128) +
+                       thread / 32 * (kColumns / 8 * 32) + lane;
   const int row = block * 64 + thread / 32 * 16 + lane / 4;
   const bool add = p.store >= kAddFloat, wide = p.store == kStoreFloat || p.store == kAddFloat;
 #pragma unroll
   for (int g = 0; g < kColumns / 32; ++g) {
     float4 x[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[j] = __ldcs(sums + (4 * g + j) * 128);
+    for (int j = 0; j < 4; ++j) x[j] = __ldcs(sums + (4 * g + j) * 32);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool valid = row + 8 * r < p.num_rows;

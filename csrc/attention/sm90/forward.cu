@@ -5,7 +5,7 @@
 // a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside the
 // sub-range that all rows see completely apply the mask.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, EMULATE, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -16,9 +16,7 @@ constexpr int kStages = STAGES;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kRows = 64;   // query rows of a warpgroup
 constexpr int kPanel = 64;  // columns of a swizzled panel
-constexpr int kEmulate = EMULATE;  // one of so many exponentials is a polynomial
 using T = DTYPE;
-constexpr bool kPrecise = !T::kIsBf16;
 
 struct ForwardParams {
   TensorMap q, k, v;
@@ -288,7 +286,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       rk.advance();
       if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
       if (walk.masked()) apply_mask(logits, walk.n * kBlockN + column, bounds);
-      softmax.update<kEmulate, kPrecise>(logits, p.scale_log2, rescale);
+      softmax.update(logits, p.scale_log2, rescale);
       pack_probs(probs, logits);
 
       while (walk.advance()) {
@@ -307,7 +305,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
         rk.advance();
         if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
         if (masked) apply_mask(logits, walk.n * kBlockN + column, bounds);
-        const bool grown = softmax.update<kEmulate, kPrecise>(logits, p.scale_log2, rescale);
+        const bool grown = softmax.update(logits, p.scale_log2, rescale);
         hold(softmax.sum[0] + softmax.sum[1]);
         wgmma_wait<0>();
         pin(out);

@@ -37,26 +37,6 @@ DEVICE void apply_softcap(float (&s)[N], float factor) {
   for (int i = 0; i < N; ++i) s[i] = tanh_exact(s[i] * factor);
 }
 
-// 2^x on the multiply-add pipe, which the exponential unit leaves idle: Cody-Waite and a cubic, whose error, 1e-4 of
-// the value, is far below half-precision rounding of bf16; for fp16 one degree more.
-template <bool kPrecise>
-DEVICE float exp2_polynomial(float x) {
-  x = fmaxf(x, -127.f);
-  const float shifted = x + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
-  const float f = x - (shifted - 12582912.f);
-  float y;
-  if (kPrecise) {
-    y = fmaf(f, 0.009582812698453114f, 0.055906355287290384f);
-    y = fmaf(f, y, 0.24024098873419295f);
-    y = fmaf(f, y, 0.6931242015851622f);
-  } else {
-    y = fmaf(f, 0.05500852882480451f, 0.24221024537589975f);
-    y = fmaf(f, y, 0.693282891941206f);
-  }
-  y = fmaf(f, y, 1.f);
-  return __uint_as_float(__float_as_uint(y) + (__float_as_uint(shifted) << 23));
-}
-
 // Rows grow their reference only when the maximum passes it by this many powers of two: sums stay far from
 // overflow, and the output is rarely rescaled.
 constexpr float kGrowth = 8.f;
@@ -81,9 +61,8 @@ struct Softmax {
     }
   }
 
-  // Turns logits into exponentials, one of `kEmulate` by a polynomial (0: none). Returns whether the output must be
-  // rescaled by `rescale` (uniform in a warp).
-  template <int kEmulate, bool kPrecise, int N>
+  // Turns logits into exponentials. Returns whether the output must be rescaled by `rescale` (uniform in a warp).
+  template <int N>
   DEVICE bool update(float (&s)[N], float scale_log2, float (&rescale)[2]) {
     float top[2][2];
 #pragma unroll
@@ -117,9 +96,7 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const int r = (i >> 1) & 1, c = i & 1;
-      const float x = fmaf(s[i], scale_log2, shift[r]);
-      const bool emulate = kEmulate > 0 && (i / 2) % (kEmulate > 0 ? kEmulate : 1) == 0;
-      s[i] = emulate ? exp2_polynomial<kPrecise>(x) : exp2_fast(x);
+      s[i] = exp2_fast(fmaf(s[i], scale_log2, shift[r]));
       part[r][c] += s[i];
     }
 #pragma unroll

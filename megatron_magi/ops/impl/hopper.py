@@ -1,6 +1,7 @@
 """Attention on Hopper GPUs: the kernels of ``csrc/attention/sm90``.
 
-Takes fp16 and bf16, head dims (qk/v) 64, 128, 256 and 192/128. Row statistics and sums are fp32.
+Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256 forward, the first two backward.
+Row statistics and sums are fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron_magi.ops.impl import hopper_build, hopper_driver, hopper_plan
 from megatron_magi.ops.options import AttnOptions
 
 _LOG2_E = 1.4426950408889634
-_FORWARD_WIDTHS = {(128, 128): (128, 176)}
+_FORWARD_WIDTHS = {(64, 64): (128,), (128, 128): (128, 176), (192, 128): (128,), (256, 256): (64,)}
+_BACKWARD_DIMS = ((64, 64), (128, 128))
 _L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together
 
 
@@ -99,7 +101,7 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    _check_support(q, v)
+    _check_support(q, v, _FORWARD_WIDTHS)
     num_rows, num_heads, head_dim = q.shape
     max_logits = q.new_full((num_heads,), -torch.inf, dtype=torch.float32) if return_max_logits else None
     if num_rows == 0:
@@ -158,7 +160,7 @@ def backward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    _check_support(q, v)
+    _check_support(q, v, _BACKWARD_DIMS)
     if q.shape[0] == 0 or k.shape[0] == 0:
         if not accumulate:
             for grad in grads:
@@ -169,7 +171,7 @@ def backward(
     plan = hopper_plan.backward_plan(bands, num_rows, k.shape[0], q.device)
     stream = torch.cuda.current_stream(q.device).cuda_stream
     stats = _row_stats(lse, delta, options.softmax_scale, q.device, stream)
-    splits = _group_splits(plan.num_tiles * k.shape[1], group, _num_sms(q.device))
+    splits = hopper_plan.group_splits(plan, k.shape[1], group, _num_sms(q.device) - options.sm_margin)
     blocks = stats.shape[2] // 64
     dq = torch.zeros((num_heads, blocks, 64 * q.shape[2]), dtype=torch.float32, device=q.device)
     store, dk, dv = _key_gradient_buffers(grads[1:], dtype, accumulate, splits)
@@ -271,26 +273,15 @@ def _key_gradient_buffers(grads, dtype, accumulate: bool, splits: int) -> tuple[
     return _ADD_FLOAT, *(_sum_buffer(g, accumulate) for g in grads)
 
 
-def _group_splits(num_items: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to, so that there are items for all SMs."""
-    splits = 1
-    for parts in range(1, group + 1):
-        if group % parts == 0:
-            splits = parts
-            if num_items * parts >= 4 * num_sms:
-                break
-    return splits
-
-
-def _check_support(q: Tensor, v: Tensor) -> None:
+def _check_support(q: Tensor, v: Tensor, known_dims) -> None:
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
         where = q.device.type if q.device.type != "cuda" else torch.cuda.get_device_name(q.device)
         raise ValueError(f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'")
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"q: impl 'ffa' takes bf16 and fp16, got {q.dtype}; use impl 'torch'")
     dims = (q.shape[2], v.shape[2])
-    if dims not in _FORWARD_WIDTHS:
-        known = ", ".join(f"{a}/{b}" for a, b in _FORWARD_WIDTHS)
+    if dims not in known_dims:
+        known = ", ".join(f"{a}/{b}" for a, b in known_dims)
         raise ValueError(f"q, v: impl 'ffa' takes head dims {known} (qk/v), got {dims[0]}/{dims[1]}; use impl 'torch'")
 
 
@@ -326,7 +317,7 @@ def _counter(device: torch.device, stream: int) -> Tensor:
 def _forward_kernel(device, dtype, head_dim: int, head_dim_v: int, block_n: int, softcap: bool):
     stages = 2
     defines = (
-        f"HEAD_DIM={head_dim}", f"HEAD_DIM_V={head_dim_v}", f"BLOCK_N={block_n}", f"STAGES={stages}", "EMULATE=0",
+        f"HEAD_DIM={head_dim}", f"HEAD_DIM_V={head_dim_v}", f"BLOCK_N={block_n}", f"STAGES={stages}",
         f"DTYPE={_ctype(dtype)}", f"SOFTCAP={int(softcap)}",
     )  # fmt: skip
     image = hopper_build.build("attention/sm90/forward.cu", defines)
@@ -337,13 +328,13 @@ def _forward_kernel(device, dtype, head_dim: int, head_dim_v: int, block_n: int,
 
 @cache
 def _backward_kernel(device, dtype, head_dim: int, head_dim_v: int, softcap: bool):
-    stages = 3
+    stages = 2
     defines = (
         f"HEAD_DIM={head_dim}", f"HEAD_DIM_V={head_dim_v}", f"STAGES={stages}",
         f"DTYPE={_ctype(dtype)}", f"SOFTCAP={int(softcap)}",
     )  # fmt: skip
     image = hopper_build.build("attention/sm90/backward.cu", defines)
-    shared = 2 * ((128 + stages * 64) * (head_dim + head_dim_v) + 2 * 128 * 64) + stages * 512 + 1024
+    shared = 2 * ((128 + stages * 64) * (head_dim + head_dim_v) + 2 * 128 * 64) + 256 * head_dim + stages * 512 + 1024
     with torch.cuda.device(device):
         return hopper_driver.load_kernel(image, "ffa_backward", 384, shared)
 

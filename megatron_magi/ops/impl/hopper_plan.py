@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ class DevicePlan:
         num_tiles: tiles of one head.
         num_blocks: blocks of one head.
         block_n: columns of a block.
+        costs: blocks of each tile, falling.
+        splits: answers of `group_splits`.
     """
 
     memory: Tensor
@@ -38,6 +41,8 @@ class DevicePlan:
     num_tiles: int
     num_blocks: int
     block_n: int
+    costs: tuple[int, ...]
+    splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
 
 def content_digest(bands: np.ndarray) -> bytes:
@@ -80,6 +85,7 @@ def _upload(plan: TilePlan, device: torch.device) -> DevicePlan:
         num_tiles=len(plan.tiles),
         num_blocks=plan.num_blocks,
         block_n=plan.block_n,
+        costs=tuple(plan.tiles[:, 3].tolist()),
     )
 
 
@@ -112,3 +118,41 @@ def _cheapest_width(bands: np.ndarray, num_rows: int, block_ns: tuple[int, ...])
         return block_ns[0]
     costs = {n: hopper_tiles.count_blocks(bands, num_rows, 128, n) * (n + _WIDTH_OVERHEAD) for n in block_ns}
     return min(block_ns, key=lambda n: costs[n])
+
+
+# Cost of a backward item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.
+_ITEM_COST, _SPLIT_ITEM_COST = 6, 14
+# With so many items a processor, none needs to be split.
+_ENOUGH_ITEMS = 8
+
+
+def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
+    """Parts that the query heads of a group are dealt to in the backward pass, so that all processors finish together.
+
+    Parts of a group add their dk and dv in fp32, so a group is split only for a gain.
+    """
+    key = (num_heads_kv, group, num_sms)
+    if key not in plan.splits:
+        plan.splits[key] = _best_splits(plan.costs, num_heads_kv, group, max(1, num_sms))
+    return plan.splits[key]
+
+
+def _best_splits(costs: tuple[int, ...], num_heads_kv: int, group: int, num_sms: int) -> int:
+    best, shortest = 1, float("inf")
+    for splits in (n for n in range(1, group + 1) if group % n == 0):
+        extra = _ITEM_COST if splits == 1 else _SPLIT_ITEM_COST
+        items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
+        if len(items) > _ENOUGH_ITEMS * num_sms:
+            return best if splits > 1 else 1
+        time = _makespan(items, num_sms)
+        if time < 0.98 * shortest:
+            best, shortest = splits, time
+    return best
+
+
+def _makespan(items: list[int], num_sms: int) -> int:
+    """When the last of the processors is done, if each takes the next item whenever it is free."""
+    busy = [0] * num_sms
+    for cost in items:
+        heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy)
