@@ -1,0 +1,39 @@
+// What the backward needs of each row: lse and delta, transposed to one head after another.
+
+#include "../../common/ptx.cuh"
+
+struct PrepareParams {
+  const float* lse;
+  const float* delta;
+  float* lse_out;    // [num_heads, stats_row]: times log2 e
+  float* delta_out;  // [num_heads, stats_row]: times softmax scale
+  i64 lse_row, lse_head, delta_row, delta_head;
+  int num_rows, num_heads, stats_row;
+  float scale;
+};
+
+// One block: 32 rows of 32 heads.
+extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
+  __shared__ float2 tile[32][33];
+  const int tiles_row = p.stats_row / 32;
+  const int row0 = (blockIdx.x % tiles_row) * 32, head0 = (blockIdx.x / tiles_row) * 32;
+  const int x = threadIdx.x % 32, y = threadIdx.x / 32;
+  for (int i = y; i < 32; i += 8) {
+    const int row = row0 + i, head = head0 + x;
+    float2 v = make_float2(0.f, 0.f);
+    if (row < p.num_rows && head < p.num_heads) {
+      const float lse = p.lse[row * p.lse_row + head * p.lse_head];
+      // A row without keys, or garbage: any finite value gives exp(-inf) = 0.
+      v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : 0.f;
+      v.y = p.delta[row * p.delta_row + head * p.delta_head] * p.scale;
+    }
+    tile[i][x] = v;
+  }
+  __syncthreads();
+  for (int i = y; i < 32; i += 8) {
+    if (head0 + i >= p.num_heads) continue;
+    const i64 at = static_cast<i64>(head0 + i) * p.stats_row + row0 + x;
+    p.lse_out[at] = tile[x][i].x;
+    p.delta_out[at] = tile[x][i].y;
+  }
+}

@@ -1,0 +1,80 @@
+// What forward and backward share: rings of buffers, work items, and the walk over the blocks of a tile.
+#pragma once
+
+#include "../../common/ptx.cuh"
+
+// A position in a ring of buffers.
+template <int N>
+struct Ring {
+  int index = 0;
+  u32 parity = 0;
+  DEVICE void advance() {
+    if (++index == N) index = 0, parity ^= 1;
+  }
+};
+
+// The mask of all tiles; see hopper_tiles.py.
+struct TilePlan {
+  const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of blocks
+  const int4* passes;  // two each: first and past-the-last block, then of each half tile its full blocks
+  const int2* bounds;  // of each pass, 128 rows: first and past-the-last visible column
+};
+
+// Walks over the blocks of all passes of a tile, as one warpgroup sees them.
+struct BlockWalk {
+  const TilePlan& plan;
+  int pass, end_pass, warpgroup, row;
+  int n, end, full_begin, full_end;
+
+  // `row`: first of this thread's two rows in the tile; the other is 8 below.
+  DEVICE BlockWalk(const TilePlan& plan, int first_pass, int end_pass, int warpgroup, int row)
+      : plan(plan), end_pass(end_pass), warpgroup(warpgroup), row(row) {
+    start(first_pass);
+  }
+  DEVICE void start(int first_pass) {
+    pass = first_pass;
+    if (pass < end_pass) open();
+  }
+  DEVICE void open() {
+    const int4 range = __ldg(plan.passes + 2 * pass), more = __ldg(plan.passes + 2 * pass + 1);
+    n = range.x;
+    end = range.y;
+    full_begin = warpgroup == 0 ? range.z : more.x;
+    full_end = warpgroup == 0 ? range.w : more.y;
+  }
+  DEVICE bool advance() {
+    if (++n < end) return true;
+    if (++pass >= end_pass) return false;
+    open();
+    return true;
+  }
+  DEVICE bool masked() const { return n < full_begin || n >= full_end; }
+  DEVICE void load_bounds(int2 (&bounds)[2]) const {
+    const int2* b = plan.bounds + static_cast<i64>(pass) * 128 + row;
+    bounds[0] = __ldg(b);
+    bounds[1] = __ldg(b + 8);
+  }
+};
+
+// Transposes 4 x 4 words among the 4 threads of a row: word j of thread t becomes word t of thread j.
+DEVICE void transpose_quad(u32 (&word)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = lane & bit;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      const u32 got = __shfl_xor_sync(0xffffffffu, upper ? word[j] : word[j | bit], bit);
+      if (upper) word[j] = got;
+      else word[j | bit] = got;
+    }
+  }
+}
+
+// The last block to leave restores the work counter for the next launch.
+DEVICE void leave(int* counter) {
+  if (atomicAdd(counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+    counter[0] = 0;
+    counter[1] = 0;
+  }
+}

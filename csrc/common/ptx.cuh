@@ -1,0 +1,207 @@
+// Instruction wrappers for sm_90a: mbarrier, bulk tensor copies, warpgroup matrix products, named barriers.
+// No header is included, so that a kernel compiles in seconds and needs no toolkit (NVRTC).
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+DEVICE u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// A value that all threads of the warp share, told to the compiler: descriptors made of it stay in uniform registers.
+DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// ---- mbarrier ----
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void barrier_expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "wait_%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra wait_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- named barriers of the hardware (ids 1..15; 0 is __syncthreads) ----
+
+DEVICE void named_sync(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+DEVICE void named_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- bulk tensor copies ----
+
+DEVICE void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Box at (column, head, row) of a [rows, heads, columns] tensor; rows outside read as zero.
+DEVICE void load_box(u32 smem, const TensorMap* map, int column, int head, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          smem),
+      "l"(map), "r"(column), "r"(head), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// Plain bytes; sizes and addresses are multiples of 16.
+DEVICE void load_bytes(u32 smem, const void* global, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Adds floats from shared to global memory; sizes and addresses are multiples of 16 bytes.
+DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+               "cp.async.bulk.commit_group;" ::"l"(global), "r"(smem), "r"(bytes)
+               : "memory");
+}
+
+// Until the copies that this thread committed have read their sources.
+DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+DEVICE void store_shared_v4(u32 smem, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// Ordinary writes to shared memory become visible to the tensor cores and the copy engine.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- registers ----
+
+template <int N>
+DEVICE void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N>
+DEVICE void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// ---- warpgroup matrix products ----
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int N>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from moving uses of accumulators across the statement before it.
+template <int N>
+DEVICE void pin(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+template <int N>
+DEVICE void pin(u32 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// Makes the assembler compute x, which is never negative, before the statements that follow: it is free to
+// sink arithmetic past a wait for the tensor cores, and does.
+DEVICE void hold(float x) {
+  asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never trap;\n}" ::"f"(x) : "memory");
+}
+
+// Operand of 128-byte-swizzled panels (64 two-byte columns to a row). `panel_bytes` is the distance of two
+// panels; it matters only for operands that are read across their rows. Only the low word changes from one
+// operand to another, so steps are added to it alone, in units of 16 bytes.
+struct Operand {
+  u32 low;
+  DEVICE Operand(u32 smem, u32 panel_bytes = 0)
+      : low(uniform(((smem & 0x3FFFF) >> 4) | ((panel_bytes >> 4) << 16))) {}
+  DEVICE u64 at(u32 byte_step) const {
+    u64 d;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (byte_step >> 4)), "n"((1 << 30) | (1024 >> 4)));
+    return d;
+  }
+};
+
+// ---- arithmetic ----
+
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+struct Bf16 {
+  static DEVICE u32 pack(float low, float high) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+  }
+  static DEVICE float low(u32 x) { return __uint_as_float(x << 16); }
+  static DEVICE float high(u32 x) { return __uint_as_float(x & 0xFFFF0000u); }
+};
+
+struct Fp16 {
+  static DEVICE u32 pack(float low, float high) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+  }
+  static DEVICE float low(u32 x) {
+    float y;
+    asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.f32.f16 %0, a;}" : "=f"(y) : "r"(x));
+    return y;
+  }
+  static DEVICE float high(u32 x) {
+    float y;
+    asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.f32.f16 %0, b;}" : "=f"(y) : "r"(x));
+    return y;
+  }
+};
+
+DEVICE void store_matrices_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+DEVICE void add_global_v2(float* p, float a, float b) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
+}

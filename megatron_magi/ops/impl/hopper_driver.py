@@ -1,0 +1,127 @@
+"""The CUDA driver as far as the Hopper kernels need it: modules, launches, tensor maps.
+
+Talks to ``libcuda`` directly, so that no compiled extension stands between Python and a kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
+_SWIZZLE_128B = 3
+_PROMOTE_256B = 3
+PANEL = 64
+"""Columns of a swizzled shared-memory panel of two-byte elements."""
+
+
+@cache
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _libcuda().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: CUDA error {status}, {(text.value or b'unknown').decode()}")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel of one device.
+
+    Attributes:
+        handle: CUfunction.
+        threads: threads a block.
+        shared_bytes: dynamic shared memory a block.
+    """
+
+    handle: ctypes.c_void_p
+    threads: int
+    shared_bytes: int
+
+    def launch(self, num_blocks: int, stream: int, params: ctypes.Array | ctypes.Structure) -> None:
+        """Queues the kernel on a stream (its raw handle) with one struct as its parameter."""
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        status = _libcuda().cuLaunchKernel(
+            self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, ctypes.c_void_p(stream), pointers, None
+        )
+        _check(status, "kernel launch")
+
+
+def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int) -> Kernel:
+    """Loads a cubin into the current context and makes its kernel ready to launch.
+
+    Raises:
+        RuntimeError: the driver refuses the image.
+    """
+    torch.cuda.current_stream()  # makes the context of the device current
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    cuda = _libcuda()
+    _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
+    _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+    _check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
+    return Kernel(function, threads, shared_bytes)
+
+
+_maps: dict[tuple, bytes] = {}
+_MAX_MAPS = 4096
+
+
+def tensor_map(t: Tensor, box_rows: int) -> bytes:
+    """A tensor map of ``[rows, heads, columns]``, boxes of one head, `PANEL` columns and ``box_rows`` rows.
+
+    Args:
+        t: last dimension contiguous, other strides multiples of 16 bytes, 16-byte aligned.
+        box_rows: at most 256.
+    """
+    rows, heads, columns = t.shape
+    row_stride, head_stride, _ = t.stride()
+    key = (t.data_ptr(), rows, heads, columns, row_stride, head_stride, t.dtype, box_rows)
+    found = _maps.get(key)
+    if found is None:
+        found = _encode(key)
+        if len(_maps) >= _MAX_MAPS:
+            _maps.pop(next(iter(_maps)))
+        _maps[key] = found
+    return found
+
+
+def _encode(key: tuple) -> bytes:
+    address, rows, heads, columns, row_stride, head_stride, dtype, box_rows = key
+    size = dtype.itemsize
+    memory = ctypes.create_string_buffer(128 + 64)
+    at = (ctypes.addressof(memory) + 63) // 64 * 64
+    status = _libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _MAP_DTYPES[dtype],
+        3,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 3)(columns, heads, rows),
+        (ctypes.c_uint64 * 2)(
+            (head_stride if heads > 1 else columns) * size, (row_stride if rows > 1 else heads * columns) * size
+        ),
+        (ctypes.c_uint32 * 3)(PANEL, 1, box_rows),
+        (ctypes.c_uint32 * 3)(1, 1, 1),
+        0,
+        _SWIZZLE_128B,
+        _PROMOTE_256B,
+        0,
+    )
+    _check(status, f"tensor map of a {rows} x {heads} x {columns} tensor, strides {row_stride}, {head_stride}")
+    return ctypes.string_at(at, 128)
+
+
+def fits_tensor_map(t: Tensor) -> bool:
+    """Whether `tensor_map` takes the tensor as it is."""
+    size = t.element_size()
+    strides = [s for n, s in zip(t.shape[:2], t.stride()[:2], strict=True) if n > 1]
+    return (
+        t.stride(2) == 1 and t.data_ptr() % 16 == 0 and all(s > 0 and s * size % 16 == 0 for s in strides)
+    )

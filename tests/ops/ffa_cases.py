@@ -1,0 +1,157 @@
+"""Masks, inputs and references for the tests of the Hopper kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_magi.mask import bands as bd
+from megatron_magi.mask.dense import dense_bands
+from megatron_magi.ops.impl import hopper, reference
+from megatron_magi.ops.options import AttnOptions, make_options
+
+FREE = bd.NO_DIAGONAL
+
+
+def table(rows) -> np.ndarray:
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def causal_documents(lengths) -> np.ndarray:
+    ends = np.cumsum(lengths)
+    return table([[e - n, e, e - n, e, -FREE, 1] for e, n in zip(ends.tolist(), lengths, strict=True)])
+
+
+def random_bands(rng: np.random.Generator, num_rows: int, num_keys: int) -> np.ndarray:
+    """Disjoint bands: random row cuts, in each random key intervals of all kinds, some left out."""
+    rows = []
+    cuts = np.unique(np.concatenate([[0, num_rows], rng.integers(0, num_rows + 1, rng.integers(0, 9))]))
+    for q0, q1 in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        edges = np.unique(rng.integers(0, num_keys + 1, rng.integers(0, 6)))
+        for k0, k1 in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            kind = rng.integers(0, 5)
+            d = int(rng.integers(k0 - q1, k1 - q0 + 1))
+            width = int(rng.integers(1, 300))
+            if kind < 4:
+                rows.append([q0, q1, k0, k1, -FREE if kind < 2 else d, (FREE, d, FREE, d + width)[kind]])
+    return table(rows)
+
+
+MASKS = {
+    "full": lambda m, n: table([[0, m, 0, n, -FREE, FREE]]),
+    "causal": lambda m, n: table([[0, m, 0, n, -FREE, n - m + 1]]),
+    "inverse_causal": lambda m, n: table([[0, m, 0, n, 0, FREE]]),
+    "window": lambda m, n: table([[0, m, 0, n, -100, 1]]),
+    "documents": lambda m, n: causal_documents([13] * (min(m, n) // 13)),
+    "global_and_window": lambda m, n: table([[0, m, 0, min(30, n), -FREE, FREE], [0, m, min(30, n), n, -64, 1]]),
+    "empty": lambda m, n: table([]),
+    "one_token": lambda m, n: table([[m // 2, m // 2 + 1, n // 3, n // 3 + 1, -FREE, FREE]]),
+}
+
+
+@dataclass
+class Inputs:
+    """Tensors of one case, and the mask."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    bands: np.ndarray
+    options: AttnOptions
+
+    @property
+    def visible(self) -> torch.Tensor:
+        return torch.from_numpy(dense_bands(self.bands, self.q.shape[0], self.k.shape[0])).to(self.q.device)
+
+
+def make_inputs(
+    bands, num_rows, num_keys, *, heads=(4, 2), dims=(128, 128), dtype=torch.bfloat16, softcap=0.0, seed=0
+) -> Inputs:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    q, dout = draw(num_rows, heads[0], dims[0]), draw(num_rows, heads[0], dims[1])
+    k, v = draw(num_keys, heads[1], dims[0]), draw(num_keys, heads[1], dims[1])
+    return Inputs(q, k, v, dout, bands, make_options(q, None, softcap, False, 0))
+
+
+def poisoned(shape, dtype) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+
+
+def run_forward(x: Inputs, *, out=None, lse=None, sink_lse=None, out_dtype=None, return_max_logits=False):
+    """``(out, lse, max_logits)`` of the kernels; outputs are poisoned before."""
+    accumulate = out is not None
+    shape = (*x.q.shape[:2], x.v.shape[2])
+    out = poisoned(shape, out_dtype or x.q.dtype) if out is None else out
+    lse = poisoned(shape[:2], torch.float32) if lse is None else lse
+    max_logits = hopper.forward(
+        x.q, x.k, x.v, x.bands, x.options,
+        out=out, lse=lse, accumulate=accumulate, sink_lse=sink_lse, return_max_logits=return_max_logits,
+    )  # fmt: skip
+    return out, lse, max_logits
+
+
+def exact_forward(x: Inputs, sink_lse=None):
+    """``(out, lse, max_logits)`` in fp64."""
+    q, k, v = x.q.double(), x.k.double(), x.v.double()
+    out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2])
+    top = reference.forward(
+        q, k, v, x.bands, x.options,
+        out=out, lse=lse, accumulate=False, sink_lse=None if sink_lse is None else sink_lse.double(),
+        return_max_logits=True,
+    )  # fmt: skip
+    return out, lse, top
+
+
+def exact_backward(x: Inputs):
+    """``(dq, dk, dv)`` in fp64, and the fp64 out and lse."""
+    out, lse, _ = exact_forward(x)
+    q, k, v, dout = x.q.double(), x.k.double(), x.v.double(), x.dout.double()
+    grads = tuple(torch.empty_like(t) for t in (q, k, v))
+    delta = (dout * out).sum(-1)
+    reference.backward(dout, q, k, v, lse, delta, x.bands, x.options, grads=grads, accumulate=False)
+    return grads
+
+
+def run_backward(x: Inputs, out, lse, *, grads=None, grad_dtype=None):
+    """``(dq, dk, dv)`` of the kernels; new ones are poisoned before."""
+    accumulate = grads is not None
+    if grads is None:
+        grads = tuple(poisoned(t.shape, grad_dtype or t.dtype) for t in (x.q, x.k, x.v))
+    delta = hopper.row_delta(x.dout, out)
+    hopper.backward(
+        x.dout, x.q, x.k, x.v, lse, delta, x.bands, x.options, grads=grads, accumulate=accumulate
+    )  # fmt: skip
+    return grads
+
+
+def plain_attention(x: Inputs):
+    """``(out, dq, dk, dv)`` by torch operations in the dtype of q: how far rounding alone goes."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
+    repeats = x.q.shape[1] // x.k.shape[1]
+    q, k, v = leaves[0].transpose(0, 1), *(t.repeat_interleave(repeats, 1).transpose(0, 1) for t in leaves[1:])
+    logits = (q @ k.transpose(1, 2)) * x.options.softmax_scale
+    if x.options.softcap:
+        logits = torch.tanh(logits / x.options.softcap) * x.options.softcap
+    hidden = ~x.visible
+    p = torch.softmax(logits.masked_fill(hidden, -1e4).float(), -1).masked_fill(hidden, 0).to(x.q.dtype)
+    out = (p @ v).transpose(0, 1)
+    return out, *torch.autograd.grad(out, leaves, x.dout)
+
+
+def assert_as_good(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """The error is at most twice that of plain torch operations in the same dtype.
+
+    Where exact gradients cancel (a row that sees one key), plain operations may cancel too, by luck: an error of
+    1e-5 an element of unit inputs is always allowed.
+    """
+    assert bool(torch.isfinite(got).all()), f"{name}: not finite"
+    error, plain_error = (float((t.double() - exact.double()).norm()) for t in (got.detach(), plain.detach()))
+    allowed = max(2 * plain_error, 1e-5 * exact.numel() ** 0.5)
+    assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"

@@ -1,0 +1,116 @@
+"""The Hopper backward kernel against fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.ops.impl import hopper
+from tests.ops.ffa_cases import (
+    MASKS,
+    Inputs,
+    assert_as_good,
+    exact_backward,
+    exact_forward,
+    make_inputs,
+    plain_attention,
+    random_bands,
+    run_backward,
+    run_forward,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
+
+
+def check(x: Inputs) -> None:
+    out, lse, _ = run_forward(x)
+    grads = run_backward(x, out, lse)
+    visible = x.visible
+    for name, got, plain, exact in zip(
+        ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
+    ):
+        assert_as_good(name, got, plain, exact)
+        unseen = ~visible.any(1 if name == "dq" else 0)
+        assert bool((got[unseen] == 0).all()), f"{name} of tokens in no pair is not zero"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_match_fp64(mask, shape):
+    check(make_inputs(MASKS[mask](*shape), *shape))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_bands_match_fp64(seed):
+    rng = np.random.default_rng(seed)
+    num_rows, num_keys = rng.integers(1, 900, 2).tolist()
+    heads = [(4, 2), (1, 1), (8, 1), (3, 3), (6, 2)][seed % 5]
+    check(make_inputs(random_bands(rng, num_rows, num_keys), num_rows, num_keys, heads=heads, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", hopper._BACKWARD_DIMS)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
+    for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
+        check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
+
+
+def test_long_sequences_and_many_heads_match_fp64():
+    check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2)))
+    check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128)))
+    check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(128, 32)))
+
+
+def test_gradients_add_to_given_fp32_and_bf16():
+    x = make_inputs(MASKS["causal"](300, 400), 300, 400)
+    out, lse, _ = run_forward(x)
+    exact = exact_backward(x)
+    for dtype, allowed in ((torch.float32, 6e-3), (torch.bfloat16, 1e-2)):
+        start = tuple(torch.randn(t.shape, device="cuda").to(dtype) for t in (x.q, x.k, x.v))
+        got = run_backward(x, out, lse, grads=tuple(t.clone() for t in start))
+        for a, b, want in zip(got, start, exact, strict=True):
+            want = want + b.double()
+            assert float((a.double() - want).norm() / want.norm()) < allowed
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_dtype_are_written_whole(grad_dtype):
+    x = make_inputs(MASKS["documents"](390, 400), 390, 400)
+    out, lse, _ = run_forward(x)
+    for got, want in zip(run_backward(x, out, lse, grad_dtype=grad_dtype), exact_backward(x), strict=True):
+        assert got.dtype == grad_dtype
+        assert float((got.double() - want).norm() / want.norm()) < 6e-3
+
+
+def test_lse_of_more_keys_gives_the_part_of_these_keys():
+    whole = make_inputs(MASKS["causal"](500, 700), 500, 700)
+    out, lse, _ = run_forward(whole)
+    exact = exact_backward(whole)
+    dq = torch.zeros(whole.q.shape, device="cuda")
+    delta = hopper.row_delta(whole.dout, out)
+    for k0, k1 in ((0, 300), (300, 700)):
+        part = whole.bands.copy()
+        part[:, 2:4] = np.clip(part[:, 2:4], k0, k1) - k0
+        part[:, 4:6] = (-(1 << 40), part[0, 5] - k0)
+        k, v = whole.k[k0:k1], whole.v[k0:k1]
+        dk, dv = (torch.zeros(t.shape, device="cuda") for t in (k, v))
+        hopper.backward(
+            whole.dout, whole.q, k, v, lse, delta, part, whole.options, grads=(dq, dk, dv), accumulate=True
+        )  # fmt: skip
+        for got, want in ((dk, exact[1][k0:k1]), (dv, exact[2][k0:k1])):
+            assert float((got.double() - want).norm() / want.norm()) < 6e-3
+    assert float((dq.double() - exact[0]).norm() / exact[0].norm()) < 6e-3
+
+
+def test_row_delta_is_the_row_sum_and_ignores_garbage_where_out_is_zero():
+    x = make_inputs(MASKS["documents"](390, 400), 390, 400)
+    out, _, _ = run_forward(x)
+    dout = x.dout.clone()
+    dout[~x.visible.any(1)] = torch.nan
+    want = torch.where(out == 0, 0, dout.double() * out.double()).sum(-1)
+    torch.testing.assert_close(hopper.row_delta(dout, out).double(), want, atol=1e-4, rtol=1e-4)
+    assert bool(torch.isfinite(exact_forward(x)[0]).all())

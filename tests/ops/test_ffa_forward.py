@@ -1,0 +1,103 @@
+"""The Hopper forward kernel against fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.ops.impl import hopper
+from tests.ops.ffa_cases import (
+    MASKS,
+    Inputs,
+    assert_as_good,
+    exact_forward,
+    make_inputs,
+    plain_attention,
+    random_bands,
+    run_forward,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
+
+
+def check(x: Inputs) -> None:
+    out, lse, top = run_forward(x, return_max_logits=True)
+    want, want_lse, want_top = exact_forward(x)
+    assert_as_good("out", out, plain_attention(x)[0], want)
+    empty = ~x.visible.any(1)
+    assert bool((out[empty] == 0).all()) and bool((lse[empty] == -torch.inf).all())
+    torch.testing.assert_close(lse[~empty].double(), want_lse[~empty], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(top.double(), want_top, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_output_lse_and_largest_logit_match_fp64(mask, shape):
+    check(make_inputs(MASKS[mask](*shape), *shape))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_bands_match_fp64(seed):
+    rng = np.random.default_rng(seed)
+    num_rows, num_keys = rng.integers(1, 900, 2).tolist()
+    heads = [(4, 2), (1, 1), (8, 1), (3, 3), (6, 2)][seed % 5]
+    check(make_inputs(random_bands(rng, num_rows, num_keys), num_rows, num_keys, heads=heads, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", list(hopper._FORWARD_WIDTHS))
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
+    for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
+        check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_stages_merge_to_the_whole(out_dtype):
+    bands = MASKS["causal"](500, 700)
+    whole = make_inputs(bands, 500, 700)
+    want, want_lse, _ = exact_forward(whole)
+    out = lse = None
+    for k0, k1 in ((0, 300), (300, 700)):
+        part = bands.copy()
+        part[:, 2:4] = np.clip(part[:, 2:4], k0, k1)
+        part[:, 2:4] -= k0
+        part[:, 4] = -(1 << 40)
+        part[:, 5] -= k0
+        x = Inputs(whole.q, whole.k[k0:k1], whole.v[k0:k1], whole.dout, part, whole.options)
+        out, lse, _ = run_forward(x, out=out, lse=lse, out_dtype=out_dtype)
+    torch.testing.assert_close(lse.double(), want_lse, atol=2e-4, rtol=2e-4)
+    assert out.dtype == out_dtype
+    assert float((out.double() - want).norm() / want.norm()) < 6e-3
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_sink_joins_the_denominator(per_row):
+    x = make_inputs(MASKS["documents"](390, 400), 390, 400)
+    sink = torch.randn((390, 4) if per_row else (4,), device="cuda")
+    out, lse, _ = run_forward(x, sink_lse=sink)
+    want, want_lse, _ = exact_forward(x, sink_lse=sink)
+    torch.testing.assert_close(lse.double(), want_lse, atol=2e-4, rtol=2e-4)
+    assert float((out.double() - want).norm() / want.norm()) < 6e-3
+
+
+def test_strided_inputs_and_garbage_prior_of_empty_rows():
+    shape = (200, 260)
+    x = make_inputs(MASKS["causal"](*shape), *shape)
+    q = torch.randn(4, 200, 256, device="cuda").to(torch.bfloat16)[:, :, 128:].transpose(0, 1)
+    x = Inputs(q, x.k, x.v, x.dout, x.bands, x.options)
+    out = torch.full((200, 4, 128), torch.nan, device="cuda", dtype=torch.bfloat16)
+    lse = torch.full((200, 4), -torch.inf, device="cuda")
+    out, lse, _ = run_forward(x, out=out, lse=lse)
+    assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
+
+
+def test_repeated_runs_are_bitwise_equal():
+    x = make_inputs(MASKS["causal"](1500, 1500), 1500, 1500, heads=(8, 2))
+    first = run_forward(x)
+    for _ in range(100):
+        again = run_forward(x)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
