@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.impl import hopper_build, hopper_driver, hopper_plan
+from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.ops.hopper import driver as hopper_driver
+from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.options import AttnOptions
 
 _LOG2_E = 1.4426950408889634
@@ -161,6 +163,8 @@ def backward(
         ValueError: the device, dtype or head dims are not supported.
     """
     _check_support(q, v, _BACKWARD_DIMS)
+    if options.deterministic:
+        raise ValueError("deterministic: the backward of impl 'ffa' adds dq in any order; use impl 'torch'")
     if q.shape[0] == 0 or k.shape[0] == 0:
         if not accumulate:
             for grad in grads:
@@ -271,6 +275,17 @@ def _key_gradient_buffers(grads, dtype, accumulate: bool, splits: int) -> tuple[
         if grads[0].dtype == torch.float32:
             return _STORE_FLOAT, *grads
     return _ADD_FLOAT, *(_sum_buffer(g, accumulate) for g in grads)
+
+
+def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
+    """Whether both passes take tensors like these."""
+    return (
+        not deterministic
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and (q.shape[2], v.shape[2]) in _BACKWARD_DIMS
+        and q.device.type == "cuda"
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+    )
 
 
 def _check_support(q: Tensor, v: Tensor, known_dims) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.impl import hopper_tiles
-from megatron_magi.ops.impl.hopper_tiles import TilePlan
+from megatron_magi.ops.hopper.tiles import TilePlan, count_blocks, plan_tiles, transpose
 
 _MAX_PLANS = 256
 _plans: OrderedDict[tuple, DevicePlan] = OrderedDict()
@@ -95,7 +94,7 @@ def forward_plan(bands: np.ndarray, num_rows: int, num_keys: int, block_ns: tupl
 
     def make() -> TilePlan:
         block_n = _cheapest_width(bands, num_rows, block_ns)
-        return hopper_tiles.plan_tiles(bands, num_rows, num_keys, 128, block_n)
+        return plan_tiles(bands, num_rows, num_keys, 128, block_n)
 
     return device_plan(("forward", digest, num_rows, num_keys, block_ns), device, make)
 
@@ -104,7 +103,7 @@ def backward_plan(bands: np.ndarray, num_rows: int, num_keys: int, device) -> De
     """Plan of 128-key tiles over blocks of 64 queries: that of the transposed mask."""
 
     def make() -> TilePlan:
-        return hopper_tiles.plan_tiles(hopper_tiles.transpose(bands), num_keys, num_rows, 128, 64)
+        return plan_tiles(transpose(bands), num_keys, num_rows, 128, 64)
 
     return device_plan(("backward", content_digest(bands), num_rows, num_keys), device, make)
 
@@ -116,7 +115,7 @@ _WIDTH_OVERHEAD = 14
 def _cheapest_width(bands: np.ndarray, num_rows: int, block_ns: tuple[int, ...]) -> int:
     if len(block_ns) == 1:
         return block_ns[0]
-    costs = {n: hopper_tiles.count_blocks(bands, num_rows, 128, n) * (n + _WIDTH_OVERHEAD) for n in block_ns}
+    costs = {n: count_blocks(bands, num_rows, 128, n) * (n + _WIDTH_OVERHEAD) for n in block_ns}
     return min(block_ns, key=lambda n: costs[n])
 
 
