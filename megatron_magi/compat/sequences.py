@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_magi.mask.documents import int_at_least
+
 
 def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
     """Tokens that fill a sequence up to a multiple of ``chunk_size * cp_size``.
@@ -11,12 +13,10 @@ def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
     A key computes its own padding (``key.pad_size``); this is for code that wants to know it before.
 
     Raises:
-        ValueError: ``cp_size`` or ``chunk_size`` is not positive.
+        ValueError: ``cp_size`` or ``chunk_size`` is not positive, or a number is no integer.
     """
-    for name, value in (("cp_size", cp_size), ("chunk_size", chunk_size)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    return -total_seqlen_q % (cp_size * chunk_size)
+    cp_size, chunk_size = int_at_least(cp_size, "cp_size", 1), int_at_least(chunk_size, "chunk_size", 1)
+    return -int_at_least(total_seqlen_q, "total_seqlen_q", 0) % (cp_size * chunk_size)
 
 
 def squash_batch_dim(x: torch.Tensor) -> torch.Tensor:

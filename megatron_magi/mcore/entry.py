@@ -15,7 +15,7 @@ import torch
 from megatron_magi import envs
 from megatron_magi.mcore import cpu_device, wheel_repairs
 from megatron_magi.mcore.argv import FLAG, add_arguments, rewrite_argv
-from megatron_magi.mcore.buffers import buffers_of, check_padding
+from megatron_magi.mcore.trainer import check_padding, dispatched_training
 from megatron_magi.mcore.versions import check_version
 
 _ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -50,8 +50,16 @@ def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable
     model_config.pre_wrap_hooks += [*pre_wrap_hooks, *_device_hooks(args)]
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
-    with buffers_of(_buffer_length(args)) if args.magi_attention else nullcontext():
-        pretrain(config, provider, ModelType.encoder_or_decoder, forward_step, store=store)
+    embedding_ranks = functools.partial(_embedding_ranks, args, model_config.transformer)
+    with dispatched_training(_buffer_length(args)) if args.magi_attention else nullcontext():
+        pretrain(
+            config,
+            provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            store=store,
+            get_embedding_ranks=embedding_ranks,
+        )
 
 
 def _parse() -> Namespace:
@@ -98,6 +106,14 @@ def _buffer_length(args: Namespace) -> int:
     from megatron_magi.mcore.settings import magi_config, padded_seq_length
 
     return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch)
+
+
+def _embedding_ranks(args: Namespace, config: Any, pp_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline that hold the word embeddings, whose gradients Megatron adds up over them."""
+    from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+
+    output = set() if args.untie_embeddings_and_output_weights else {pp_ranks[-1]}
+    return sorted({pp_ranks[0], *output, *get_mtp_ranks(pp_ranks, config)})
 
 
 def _device_hooks(args: Namespace) -> list[Callable]:

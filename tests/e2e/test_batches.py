@@ -90,3 +90,12 @@ def test_other_backends_distill_as_megatron_does(runs: Runs) -> None:
         assert record["total loss"] == pytest.approx(parts, rel=1e-6)
     assert got.losses[1] == plain.losses[1]
     assert got.losses[NUM_ITERATIONS] != plain.losses[NUM_ITERATIONS]
+
+
+def test_skipped_iterations_are_skipped_on_every_rank(runs: Runs) -> None:
+    skip = ("--seq-length", "125", "--max-position-embeddings", "125", "--iterations-to-skip", "2")
+    case = Case(skip, ("--tensor-model-parallel-size", "2"), num_ranks=4)
+    expected, got = runs.stock(case), runs.magi(case)
+    assert list(got.losses) == list(expected.losses) == [1, *range(3, NUM_ITERATIONS + 1)]
+    for iteration, loss in expected.losses.items():
+        assert abs(got.losses[iteration] - loss) <= LOSS_TOLERANCE * loss

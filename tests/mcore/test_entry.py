@@ -12,7 +12,7 @@ from megatron.training import arguments
 
 from megatron_magi.mcore import entry
 from megatron_magi.mcore.argv import rewrite_argv
-from megatron_magi.mcore.buffers import check_padding
+from megatron_magi.mcore.trainer import check_padding
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 TOKENIZER = ("--tokenizer-type", "NullTokenizer")
@@ -80,3 +80,13 @@ def test_model_initialised_on_the_cpu_moves_to_the_gpu_it_is_trained_on(monkeypa
     (hook,) = entry._device_hooks(args)
     assert [chunk.device for chunk in hook([Chunk(), Chunk()])] == [3, 3]
     assert entry._device_hooks(SimpleNamespace(use_cpu_initialization=False, use_torch_fsdp2=False)) == []
+
+
+@pytest.mark.parametrize(("is_untied", "expected"), [(True, [4]), (False, [4, 10])], ids=["untied", "tied"])
+def test_embedding_ranks_are_the_ends_that_hold_one(is_untied: bool, expected: list[int]) -> None:
+    args = SimpleNamespace(untie_embeddings_and_output_weights=is_untied)
+    config = SimpleNamespace(mtp_num_layers=None)
+    assert entry._embedding_ranks(args, config, [4, 6, 8, 10]) == expected
+    assert entry._embedding_ranks(args, config, [4]) == [4]
+    config = SimpleNamespace(mtp_num_layers=1, pipeline_model_parallel_layout=None)
+    assert entry._embedding_ranks(args, config, [4, 6, 8, 10]) == [4, 10]
