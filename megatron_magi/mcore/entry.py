@@ -118,7 +118,10 @@ def _embedding_ranks(args: Namespace, config: Any, pp_ranks: list[int]) -> list[
 
 def _device_hooks(args: Namespace) -> list[Callable]:
     """Hooks that put a model initialised on the CPU where it is trained, which Megatron itself does not."""
-    if not args.use_cpu_initialization or args.use_torch_fsdp2 or not torch.cuda.is_available():
+    if not args.use_cpu_initialization or not torch.cuda.is_available():
+        return []
+    if args.use_torch_fsdp2 or args.init_model_with_meta_device:
+        # These place the model themselves.
         return []
 
     def to_device(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

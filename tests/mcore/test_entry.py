@@ -72,14 +72,15 @@ def test_model_initialised_on_the_cpu_moves_to_the_gpu_it_is_trained_on(monkeypa
             self.device = device
             return self
 
-    args = SimpleNamespace(use_cpu_initialization=True, use_torch_fsdp2=False)
+    args = SimpleNamespace(use_cpu_initialization=True, use_torch_fsdp2=False, init_model_with_meta_device=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert entry._device_hooks(args) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     (hook,) = entry._device_hooks(args)
     assert [chunk.device for chunk in hook([Chunk(), Chunk()])] == [3, 3]
-    assert entry._device_hooks(SimpleNamespace(use_cpu_initialization=False, use_torch_fsdp2=False)) == []
+    for name, value in (("use_cpu_initialization", False), ("init_model_with_meta_device", True)):
+        assert entry._device_hooks(SimpleNamespace(**{**vars(args), name: value})) == []
 
 
 @pytest.mark.parametrize(("is_untied", "expected"), [(True, [4]), (False, [4, 10])], ids=["untied", "tied"])

@@ -67,13 +67,13 @@ def _load(events: list[str], batch: Any) -> Any:
     return batch
 
 
-def _magi_step(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def _magi_step(events: list[str], monkeypatch: pytest.MonkeyPatch, loss_log: Any = None) -> Any:
     params = SimpleNamespace(plans=SimpleNamespace(plan="plan"), num_loss_tokens=1.0)
     fields = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "documents"))
     dispatcher = SimpleNamespace(next=lambda it: _load(events, SimpleNamespace(**fields, params=params)))
     args = SimpleNamespace(num_experts=None, context_parallel_size=2)
     monkeypatch.setattr("megatron_magi.mcore.forward_step.get_args", lambda: args)
-    forward_step = MagiForwardStep(lambda: dispatcher)
+    forward_step = MagiForwardStep(lambda: dispatcher, loss_log)
     forward_step.prepare()
     return forward_step
 
@@ -125,9 +125,15 @@ def test_documents_are_not_counted_in(case: str, machine: SimpleNamespace) -> No
     assert training.consume_seqlen_stats_in_iteration() == (None, None)
 
 
-def test_a_replayed_microbatch_is_no_other_plan(machine: SimpleNamespace) -> None:
-    model = Model([])
-    assert step.is_first_run(model)
+def test_a_replayed_microbatch_adds_no_plan_to_the_log(
+    machine: SimpleNamespace, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[str] = []
+    forward_step = _magi_step(events, monkeypatch, SimpleNamespace(add_plan=plans.append))
+    model = Model(events)
+    forward_step(iter(()), model)
     machine.state = RerunState.RERUNNING_IN_PLACE
-    assert not step.is_first_run(model)
-    assert not step.is_first_run(model.eval())
+    forward_step(iter(()), model)
+    machine.state = RerunState.INITIAL_RUN
+    forward_step(iter(()), model.eval())
+    assert plans == ["plan"]
