@@ -19,8 +19,9 @@ part() {
   grep -vE "Warning|warnings.warn" "$OUT/$name.log" | tail -n "${LINES_SHOWN:-14}"
 }
 
-part training 280 "$PYTHON" benchmarks/run_gpu_training.py --out "$OUT"
-part tests 100 "$PYTHON" -m pytest -m gpu tests/comm tests/attention tests/ops -q --no-header -p no:cacheprovider
+part training "${TRAINING_S:-280}" "$PYTHON" benchmarks/run_gpu_training.py --out "$OUT"
+# shellcheck disable=SC2086  (several folders)
+part tests "${TESTS_S:-100}" "$PYTHON" -m pytest -m gpu ${TESTS:-tests/comm tests/attention tests/ops} -q --no-header -p no:cacheprovider
 part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"
 part demo 110 "$PYTHON" -m megatron_magi.demo --out demo_out
 cp demo_out/report.txt "$OUT/demo_report.txt" 2>/dev/null

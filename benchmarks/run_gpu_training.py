@@ -3,9 +3,11 @@
     python benchmarks/run_gpu_training.py --out DIR [--only parity|long]
 
 Parity: a small GPT on packed documents, Megatron's own unfused attention at CP=1 against
-`--attention-backend magi` on 1, 2 and all GPUs, in fp32 and bf16; prints the largest relative
-difference of the losses. The fp32 budget is 1e-5; in bf16 every activation is rounded to 8 bits, and
-the budget is one unit of that.
+`--attention-backend magi` on 1, 2 and all GPUs, in fp32 and bf16. Losses are compared with those of
+stock attention in fp32. In fp32 the budget is 1e-5. In bf16 training amplifies every rounding, so
+the budget is what bf16 costs stock attention itself: twice the largest difference between the
+stock runs in bf16 and in fp32. The difference to the stock run in bf16 is printed as well, also
+for the dense reference (`magi_dense`), which shows what another order of the same sums costs.
 
 Long: 64k tokens a sequence, packed documents, all GPUs; prints tokens/s, balance, bytes and the
 largest memory of a rank.
@@ -25,9 +27,10 @@ from provenance import write_csv
 from megatron_magi.demo.corpus import build_corpus
 from megatron_magi.testing.megatron_launch import LaunchError, RunResult, launch, tiny_gpt_args
 
-BUDGET = {"fp32": 1e-5, "bf16": 2**-8}
-HEADER = ["run", "dtype", "ranks", "iterations", "first_loss", "last_loss", "max_relative_difference", "budget",
-          "tokens_per_s", "balance", "received_rows", "lower_bound_rows", "max_allocated_gib", "seconds"]  # fmt: skip
+FP32_BUDGET = 1e-5
+HEADER = ["run", "dtype", "ranks", "iterations", "first_loss", "last_loss", "difference_to_fp32", "budget",
+          "difference_to_stock", "tokens_per_s", "balance", "received_rows", "lower_bound_rows",
+          "max_allocated_gib", "seconds"]  # fmt: skip
 
 
 def model_args(dtype: str) -> list[str]:
@@ -40,20 +43,29 @@ def model_args(dtype: str) -> list[str]:
 def parity(data: Path, work: Path, num_gpus: int) -> list[list]:
     """Rows of the table, one a run."""
     rows = []
+    exact: RunResult | None = None
     for dtype in ("fp32", "bf16"):
-        reference: RunResult | None = None
+        stock: RunResult | None = None
         sizes = sorted({1, min(2, num_gpus), num_gpus})
-        for name, cp_size in [("stock", 1), *(("magi", size) for size in sizes)]:
-            magi = ["--attention-backend", "magi"] if name == "magi" else []
+        for name, cp_size in [("stock", 1), ("magi_dense", 1), *(("magi", size) for size in sizes)]:
+            magi = [] if name == "stock" else ["--attention-backend", "magi"]
+            env = {"MAGI_ATTENTION_SDPA_BACKEND": "1"} if name == "magi_dense" else {}
             args = tiny_gpt_args(
                 data, *model_args(dtype), *magi, seq_length=2048, train_iters=20, global_batch_size=4,
             )  # fmt: skip
             args += ["--context-parallel-size", str(cp_size)]
-            result = launch(args, cp_size, workdir=work / f"{name}_{dtype}_{cp_size}", timeout_s=150)
-            reference = reference or result
-            rows.append(_row(name, dtype, cp_size, result, reference, 2048 * 4))
+            result = launch(args, cp_size, env=env, workdir=work / f"{name}_{dtype}_{cp_size}", timeout_s=150)
+            stock, exact = stock or result, exact or result
+            budget = FP32_BUDGET if dtype == "fp32" else 2 * difference(stock, exact)
+            compared = [f"{difference(result, exact):.2e}", f"{budget:.2e}", f"{difference(result, stock):.2e}"]
+            rows.append(_row(name, dtype, cp_size, result, compared, 2048 * 4))
             _show(rows[-1])
     return rows
+
+
+def difference(a: RunResult, b: RunResult) -> float:
+    """Largest relative difference of the losses of two runs."""
+    return max(abs(a.losses[i] / b.losses[i] - 1) for i in b.losses)
 
 
 def long_batch(data: Path, work: Path, num_gpus: int) -> list[list]:
@@ -63,18 +75,13 @@ def long_batch(data: Path, work: Path, num_gpus: int) -> list[list]:
         context_parallel_size=num_gpus,
     )  # fmt: skip
     result = launch(args, num_gpus, workdir=work / "long", timeout_s=300)
-    rows = [_row("long", "bf16", num_gpus, result, None, 65536 * 2)]
+    rows = [_row("long", "bf16", num_gpus, result, ["", "", ""], 65536 * 2)]
     _show(rows[-1])
     return rows
 
 
-def _row(
-    name: str, dtype: str, ranks: int, result: RunResult, reference: RunResult | None, tokens_an_iteration: int
-) -> list:
+def _row(name: str, dtype: str, ranks: int, result: RunResult, compared: list[str], tokens_an_iteration: int) -> list:
     losses = result.losses
-    difference = ""
-    if reference is not None:
-        difference = f"{max(abs(losses[i] / reference.losses[i] - 1) for i in losses):.2e}"
     last = result.records[-1]
     # The first iterations compile kernels and fill caches.
     times = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", result.stdout)][2:]
@@ -85,8 +92,7 @@ def _row(
     peaks = [float(m) for text in result.outputs for m in re.findall(r"max allocated: ([\d.]+)", text)]
     memory = f"{max(peaks) / 1024:.2f}" if peaks else ""
     first, final = min(losses), max(losses)
-    budget = BUDGET[dtype] if reference is not None else ""
-    return [name, dtype, ranks, len(losses), f"{losses[first]:.6f}", f"{losses[final]:.6f}", difference, budget,
+    return [name, dtype, ranks, len(losses), f"{losses[first]:.6f}", f"{losses[final]:.6f}", *compared,
             speed, *plan, memory, f"{result.elapsed_s:.1f}"]  # fmt: skip
 
 
@@ -117,7 +123,8 @@ def main() -> None:
         except LaunchError as error:
             failures.append(f"{name}: {error}")
     write_csv(options.out / f"training_{num_gpus}gpu.csv", HEADER, rows)
-    failures += [f"{r[0]} {r[1]} on {r[2]} GPUs differs by {r[6]}" for r in rows if r[6] and float(r[6]) > r[7]]
+    over = [r for r in rows if r[0].startswith("magi") and float(r[6]) > float(r[7])]
+    failures += [f"{r[0]} {r[1]} on {r[2]} GPUs differs by {r[6]}, allowed is {r[7]}" for r in over]
     sys.exit("\n".join(failures) if failures else 0)
 
 
