@@ -110,8 +110,8 @@ def _unneeded(name: str, description: str, kind: Kind = Kind.TOGGLE, default: An
     return Variable(name, kind, default, description, state=State.UNNEEDED, **more)
 
 
-def _unavailable(name: str, description: str) -> Variable:
-    return Variable(PREFIX + name, Kind.TOGGLE, False, description, state=State.UNAVAILABLE)
+def _unavailable(name: str, description: str, kind: Kind = Kind.TOGGLE, default: Any = False, **more: Any) -> Variable:
+    return Variable(PREFIX + name, kind, default, description, state=State.UNAVAILABLE, **more)
 
 
 def _sm_margin(which: str) -> Variable:
@@ -130,6 +130,7 @@ _MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _HIGH_PRECISION = PREFIX + "BACKWARD_HIGH_PRECISION_REDUCE"
 _OLD_HIGH_PRECISION = PREFIX + "FFA_BACKWARD_HIGH_PRECISION_REDUCE"
 _BUILD_JOBS = "90 % of the cores"
+_JIT = "Kernels are compiled by NVRTC when they are first used, and kept."
 
 SECTIONS: dict[str, tuple[Variable, ...]] = {
     "Correctness": (
@@ -211,21 +212,21 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _unavailable("PROFILE_MODE", "Timing inside kernels is not available yet; torch's profiler works as it is."),
     ),
     "Building": (
-        _unneeded(
-            PREFIX + "WORKSPACE_BASE",
-            "Where compiled kernels would go: no kernel is compiled by this package.",
+        _unavailable(
+            "WORKSPACE_BASE",
+            f"{_JIT} Another folder than ~/.cache/megatron_magi is not available yet.",
             Kind.TEXT,
             None,
             default_text="the home directory",
         ),
+        _unavailable("BUILD_VERBOSE", "Output of the compiler is not available yet, but in its errors."),
+        _unavailable("BUILD_DEBUG", "Kernels with debug information are not available yet."),
+        _unavailable("NO_BUILD_CACHE", "Compiling anew each time is not available yet; empty the cache instead."),
+        _unneeded(PREFIX + "FORCE_JIT_BUILD", _JIT),
+        _unneeded("NVCC_THREADS", _JIT, Kind.COUNT, 4, least=0),
+        _unneeded(PREFIX + "PREBUILD_FFA", _JIT, default=True),
         *(
-            _unneeded(PREFIX + name, "No kernel is compiled by this package.")
-            for name in ("BUILD_VERBOSE", "BUILD_DEBUG", "NO_BUILD_CACHE", "FORCE_JIT_BUILD")
-        ),
-        _unneeded("NVCC_THREADS", "No kernel is compiled by this package.", Kind.COUNT, 4, least=0),
-        _unneeded(PREFIX + "PREBUILD_FFA", "No kernel is compiled by this package.", default=True),
-        *(
-            _unneeded(name, "No kernel is compiled by this package.", Kind.COUNT, None, default_text=_BUILD_JOBS)
+            _unneeded(name, _JIT, Kind.COUNT, None, default_text=_BUILD_JOBS)
             for name in (PREFIX + "PREBUILD_FFA_JOBS", "MAX_JOBS")
         ),
         *(
@@ -237,7 +238,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "BUILD_COMPUTE_CAPABILITY",
-            "No kernel is compiled by this package.",
+            _JIT,
             Kind.TEXT,
             None,
             default_text="that of the GPU",

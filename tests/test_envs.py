@@ -51,6 +51,7 @@ KNOWN = {
     "FFA_BACKWARD_HIGH_PRECISION_REDUCE",
 }
 UNAVAILABLE = ["FA4_BACKEND", "NATIVE_GRPCOLL", "QO_COMM", "CPP_BACKEND", "HIERARCHICAL_COMM", "PROFILE_MODE"]
+UNAVAILABLE += ["BUILD_VERBOSE", "BUILD_DEBUG", "NO_BUILD_CACHE"]
 
 
 def config_of(**variables) -> MagiConfig:
@@ -107,6 +108,11 @@ def test_asking_for_what_is_not_there_yet_is_one_clear_error(name):
     with pytest.raises(ValueError, match=f"{PREFIX}{name}=1: .*not available yet.*leave it at 0"):
         config_of(**{name: "1"})
     assert config_of(**{name: "0"}) == envs.load({}).default_config()
+
+
+def test_a_folder_for_kernels_is_refused_until_it_is_heeded():
+    with pytest.raises(ValueError, match=f"{PREFIX}WORKSPACE_BASE=/scratch: .*not available yet.*the home directory"):
+        config_of(WORKSPACE_BASE="/scratch")
 
 
 def test_what_is_not_needed_is_accepted_and_changes_nothing():

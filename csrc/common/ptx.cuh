@@ -45,25 +45,19 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 
 // ---- named barriers of the hardware (ids 1..15; 0 is __syncthreads) ----
 
-DEVICE void named_sync(u32 id, u32 threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-DEVICE void named_arrive(u32 id, u32 threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- bulk tensor copies ----
 
-DEVICE void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Box at (column, head, row) of a [rows, heads, columns] tensor; rows outside read as zero.
 DEVICE void load_box(u32 smem, const TensorMap* map, int column, int head, int row, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-          smem),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(smem),
       "l"(map), "r"(column), "r"(head), "r"(row), "r"(barrier)
       : "memory");
 }
@@ -77,9 +71,11 @@ DEVICE void load_bytes(u32 smem, const void* global, u32 bytes, u32 barrier) {
 
 // Adds floats from shared to global memory; sizes and addresses are multiples of 16 bytes.
 DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-               "cp.async.bulk.commit_group;" ::"l"(global), "r"(smem), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(global),
+      "r"(smem), "r"(bytes)
+      : "memory");
 }
 
 // Until the copies that this thread committed have read their sources.
@@ -139,8 +135,7 @@ DEVICE void hold(float x) {
 // operand to another, so steps are added to it alone, in units of 16 bytes.
 struct Operand {
   u32 low;
-  DEVICE Operand(u32 smem, u32 panel_bytes = 0)
-      : low(uniform(((smem & 0x3FFFF) >> 4) | ((panel_bytes >> 4) << 16))) {}
+  DEVICE Operand(u32 smem, u32 panel_bytes = 0) : low(uniform(((smem & 0x3FFFF) >> 4) | ((panel_bytes >> 4) << 16))) {}
   DEVICE u64 at(u32 byte_step) const {
     u64 d;
     asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (byte_step >> 4)), "n"((1 << 30) | (1024 >> 4)));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -57,10 +59,10 @@ def cover_pass(plan: TilePlan, i: int, row0: int, num_rows: int, padded: np.ndar
 def disjoint_bands(draw, num_rows: int, num_columns: int):
     """Random bands without overlap: random cuts of rows, in each random column intervals and diagonals."""
     table = []
-    cuts = sorted(draw(st.lists(st.integers(0, num_rows), max_size=8)) + [0, num_rows])
-    for q0, q1 in zip(cuts[:-1], cuts[1:], strict=True):
+    cuts = sorted([*draw(st.lists(st.integers(0, num_rows), max_size=8)), 0, num_rows])
+    for q0, q1 in itertools.pairwise(cuts):
         edges = sorted(draw(st.lists(st.integers(0, num_columns), max_size=6)))
-        for k0, k1 in zip(edges[:-1], edges[1:], strict=True):
+        for k0, k1 in itertools.pairwise(edges):
             kind = draw(st.integers(0, 4))
             d = draw(st.integers(-num_rows, num_columns))
             width = draw(st.integers(1, 60))

@@ -5,8 +5,8 @@
 // shared memory for dQ = dS K, of which each warpgroup computes half the columns and adds them to fp32 dQ in
 // device memory. The tile plan is that of the transposed mask: rows are keys, columns are queries.
 //
-// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has a product of the same
-// warpgroup to hide under: dQ is drained under S, the exponentials run under dP, dS is formed under dV.
+// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has a product of the
+// same warpgroup to hide under: dQ is drained under S, the exponentials run under dP, dS is formed under dV.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES.
 
@@ -16,8 +16,8 @@
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kStages = STAGES;
-constexpr int kGroups = 2;    // consumer warpgroups
-constexpr int kKeys = 64;     // keys of a warpgroup
+constexpr int kGroups = 2;  // consumer warpgroups
+constexpr int kKeys = 64;   // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kPanel = 64;    // columns of a swizzled panel
@@ -30,11 +30,11 @@ enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 struct BackwardParams {
   TensorMap q, k, v, dout;
   TilePlan plan;
-  const float* lse;     // [num_heads, stats_row]: times log2 e
-  const float* delta;   // [num_heads, stats_row]: times softmax scale
-  float* dq;            // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
+  const float* lse;    // [num_heads, stats_row]: times log2 e
+  const float* delta;  // [num_heads, stats_row]: times softmax scale
+  float* dq;           // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
   void *dk, *dv;
-  int* counter;         // two words, zero before and after
+  int* counter;                          // two words, zero before and after
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int num_tiles, num_rows, num_keys, num_heads_kv, group, splits, stats_row, store;
   float scale, scale_log2, softcap_factor;
@@ -143,8 +143,7 @@ template <int kColumns>
 DEVICE void issue_key_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kQueries / 4], const Operand& b) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kQueries / 16; ++i)
-    Wgmma<T, kColumns>::template rs<1>(acc, a + 4 * i, b.at(i * 16 * 128), 1);
+  for (int i = 0; i < kQueries / 16; ++i) Wgmma<T, kColumns>::template rs<1>(acc, a + 4 * i, b.at(i * 16 * 128), 1);
   wgmma_commit();
 }
 
@@ -184,14 +183,16 @@ DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i6
       for (int j = 0; j < 4; ++j) {
         const float x = acc[4 * (4 * g + j) + 2 * r], y = acc[4 * (4 * g + j) + 2 * r + 1];
         float* at32 = out32 + 32 * g + 8 * j;
-        if (p.store == kStoreHalf) word[j] = T::pack(x, y);
-        else if (valid[r] && p.store == kAddFloat) add_global_v2(at32, x, y);
-        else if (valid[r]) *reinterpret_cast<float2*>(at32) = make_float2(x, y);
+        if (p.store == kStoreHalf)
+          word[j] = T::pack(x, y);
+        else if (valid[r] && p.store == kAddFloat)
+          add_global_v2(at32, x, y);
+        else if (valid[r])
+          *reinterpret_cast<float2*>(at32) = make_float2(x, y);
       }
       if (p.store == kStoreHalf) {
         transpose_quad(word, lane);
-        if (valid[r])
-          *reinterpret_cast<uint4*>(out16 + 32 * g) = make_uint4(word[0], word[1], word[2], word[3]);
+        if (valid[r]) *reinterpret_cast<uint4*>(out16 + 32 * g) = make_uint4(word[0], word[1], word[2], word[3]);
       }
     }
   }
@@ -199,8 +200,10 @@ DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i6
 
 template <bool kFirst, typename A, typename B>
 DEVICE auto& choose(A& a, B& b) {
-  if constexpr (kFirst) return a;
-  else return b;
+  if constexpr (kFirst)
+    return a;
+  else
+    return b;
 }
 
 struct Consumer {
@@ -214,13 +217,16 @@ struct Consumer {
   u32 ds_store;
 
   DEVICE Consumer(const BackwardParams& p, Shared& s, int warpgroup)
-      : p(p), s(s), warpgroup(warpgroup), lane(threadIdx.x % 32),
+      : p(p),
+        s(s),
+        warpgroup(warpgroup),
+        lane(threadIdx.x % 32),
         row(warpgroup * kKeys + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
         k_own(smem_address(s.k) + warpgroup * kKeys * 128),
         v_own(smem_address(s.v) + warpgroup * kKeys * 128),
-        k_half(smem_address(s.k) + warpgroup * kDqColumns / kPanel * kTileKeys * 128 +
-                   warpgroup * kDqColumns % kPanel * 2,
-               kTileKeys * 128) {
+        k_half(
+            smem_address(s.k) + warpgroup * kDqColumns / kPanel * kTileKeys * 128 + warpgroup * kDqColumns % kPanel * 2,
+            kTileKeys * 128) {
     // stmatrix: lane L gives the address of row L % 8 of matrix L / 8; matrices 1 and 3 are 8 keys below.
     const int key = row - lane / 4 + (lane / 8 % 2) * 8 + lane % 8;
     ds_store = smem_address(s.ds) + key * 128;
@@ -364,8 +370,10 @@ struct Consumer {
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
-      if (item.z < item.w) accumulate(item, dk, dv);
-      else if (p.store == kAddFloat) continue;
+      if (item.z < item.w)
+        accumulate(item, dk, dv);
+      else if (p.store == kAddFloat)
+        continue;
       const i64 key = item.x + row;
       bool valid[2] = {key < p.num_keys, key + 8 < p.num_keys};
       const int head_kv = item.y / p.group;

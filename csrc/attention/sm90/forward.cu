@@ -23,16 +23,16 @@ struct ForwardParams {
   TilePlan plan;
   void* out;
   float* lse;
-  float* max_logits;       // of each head as ordered integers, or null
-  const float* sink_lse;   // or null
-  int* counter;            // two words, zero before and after
-  i64 out_row, out_head;   // strides, elements
+  float* max_logits;      // of each head as ordered integers, or null
+  const float* sink_lse;  // or null
+  int* counter;           // two words, zero before and after
+  i64 out_row, out_head;  // strides, elements
   i64 lse_row, lse_head;
   i64 sink_row, sink_head;
   int num_tiles, num_rows, num_heads, group, head_section;
-  float scale_log2;        // softmax scale * log2 e, or softcap * log2 e
-  float softcap_factor;    // softmax scale / softcap
-  float logit_scale;       // of max_logits
+  float scale_log2;      // softmax scale * log2 e, or softcap * log2 e
+  float softcap_factor;  // softmax scale / softcap
+  float logit_scale;     // of max_logits
   int accumulate, out_fp32;
 };
 
@@ -178,8 +178,7 @@ DEVICE void store_output(const ForwardParams& p, float (&acc)[kHeadDimV / 2], co
       if (!p.out_fp32) {
         transpose_quad(word, lane);  // now each thread stores 16 bytes
         if (valid)
-          *reinterpret_cast<uint4*>(out16 + 32 * g + 8 * (lane % 4)) =
-              make_uint4(word[0], word[1], word[2], word[3]);
+          *reinterpret_cast<uint4*>(out16 + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
       }
     }
   }
@@ -192,18 +191,17 @@ DEVICE float log_add(float a, float b) {
   return top + kLn2 * log2_fast(exp2_fast((a - top) * kLog2e) + exp2_fast((b - top) * kLog2e));
 }
 
-DEVICE float weight(float part, float total) {
-  return part == -kInfinity ? 0.f : exp2_fast((part - total) * kLog2e);
-}
+DEVICE float weight(float part, float total) { return part == -kInfinity ? 0.f : exp2_fast((part - total) * kLog2e); }
 
 DEVICE void atomic_max_logit(float* address, float value) {
   // Positive floats order like integers, negative ones like unsigned integers reversed.
-  if (value >= 0.f) atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
-  else atomicMin(reinterpret_cast<u32*>(address), __float_as_uint(value));
+  if (value >= 0.f)
+    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
+  else
+    atomicMin(reinterpret_cast<u32*>(address), __float_as_uint(value));
 }
 
-DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax& softmax, int row, int head,
-                   int lane) {
+DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax& softmax, int row, int head, int lane) {
   float factor[2], prior[2];
   float top = -kInfinity;
 #pragma unroll

@@ -8,7 +8,7 @@ constexpr int kWords = HEAD_DIM_V / 64;  // of two elements, a thread
 struct RowDeltaParams {
   const u32* dout;
   const u32* out;
-  float* delta;  // [num_rows, num_heads]
+  float* delta;                                // [num_rows, num_heads]
   i64 dout_row, dout_head, out_row, out_head;  // strides, elements
   int num_rows, num_heads;
 };

@@ -27,9 +27,7 @@ DEVICE void apply_mask(float (&s)[N], int base, const int2 (&bounds)[2]) {
 }
 
 // tanh without the error of tanh.approx: it must hold at fp16 precision.
-DEVICE float tanh_exact(float x) {
-  return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * kLog2e * x));
-}
+DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * kLog2e * x)); }
 
 template <int N>
 DEVICE void apply_softcap(float (&s)[N], float factor) {

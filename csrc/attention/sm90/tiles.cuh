@@ -65,8 +65,10 @@ DEVICE void transpose_quad(u32 (&word)[4], int lane) {
     for (int j = 0; j < 4; ++j) {
       if (j & bit) continue;
       const u32 got = __shfl_xor_sync(0xffffffffu, upper ? word[j] : word[j | bit], bit);
-      if (upper) word[j] = got;
-      else word[j | bit] = got;
+      if (upper)
+        word[j] = got;
+      else
+        word[j | bit] = got;
     }
   }
 }

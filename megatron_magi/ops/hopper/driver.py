@@ -50,7 +50,17 @@ class Kernel:
         """Queues the kernel on a stream (its raw handle) with one struct as its parameter."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         status = _libcuda().cuLaunchKernel(
-            self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, ctypes.c_void_p(stream), pointers, None
+            self.handle,
+            num_blocks,
+            1,
+            1,
+            self.threads,
+            1,
+            1,
+            self.shared_bytes,
+            ctypes.c_void_p(stream),
+            pointers,
+            None,
         )
         _check(status, "kernel launch")
 
@@ -122,6 +132,4 @@ def fits_tensor_map(t: Tensor) -> bool:
     """Whether `tensor_map` takes the tensor as it is."""
     size = t.element_size()
     strides = [s for n, s in zip(t.shape[:2], t.stride()[:2], strict=True) if n > 1]
-    return (
-        t.stride(2) == 1 and t.data_ptr() % 16 == 0 and all(s > 0 and s * size % 16 == 0 for s in strides)
-    )
+    return t.stride(2) == 1 and t.data_ptr() % 16 == 0 and all(s > 0 and s * size % 16 == 0 for s in strides)

@@ -73,7 +73,7 @@ def device_plan(key: tuple, device: torch.device, make) -> DevicePlan:
 def _upload(plan: TilePlan, device: torch.device) -> DevicePlan:
     parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
     sizes = [len(p) for p in parts]
-    host = torch.from_numpy(np.concatenate(parts + [np.zeros(4, dtype=np.int32)]))
+    host = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)]))
     memory = host.to(device)
     at = memory.data_ptr()
     return DevicePlan(
