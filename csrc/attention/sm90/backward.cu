@@ -210,14 +210,12 @@ struct Consumer {
   Ring<kStages> ring;
   int buffer = 0;  // of dS
   u32 kv_parity = 0;
-  const Operand k_own, v_own, k_half;
+  const Operand k_half;
   u32 ds_store;
 
   DEVICE Consumer(const BackwardParams& p, Shared& s, int warpgroup)
       : p(p), s(s), warpgroup(warpgroup), lane(threadIdx.x % 32),
         row(warpgroup * kKeys + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
-        k_own(smem_address(s.k) + warpgroup * kKeys * 128),
-        v_own(smem_address(s.v) + warpgroup * kKeys * 128),
         k_half(smem_address(s.k) + warpgroup * kDqColumns / kPanel * kTileKeys * 128 +
                    warpgroup * kDqColumns % kPanel * 2,
                kTileKeys * 128) {
@@ -230,14 +228,18 @@ struct Consumer {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], float (&slope)[SOFTCAP ? 32 : 1], bool masked,
-                         int first_query, const int2 (&bounds)[2]) {
+  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], float (&slope)[SOFTCAP ? 32 : 1],
+                         const BlockWalk& walk) {
     if (SOFTCAP) {
       apply_softcap(logits, p.softcap_factor);
 #pragma unroll
       for (int i = 0; i < (SOFTCAP ? 32 : 1); ++i) slope[i] = 1.f - logits[i] * logits[i];
     }
-    if (masked) apply_mask(logits, first_query + 2 * (lane % 4), bounds);
+    if (walk.masked()) {
+      int2 bounds[2];
+      walk.load_bounds(bounds);
+      apply_mask(logits, walk.n * kQueries + 2 * (lane % 4), bounds);
+    }
     const float2* lse = reinterpret_cast<const float2*>(s.lse[ring.index]) + lane % 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -284,68 +286,72 @@ struct Consumer {
     auto& dq_acc = choose<kDqSharesDp>(y, own);
     u32 probs[16], ds[16];
     float slope[SOFTCAP ? 32 : 1];
-    int2 bounds[2];
     int head = item.y;
     const int end_head = item.y + p.group / p.splits;
     BlockWalk walk(p.plan, item.z, item.w, warpgroup, row);
-    barrier_wait(smem_address(&s.kv_full), kv_parity);
-    kv_parity ^= 1;
-    barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-    issue_transposed_logits<kHeadDim>(x, k_own, Operand(smem_address(s.q[ring.index])));
-    wgmma_wait<0>();
-    pin(x);
     const int blocks = p.stats_row / kQueries;
     const int warp = uniform(threadIdx.x % 128 / 32);
     float* const dq = p.dq + (warpgroup * 4 + warp) * (kDqColumns * 16);
     const u32 staging = smem_address(s.dq[warpgroup * 4 + warp]);
-    while (true) {
-      const u32 q_at = smem_address(s.q[ring.index]), dout_at = smem_address(s.dout[ring.index]);
-      const Operand dout(dout_at), dout_turned(dout_at, kQueries * 128), q_turned(q_at, kQueries * 128);
+    const Operand k_own(smem_address(s.k) + warpgroup * kKeys * 128);
+    const Operand v_own(smem_address(s.v) + warpgroup * kKeys * 128);
+    barrier_wait(smem_address(&s.kv_full), kv_parity);
+    kv_parity ^= 1;
+    barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
+    issue_transposed_logits<kHeadDim>(x, k_own, Operand(smem_address(s.q[ring.index])));
+    barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
+    issue_transposed_logits<kHeadDimV>(y, v_own, Operand(smem_address(s.dout[ring.index])));
+    wgmma_wait<1>();
+    pin(x);
+    form_probs(x, probs, slope, walk);
+    wgmma_wait<0>();
+    pin(y);
+    // The loop opens with P and dP of its block in registers and no product under way: the assembler would serialise
+    // all products if one crossed the place where the loop closes.
+    bool more = true;
+    while (more) {
+      const int now = ring.index;
+      const Operand dout_turned(smem_address(s.dout[now]), kQueries * 128);
+      const Operand q_turned(smem_address(s.q[now]), kQueries * 128);
       const Operand ds_block(smem_address(s.ds) + buffer * sizeof(Shared::ds) / 2);
-      barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
-      issue_transposed_logits<kHeadDimV>(y, v_own, dout);
-      const bool masked = walk.masked();
-      if (masked) walk.load_bounds(bounds);
-      form_probs(x, probs, slope, masked, walk.n * kQueries, bounds);
       issue_key_gradient<kHeadDimV>(dv, probs, dout_turned);
-      wgmma_wait<1>();  // dP
-      pin(y);
       form_ds(x, y, slope, ds);
       store_ds(ds);
       issue_key_gradient<kHeadDim>(dk, ds, q_turned);
       wgmma_wait<1>();  // dV
       pin(probs);
       pin(dv);
-      release(s.dout_empty[ring.index]);
+      release(s.dout_empty[now]);
       float* const dq_block = dq + (static_cast<i64>(head) * blocks + walk.n) * (kQueries * kHeadDim);
-      bool more = walk.advance();
+      more = walk.advance();
       if (!more && ++head < end_head) {
         walk.start(item.z);
         more = true;
       }
       buffer ^= 1;
-      const int done = ring.index;
       ring.advance();
       named_sync(1, 128 * kGroups);  // dS of both warpgroups is there
       issue_dq(dq_acc, ds_block, k_half);
       wgmma_wait<1>();  // dK
       pin(dk);
       pin(ds);
-      release(s.q_empty[done]);
-      if (!more) {
-        wgmma_wait<0>();
-        pin(dq_acc);
-        add_dq(dq_block, staging, dq_acc, lane);
-        break;
-      }
-      const Operand next_q(smem_address(s.q[ring.index]));
-      barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
+      release(s.q_empty[now]);
+      // After the last block, S and dP are computed of what lies in k and v, for nobody: around a branch, too, the
+      // assembler would serialise.
+      const Operand next_q(smem_address(more ? &s.q[ring.index][0][0][0] : &s.k[0][0][0]));
+      const Operand next_dout(smem_address(more ? &s.dout[ring.index][0][0][0] : &s.v[0][0][0]));
+      if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
       issue_transposed_logits<kHeadDim>(x, k_own, next_q);
-      // Nothing may be under way where the loop closes: the assembler would serialise all products.
-      wgmma_wait<0>();
-      pin(x);
+      wgmma_wait<1>();  // dQ
       pin(dq_acc);
       add_dq(dq_block, staging, dq_acc, lane);
+      if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
+      issue_transposed_logits<kHeadDimV>(y, v_own, next_dout);
+      wgmma_wait<1>();  // S
+      pin(x);
+      if (more) form_probs(x, probs, slope, walk);
+      wgmma_wait<0>();  // dP
+      pin(y);
     }
     release(s.kv_empty);
   }
