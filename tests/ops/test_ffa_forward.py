@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.impl import hopper_kernels
 from tests.ops.ffa_cases import (
     MASKS,
     Inputs,
@@ -48,7 +48,7 @@ def test_random_bands_match_fp64(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", list(hopper._FORWARD_WIDTHS))
+@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
@@ -101,3 +101,23 @@ def test_repeated_runs_are_bitwise_equal():
     for _ in range(100):
         again = run_forward(x)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("kind", ["ramp", "huge", "late"])
+@pytest.mark.parametrize("mask", ["full", "causal", "global_and_window"])
+def test_logits_that_outgrow_the_first_block_match_fp64(mask, kind, look):
+    """Exponentials relative to an early maximum grow large (ramp, late) or overflow (huge)."""
+    shape = (400, 1700)
+    x = make_inputs(MASKS[mask](*shape), *shape)
+    if kind == "ramp":
+        x.k.mul_(torch.linspace(0.1, 12, shape[1], device="cuda")[:, None, None])
+    elif kind == "late":
+        x.k[1500:].mul_(6)
+    else:
+        x.q.mul_(8)
+        x.k.mul_(8)
+    out, lse, _ = run_forward(x, return_max_logits=look)
+    want, want_lse, _ = exact_forward(x)
+    assert_as_good("out", out, plain_attention(x)[0], want)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)

@@ -8,7 +8,8 @@
 // Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has a product of the same
 // warpgroup to hide under: dQ is drained under S, the exponentials run under dP, dS is formed under dV.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES.
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums of dQ in the
+// order of the tiles, so that results repeat bit by bit).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -35,6 +36,8 @@ struct BackwardParams {
   float* dq;            // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
   void *dk, *dv;
   int* counter;         // two words, zero before and after
+  const int* turns;     // ORDERED: of each visit of a query block, the visits before it
+  int* done;            // ORDERED: [num_heads, blocks, 8 warps], visits that have been added; zero before
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int num_tiles, num_rows, num_keys, num_heads_kv, group, splits, stats_row, store;
   float scale, scale_log2, softcap_factor;
@@ -157,8 +160,22 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
   wgmma_commit();
 }
 
+// Work items are started in their order, and wait only for earlier ones, so all of them get their turn.
+DEVICE void wait_turn(int* done, int turn) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
+  } while (now != turn);
+  fence_async_global();
+}
+
+DEVICE void next_turn(int* done, int turn) {
+  fence_async_global();
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(done), "r"(turn + 1) : "memory");
+}
+
 // A warp adds its accumulators to `to` through its piece of shared memory, by the copy engine.
-DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], int lane) {
+DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], int lane, int* done, int turn) {
   if (lane == 0) bulk_wait_read();
   __syncwarp();
 #pragma unroll
@@ -166,7 +183,14 @@ DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], i
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
   fence_async_proxy();
   __syncwarp();
-  if (lane == 0) add_floats(to, staging, kDqColumns * 64);
+  if (lane == 0) {
+    if (ORDERED) wait_turn(done, turn);
+    add_floats(to, staging, kDqColumns * 64);
+    if (ORDERED) {
+      bulk_wait();
+      next_turn(done, turn);
+    }
+  }
 }
 
 template <int kColumns>
@@ -323,6 +347,8 @@ struct Consumer {
       pin(dv);
       release(s.dout_empty[now]);
       float* const dq_block = dq + (static_cast<i64>(head) * blocks + walk.n) * (kQueries * kHeadDim);
+      int* const done = ORDERED ? p.done + (static_cast<i64>(head) * blocks + walk.n) * 8 + warpgroup * 4 + warp : nullptr;
+      const int turn = ORDERED ? walk.turn(p.turns) : 0;
       more = walk.advance();
       if (!more && ++head < end_head) {
         walk.start(item.z);
@@ -344,7 +370,7 @@ struct Consumer {
       issue_transposed_logits<kHeadDim>(x, k_own, next_q);
       wgmma_wait<1>();  // dQ
       pin(dq_acc);
-      add_dq(dq_block, staging, dq_acc, lane);
+      add_dq(dq_block, staging, dq_acc, lane, done, turn);
       if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
       issue_transposed_logits<kHeadDimV>(y, v_own, next_dout);
       wgmma_wait<1>();  // S

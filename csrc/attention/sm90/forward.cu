@@ -144,6 +144,31 @@ DEVICE void pack_probs(u32 (&probs)[kBlockN / 4], const float (&s)[kBlockN / 2])
   for (int i = 0; i < kBlockN / 4; ++i) probs[i] = T::pack(s[2 * i], s[2 * i + 1]);
 }
 
+// The logits of this thread by ordinary arithmetic: slow, for the rare blocks whose exponentials overflow.
+DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int lane) {
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; ++i) s[i] = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < kHeadDim / 2; ++i) {
+    // Word i of a row, in the swizzled panels that the copy engine wrote.
+    const int panel = i / 32, piece = i % 32 / 4, word = i % 4 * 4;
+    u32 a[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      a[r] = load_shared(q + (panel * kRows + row + 8 * r) * 128 + ((piece ^ (row % 8)) << 4) + word);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 4; ++j) {
+      const int key = 8 * (j / 2) + 2 * (lane % 4) + j % 2;
+      const u32 b = load_shared(k + (panel * kBlockN + key) * 128 + ((piece ^ (key % 8)) << 4) + word);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float& sum = s[4 * (j / 2) + 2 * r + j % 2];
+        sum = fmaf(T::low(a[r]), T::low(b), fmaf(T::high(a[r]), T::high(b), sum));
+      }
+    }
+  }
+}
+
 DEVICE void store_output(const ForwardParams& p, float (&acc)[kHeadDimV / 2], const float (&factor)[2],
                          const float (&prior)[2], int row, int head, int lane) {
 #pragma unroll
@@ -269,24 +294,34 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       float logits[kBlockN / 2];
       u32 probs[kBlockN / 4];
       float rescale[2];
-      int2 bounds[2];
-      const Operand q(smem_address(s.q[warpgroup]));
+      const u32 q_at = smem_address(s.q[warpgroup]);
+      const Operand q(q_at);
       auto keys = [&] { return Operand(smem_address(s.k[rk.index])); };
       auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
-      const int column = 2 * (lane % 4);
+      auto shape = [&](float (&x)[kBlockN / 2]) {
+        if (SOFTCAP) apply_softcap(x, p.softcap_factor);
+        if (walk.masked()) {
+          int2 bounds[2];
+          walk.load_bounds(bounds);
+          apply_mask(x, walk.n * kBlockN + 2 * (lane % 4), bounds);
+        }
+      };
+      auto again = [&](float (&x)[kBlockN / 2]) {
+        recompute_logits(x, q_at, smem_address(s.k[rk.index]), row % kRows, lane);
+        shape(x);
+      };
+      const bool look = p.max_logits != nullptr;
 
       barrier_wait(smem_address(&s.q_full[warpgroup]), q_parity);
       q_parity ^= 1;
       barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
       issue_qk(logits, q, keys());
-      if (walk.masked()) walk.load_bounds(bounds);
       wgmma_wait<0>();
       pin(logits);
+      shape(logits);
+      softmax.update(logits, p.scale_log2, rescale, look, again);
       release(s.k_empty[rk.index]);
       rk.advance();
-      if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
-      if (walk.masked()) apply_mask(logits, walk.n * kBlockN + column, bounds);
-      softmax.update(logits, p.scale_log2, rescale);
       pack_probs(probs, logits);
 
       while (walk.advance()) {
@@ -297,16 +332,13 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
         barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
         issue_pv(out, probs, v);
         named_arrive(other_turn, 256);
-        const bool masked = walk.masked();
-        if (masked) walk.load_bounds(bounds);
         wgmma_wait<1>();
         pin(logits);
+        shape(logits);
+        const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
+        hold(softmax.sum[0] + softmax.sum[1]);
         release(s.k_empty[rk.index]);
         rk.advance();
-        if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
-        if (masked) apply_mask(logits, walk.n * kBlockN + column, bounds);
-        const bool grown = softmax.update(logits, p.scale_log2, rescale);
-        hold(softmax.sum[0] + softmax.sum[1]);
         wgmma_wait<0>();
         pin(out);
         pin(probs);

@@ -16,7 +16,7 @@ struct Ring {
 // The mask of all tiles; see hopper_tiles.py.
 struct TilePlan {
   const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of blocks
-  const int4* passes;  // two each: first and past-the-last block, then of each half tile its full blocks
+  const int4* passes;  // two each: first and past-the-last block, of each half tile its full blocks, blocks before it
   const int2* bounds;  // of each pass, 128 rows: first and past-the-last visible column
 };
 
@@ -47,6 +47,11 @@ struct BlockWalk {
     if (++pass >= end_pass) return false;
     open();
     return true;
+  }
+  DEVICE int turn(const int* turns) const {
+    const int2 first = __ldg(reinterpret_cast<const int2*>(plan.passes + 2 * pass));
+    const int4 more = __ldg(plan.passes + 2 * pass + 1);
+    return __ldg(turns + more.z + n - first.x);
   }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {

@@ -115,9 +115,7 @@ def _check(status: int, what: str) -> None:
 
 def _compile(text: str, source: str, defines: tuple[str, ...]) -> bytes:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    _check(
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None), "program"
-    )
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None), "program")
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{d}" for d in defines)]
     array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), array)
