@@ -67,7 +67,7 @@ def cover_pass(plan: TilePlan, i: int, row0: int, num_rows: int, padded: np.ndar
 def disjoint_bands(draw, num_rows: int, num_columns: int):
     """Random bands without overlap: random cuts of rows, in each random column intervals and diagonals."""
     table = []
-    cuts = sorted(draw(st.lists(st.integers(0, num_rows), max_size=8)) + [0, num_rows])
+    cuts = sorted([*draw(st.lists(st.integers(0, num_rows), max_size=8)), 0, num_rows])
     for q0, q1 in itertools.pairwise(cuts):
         edges = sorted(draw(st.lists(st.integers(0, num_columns), max_size=6)))
         for k0, k1 in itertools.pairwise(edges):

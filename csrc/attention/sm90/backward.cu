@@ -253,7 +253,7 @@ struct Consumer {
   }
 
   DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], float (&slope)[SOFTCAP ? 32 : 1],
-                         const BlockWalk& walk) {
+                         const BlockWalk<false>& walk) {
     if (SOFTCAP) {
       apply_softcap(logits, p.softcap_factor);
 #pragma unroll
@@ -312,7 +312,8 @@ struct Consumer {
     float slope[SOFTCAP ? 32 : 1];
     int head = item.y;
     const int end_head = item.y + p.group / p.splits;
-    BlockWalk walk(p.plan, item.z, item.w, warpgroup, row);
+    BlockWalk<false> walk(p.plan, warpgroup, row);
+    walk.start(item.z, item.w);
     const int blocks = p.stats_row / kQueries;
     const int warp = uniform(threadIdx.x % 128 / 32);
     float* const dq = p.dq + (warpgroup * 4 + warp) * (kDqColumns * 16);
@@ -351,7 +352,7 @@ struct Consumer {
       const int turn = ORDERED ? walk.turn(p.turns) : 0;
       more = walk.advance();
       if (!more && ++head < end_head) {
-        walk.start(item.z);
+        walk.start(item.z, item.w);
         more = true;
       }
       buffer ^= 1;

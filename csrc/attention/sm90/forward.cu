@@ -276,20 +276,23 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   auto release = [&](u64& barrier) {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   };
-  while (true) {
+  BlockWalk<true> walk(p.plan, warpgroup, row);
+  auto take_item = [&] {
     barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
     const int4 item = s.item[slot.index];
     __syncwarp();
     release(s.item_empty[slot.index]);
     slot.advance();
-    if (item.x < 0) break;
-
+    walk.start(item.z, item.w);
+    return item;
+  };
+  int4 item = take_item();
+  while (item.x >= 0) {
     float out[kHeadDimV / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
     Softmax softmax;
     softmax.reset();
-    BlockWalk walk(p.plan, item.z, item.w, warpgroup, row);
     if (item.z < item.w) {
       float logits[kBlockN / 2];
       u32 probs[kBlockN / 4];
@@ -300,11 +303,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
       auto shape = [&](float (&x)[kBlockN / 2]) {
         if (SOFTCAP) apply_softcap(x, p.softcap_factor);
-        if (walk.masked()) {
-          int2 bounds[2];
-          walk.load_bounds(bounds);
-          apply_mask(x, walk.n * kBlockN + 2 * (lane % 4), bounds);
-        }
+        if (walk.masked()) apply_mask(x, walk.n * kBlockN + 2 * (lane % 4), walk.bounds);
       };
       auto again = [&](float (&x)[kBlockN / 2]) {
         recompute_logits(x, q_at, smem_address(s.k[rk.index]), row % kRows, lane);
@@ -358,7 +357,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       release(s.v_empty[rv.index]);
       rv.advance();
     }
-    finish(p, out, softmax, item.x + row, item.y, lane);
+    const int first_row = item.x, head = item.y;
+    item = take_item();  // its tables arrive while the output is written
+    finish(p, out, softmax, first_row + row, head, lane);
   }
   if (warpgroup == 0) named_sync(my_turn, 256);
 }

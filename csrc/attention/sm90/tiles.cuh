@@ -20,23 +20,25 @@ struct TilePlan {
   const int2* bounds;  // of each pass, 128 rows: first and past-the-last visible column
 };
 
-// Walks over the blocks of all passes of a tile, as one warpgroup sees them.
+// Walks over the blocks of all passes of a tile, as one warpgroup sees them. kEager: the bounds of this thread's rows are
+// fetched with each pass, before a masked block needs them; that takes four registers.
+template <bool kEager>
 struct BlockWalk {
   const TilePlan& plan;
   int pass, end_pass, warpgroup, row;
   int n, end, full_begin, full_end;
+  int2 bounds[kEager ? 2 : 1];
 
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
-  DEVICE BlockWalk(const TilePlan& plan, int first_pass, int end_pass, int warpgroup, int row)
-      : plan(plan), end_pass(end_pass), warpgroup(warpgroup), row(row) {
-    start(first_pass);
-  }
-  DEVICE void start(int first_pass) {
+  DEVICE BlockWalk(const TilePlan& plan, int warpgroup, int row) : plan(plan), warpgroup(warpgroup), row(row) {}
+  DEVICE void start(int first_pass, int past_pass) {
     pass = first_pass;
+    end_pass = past_pass;
     if (pass < end_pass) open();
   }
   DEVICE void open() {
     const int4 range = __ldg(plan.passes + 2 * pass), more = __ldg(plan.passes + 2 * pass + 1);
+    if constexpr (kEager) load_bounds(bounds);
     n = range.x;
     end = range.y;
     full_begin = warpgroup == 0 ? range.z : more.x;

@@ -31,7 +31,8 @@ class BackwardParams(ctypes.Structure):
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("counter", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("done", ctypes.c_void_p),
-        ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64),
+        ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64),
+        ("dv_head", ctypes.c_int64),
         ("num_tiles", ctypes.c_int32), ("num_rows", ctypes.c_int32), ("num_keys", ctypes.c_int32),
         ("num_heads_kv", ctypes.c_int32), ("group", ctypes.c_int32), ("splits", ctypes.c_int32),
         ("stats_row", ctypes.c_int32), ("store", ctypes.c_int32),
@@ -54,7 +55,8 @@ class PrepareParams(ctypes.Structure):
 class FinishParams(ctypes.Structure):
     _fields_ = [
         ("sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("store", ctypes.c_int32), ("pad", ctypes.c_char * 64),
+        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("store", ctypes.c_int32),
+        ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 

@@ -106,7 +106,7 @@ _ENOUGH_ITEMS = 8
 
 
 def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to in the backward pass, so that all processors finish together.
+    """Parts that the query heads of a group are dealt to in the backward pass, so that no processor idles.
 
     Parts of a group add their dk and dv in fp32, so a group is split only for a gain.
     """
