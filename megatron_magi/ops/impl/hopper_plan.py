@@ -57,7 +57,7 @@ def content_digest(bands: np.ndarray) -> bytes:
 
 
 def device_plan(key: tuple, device: torch.device, make) -> DevicePlan:
-    """The plan that ``make()`` returns, with whether it needs turns, unless one with this key is kept for the device."""
+    """The plan that ``make()`` returns (with whether it needs turns), unless one with this key is kept."""
     full_key = (*key, device.index)
     plan = _plans.get(full_key)
     if plan is None:
