@@ -1,0 +1,60 @@
+"""Every Hopper kernel compiles for sm_90a, on any machine that has NVRTC, and its report is clean."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_magi.ops.impl import hopper_build, hopper_kernels
+
+pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
+
+# The producer has 24 registers and keeps a few values on the stack; what consumers spill comes on top.
+PRODUCER_SPILL_BYTES = 160
+# With softcap the slope of the cap takes 32 registers more than the backward has.
+SOFTCAP_SPILL_BYTES = 512
+
+
+def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...]]]:
+    """Sources and macros of the attention kernels of these head dims."""
+    seen: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr(hopper_kernels, "_load", lambda _device, name, defines, *_: seen.append((name, defines)))
+    hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, softcap)
+    if dims in hopper_kernels.BACKWARD_DIMS:
+        for ordered in (False, True):
+            hopper_kernels.backward_kernel.__wrapped__(None, dtype, dims, softcap, ordered)
+    return seen
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
+def test_attention_kernels_compile_without_serialised_products_or_large_spills(monkeypatch, dims, softcap):
+    for name, defines in kernels(monkeypatch, dims, torch.bfloat16, softcap):
+        image, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
+        assert image[:4] == b"\x7fELF"
+        spilled = int(re.search(r"(\d+) bytes spill stores", report).group(1))
+        assert spilled <= (SOFTCAP_SPILL_BYTES if softcap else PRODUCER_SPILL_BYTES), f"{name} {defines}: {report}"
+
+
+@pytest.mark.parametrize("name", ["prepare", "row_delta", "finish_dq"])
+def test_small_kernels_compile_without_spills(name):
+    for dim, dtype in itertools.product((64, 128, 256), (torch.bfloat16, torch.float16)):
+        defines = (f"HEAD_DIM={dim}", f"HEAD_DIM_V={dim}", hopper_kernels.element(dtype))
+        _, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
+        assert "0 bytes spill stores" in report
+
+
+def test_a_built_kernel_is_read_back_from_the_cache(tmp_path: Path, monkeypatch):
+    image = hopper_build.build("attention/sm90/prepare.cu", (), tmp_path)
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    assert hopper_build.build("attention/sm90/prepare.cu", (), tmp_path) == image
+    assert [p.suffix for p in tmp_path.iterdir() if p.suffix != ".lock"] == [".cubin"]
+
+
+def test_an_error_in_a_source_is_shown_with_its_macros():
+    with pytest.raises(RuntimeError, match="HEAD_DIM=96"):
+        hopper_build.compile_kernel("attention/sm90/finish_dq.cu", ("HEAD_DIM=96", "DTYPE=NoSuchType"))
