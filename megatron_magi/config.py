@@ -10,6 +10,11 @@ CommImpl = Literal["auto", "reference", "all_to_all"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa"]
 
 
+def _check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+
+
 @dataclass(frozen=True)
 class DispatchConfig:
     """How tokens are spread over ranks.
@@ -37,11 +42,10 @@ class DispatchConfig:
         known = ("affinity", "min_heap", "sorted_sequential", "sequential")
         if self.algorithm not in known:
             raise ValueError(f"algorithm: expected one of {', '.join(known)}, got {self.algorithm!r}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size: expected a positive number of tokens or None, got {self.chunk_size}")
-        if self.alignment < 1:
-            raise ValueError(f"alignment: expected a positive number of tokens, got {self.alignment}")
-        if self.balance_tolerance < 1.0:
+        if self.chunk_size is not None:
+            _check_count("chunk_size", self.chunk_size, 1)
+        _check_count("alignment", self.alignment, 1)
+        if not self.balance_tolerance >= 1.0:
             raise ValueError(f"balance_tolerance: expected a ratio of at least 1, got {self.balance_tolerance}")
 
 
@@ -65,6 +69,17 @@ class CostModel:
     head_dim: int = 128
     head_dim_v: int | None = None
     element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("tflops", "gbytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected a positive rate, got {getattr(self, name)}")
+        if not self.stage_latency_us >= 0:
+            raise ValueError(f"stage_latency_us: must not be negative, got {self.stage_latency_us}")
+        for name in ("num_heads_q", "num_heads_kv", "head_dim", "element_bytes"):
+            _check_count(name, getattr(self, name), 1)
+        if self.head_dim_v is not None:
+            _check_count("head_dim_v", self.head_dim_v, 1)
 
     @property
     def row_bytes(self) -> int:
@@ -100,10 +115,9 @@ class OverlapConfig:
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
-        if self.degree is not None and self.degree < 0:
-            raise ValueError(f"degree: expected 0 or more stages, or None, got {self.degree}")
-        if self.max_degree < 1:
-            raise ValueError(f"max_degree: expected at least 1, got {self.max_degree}")
+        if self.degree is not None:
+            _check_count("degree", self.degree, 0)
+        _check_count("max_degree", self.max_degree, 1)
 
 
 @dataclass(frozen=True)
@@ -126,8 +140,7 @@ class AttendConfig:
         if self.impl not in known:
             raise ValueError(f"impl: expected one of {', '.join(known)}, got {self.impl!r}")
         for name in ("forward_sm_margin", "backward_sm_margin"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
+            _check_count(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,10 @@ class CommConfig:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (("impl", ("auto", "reference", "all_to_all")), ("dsink_all_reduce", ("none", "sum", "avg"))):
+        for name, known in (
+            ("impl", ("auto", "reference", "all_to_all")),
+            ("dsink_all_reduce", ("none", "sum", "avg")),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
 

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_magi.attention.runtime import PlanRuntime, plan_runtime
-from megatron_magi.comm.group_collective import group_cast, group_reduce
+from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.options import check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_attention import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.plan import RankPlan, StepKind
 
@@ -22,7 +23,8 @@ from megatron_magi.plan import RankPlan, StepKind
 class _Call:
     """What one call of the operator fixes besides its tensors."""
 
-    runtime: PlanRuntime
+    plan: RankPlan
+    casts: tuple[GroupCastArgs, ...]
     group: dist.ProcessGroup | None
     config: MagiConfig
     softmax_scale: float
@@ -31,6 +33,7 @@ class _Call:
     return_max_logits: bool
 
 
+@torch.compiler.disable
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -74,14 +77,17 @@ def distributed_attention(
         ValueError: shapes, dtypes or the group do not fit the plan.
     """
     config = MagiConfig() if config is None else config
+    # Before anything is sent: a rank that fails later would leave the others waiting.
     _check_inputs(q, k, v, rank_plan, group)
-    _check_sink_layout(sink, sink_layout)
+    _check_sink(sink, sink_layout, q)
+    options = make_options(q, softmax_scale, softcap, config.attend.deterministic, 0)
     call = _Call(
-        runtime=plan_runtime(rank_plan, q.device),
+        plan=rank_plan,
+        casts=plan_casts(rank_plan, q.device),
         group=group,
         config=config,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        softcap=float(softcap),
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
         sink_layout=sink_layout,
         return_max_logits=return_max_logits,
     )
@@ -97,8 +103,7 @@ def _check_inputs(
             raise ValueError(
                 f"{name}: expected [{plan.num_rows}, heads, dim], the rows of this rank's shard, got {list(x.shape)}"
             )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
+    check_qkv(q, k, v)
     if plan.cp_size == 1:
         return
     if group is None:
@@ -110,14 +115,17 @@ def _check_inputs(
         )
 
 
-def _check_sink_layout(sink: torch.Tensor | None, layout: str) -> None:
+def _check_sink(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:
     dims = {"sh": 2, "ssh": 3}
     if layout not in dims:
         raise ValueError(f"sink_layout: expected one of {', '.join(dims)}, got {layout!r}")
-    if sink is not None and sink.dim() != dims[layout]:
+    if sink is None:
+        return
+    if sink.dim() != dims[layout]:
         raise ValueError(
             f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}"
         )
+    check_sink(sink, q)
 
 
 class _DistributedAttention(torch.autograd.Function):
@@ -126,6 +134,7 @@ class _DistributedAttention(torch.autograd.Function):
         walk = _Forward(q, k, v, sink, call)
         out, lse, max_logits = walk.run()
         ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sink, out, lse, *walk.saved_keys)
         ctx.mark_non_differentiable(lse)
         if max_logits is not None:
@@ -137,6 +146,9 @@ class _DistributedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout, _dlse, _dmax_logits):
         q, k, v, sink, out, lse, *saved_keys = ctx.saved_tensors
         call: _Call = ctx.call
+        if dout is None:
+            # Nothing depends on the output here, but other ranks' keys may need this rank to take part.
+            dout = torch.zeros_like(out)
         delta = row_delta(dout, out)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
@@ -150,7 +162,7 @@ class _Forward:
 
     def __init__(self, q, k, v, sink, call: _Call) -> None:
         self._q, self._k, self._v, self._sink, self._call = q, k, v, sink, call
-        self._plan = call.runtime.plan
+        self._plan = call.plan
         self._fetches: dict[int, Any] = {}
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
@@ -201,7 +213,7 @@ class _Backward:
         self._dout, self._q, self._k, self._v = dout, q, k, v
         self._lse, self._delta, self._call = lse, delta, call
         self._saved_keys = saved_keys
-        self._plan = call.runtime.plan
+        self._plan = call.plan
         self._fetches: dict[int, Any] = {}
         self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._reduces: list[Any] = []
@@ -266,7 +278,7 @@ class _Backward:
         call = self._call
         handle = group_reduce(
             list(self._partial.pop(stage)),
-            call.runtime.casts[stage - 1],
+            call.casts[stage - 1],
             call.group,
             into=[self._dk, self._dv],
             impl=call.config.comm.impl,
@@ -275,12 +287,12 @@ class _Backward:
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
-    return group_cast([k, v], call.runtime.casts[stage - 1], call.group, impl=call.config.comm.impl)
+    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl)
 
 
 def _reduce_dsink(dsink: torch.Tensor, call: _Call) -> torch.Tensor:
     op = call.config.comm.dsink_all_reduce
-    plan = call.runtime.plan
+    plan = call.plan
     if op == "none" or plan.cp_size == 1 or call.sink_layout != "sh":
         return dsink
     dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=call.group)

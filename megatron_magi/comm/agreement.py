@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -13,27 +14,27 @@ class Agreement:
 
     def __init__(
         self,
-        work: dist.Work | None,
-        mine: torch.Tensor,
-        gathered: torch.Tensor,
+        done: dist.Work | torch.cuda.Event | None,
+        values: torch.Tensor,
         group: dist.ProcessGroup | None,
         what: str,
     ) -> None:
-        self._work = work
-        self._mine = mine  # must live until the work is done
-        self._gathered = gathered
+        self._done = done
+        self._values = values
         self._group = group
         self._what = what
 
     def wait(self) -> None:
-        """Waits for all ranks' values; blocks the host, also on GPUs.
+        """Waits for all ranks' values. The host blocks; on GPUs the compute that is queued there does not matter.
 
         Raises:
             RuntimeError: the values differ. All ranks raise, with the same message.
         """
-        if self._work is not None:
-            self._work.wait()
-        values = self._gathered.tolist()
+        if isinstance(self._done, torch.cuda.Event):
+            self._done.synchronize()
+        elif self._done is not None:
+            self._done.wait()
+        values = self._values.tolist()
         if len(set(values)) > 1:
             raise RuntimeError(_message(values, self._group, self._what))
 
@@ -54,13 +55,36 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
     if not 0 <= value < 1 << 63:
         raise ValueError(f"value: expected 63 bits, got {value}")
     if group is None and not dist.is_initialized():
-        alone = torch.tensor([value])
-        return Agreement(None, alone, alone, group, what)
-    device = torch.device("cuda", torch.cuda.current_device()) if _needs_gpu(group) else torch.device("cpu")
-    gathered = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-    mine = torch.tensor([value], dtype=torch.int64, device=device)
-    work = dist.all_gather_into_tensor(gathered, mine, group=group, async_op=True)
-    return Agreement(work, mine, gathered, group, what)
+        return Agreement(None, torch.tensor([value]), group, what)
+    on_gpu = _needs_gpu(group)
+    mine = torch.tensor([value], dtype=torch.int64, pin_memory=on_gpu)
+    values = torch.empty(dist.get_world_size(group), dtype=torch.int64, pin_memory=on_gpu)
+    if not on_gpu:
+        # The work keeps both tensors.
+        return Agreement(dist.all_gather_into_tensor(values, mine, group=group, async_op=True), values, group, what)
+    return Agreement(_gather_aside(values, mine, group), values, group, what)
+
+
+def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.cuda.Event:
+    """Gathers ``mine`` of all ranks into ``values``, both pinned, through the GPU; the event is when it is there.
+
+    On a stream of its own: neither the collective nor its result waits for compute that was
+    queued before, which a read on the compute's stream would drain.
+    """
+    stream = _side_stream(torch.cuda.current_device())
+    with torch.cuda.stream(stream):
+        sent = mine.to(stream.device, non_blocking=True)
+        received = torch.empty(values.shape, dtype=values.dtype, device=stream.device)
+        # Waiting makes this stream wait for the collective, so the two tensors may go when this returns.
+        dist.all_gather_into_tensor(received, sent, group=group, async_op=True).wait()
+        values.copy_(received, non_blocking=True)
+        return stream.record_event()
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One a device: the allocator keeps memory apart for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def check_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
+from megatron_magi.mask.documents import integer
 
 
 def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: float = 0) -> torch.Tensor:
@@ -32,8 +33,11 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
 
     Returns:
         ``[..., num_rows, ...]``.
+
+    Raises:
+        ValueError: ``x`` has no dimension ``dim``.
     """
-    dim = dim % x.dim()
+    dim = _dimension(dim, x)
     total_seqlen = x.shape[dim]
     if total_seqlen == 0:
         return x.new_full((*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]), pad_value)
@@ -42,26 +46,73 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
     return out.masked_fill(is_pad, pad_value)
 
 
+@dataclass(frozen=True, eq=False)
+class UndispatchArgs:
+    """Where the rows of all shards are, as one rank sees it, on a device; made by `build`.
+
+    Attributes:
+        shard_lengths: rows of each rank.
+        gathered_index: where each global row is in the shards concatenated by rank, each filled up
+            to the longest, int64 ``[total_seqlen]``.
+        local_index: global row of each row of this rank's shard, int64 ``[num_rows]``; padding
+            from ``total_seqlen`` on.
+        cp_rank: this rank.
+    """
+
+    shard_lengths: tuple[int, ...]
+    gathered_index: torch.Tensor
+    local_index: torch.Tensor
+    cp_rank: int
+
+    @classmethod
+    def build(
+        cls, global_index: Sequence[np.ndarray], total_seqlen: int, cp_rank: int, device: torch.device | str
+    ) -> UndispatchArgs:
+        """Copies the index arrays to ``device``, where the shards live.
+
+        Args:
+            global_index: for each rank the global row of each row of its shard, int64 ``[num_rows]``.
+            total_seqlen: rows that `undispatch` returns; the rest is padding.
+            cp_rank: whose arguments to make.
+
+        Raises:
+            ValueError: ``global_index`` does not hold every one of the shards' rows exactly once, or
+                fewer than ``total_seqlen``.
+        """
+        lengths = tuple(len(index) for index in global_index)
+        place = np.full(sum(lengths), -1, dtype=np.int64)
+        for rank, index in enumerate(global_index):
+            inside = (index >= 0) & (index < len(place))
+            place[index[inside]] = rank * max(lengths) + np.flatnonzero(inside)
+        if place.min(initial=0) < 0 or len(place) < total_seqlen:
+            raise ValueError(
+                f"global_index: expected every row below {len(place)} exactly once, at least {total_seqlen} of them"
+            )
+        mine = np.asarray(global_index[cp_rank], dtype=np.int64)
+        packed = torch.from_numpy(np.concatenate([place[:total_seqlen], mine])).to(device)
+        return cls(lengths, packed[:total_seqlen], packed[total_seqlen:], cp_rank)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest shard."""
+        return max(self.shard_lengths)
+
+
 def undispatch(
     x_local: torch.Tensor,
-    *,
-    shard_lengths: Sequence[int],
-    undispatch_index: torch.Tensor,
+    args: UndispatchArgs,
     group: dist.ProcessGroup | None = None,
+    *,
     dim: int = 0,
-    total_seqlen: int | None = None,
     is_partial_grad: bool = False,
 ) -> torch.Tensor:
     """The global tensor from all ranks' shards, on every rank.
 
     Args:
-        x_local: this rank's shard, ``[..., shard_lengths[rank], ...]``.
-        shard_lengths: rows of each rank.
-        undispatch_index: where each global row is in the shards concatenated by rank, int64
-            ``[padded_seqlen]``, on the device of ``x_local``.
+        x_local: this rank's shard, ``[..., num_rows, ...]``.
+        args: made by `UndispatchArgs.build`, on the device of ``x_local``.
         group: the ranks.
         dim: dimension of the sequence.
-        total_seqlen: rows to return; the rest is padding. All when None.
         is_partial_grad: False when every rank has the whole gradient of the result (all compute
             the same from it): each takes its rows. True when each rank has a part: parts are
             summed over the ranks.
@@ -70,81 +121,53 @@ def undispatch(
         ``[..., total_seqlen, ...]``.
 
     Raises:
-        ValueError: ``x_local`` has not ``shard_lengths[rank]`` rows, or ``undispatch_index`` has
-            not one entry for each row of all shards.
+        ValueError: ``x_local`` has no dimension ``dim`` or not ``num_rows`` rows along it, or
+            ``args`` is for another number of ranks.
     """
-    rank = dist.get_rank(group) if len(shard_lengths) > 1 else 0
-    if len(shard_lengths) > 1 and len(shard_lengths) != dist.get_world_size(group):
-        raise ValueError(f"shard_lengths: for {len(shard_lengths)} ranks, group has {dist.get_world_size(group)}")
-    if x_local.shape[dim] != shard_lengths[rank]:
-        raise ValueError(
-            f"x_local: {x_local.shape[dim]} rows along dim {dim}, shard_lengths[{rank}] is {shard_lengths[rank]}"
-        )
-    if undispatch_index.shape != (sum(shard_lengths),):
-        raise ValueError(f"undispatch_index: shape {list(undispatch_index.shape)}, expected [{sum(shard_lengths)}]")
-    total_seqlen = sum(shard_lengths) if total_seqlen is None else total_seqlen
-    shards = _Shards(tuple(shard_lengths), undispatch_index, total_seqlen, rank, group, is_partial_grad)
-    return _Undispatch.apply(x_local.movedim(dim, 0), shards).movedim(0, dim)
+    dim = _dimension(dim, x_local)
+    num_ranks, num_rows = len(args.shard_lengths), args.shard_lengths[args.cp_rank]
+    if num_ranks > 1 and num_ranks != dist.get_world_size(group):
+        raise ValueError(f"args: for {num_ranks} ranks, group has {dist.get_world_size(group)}")
+    if x_local.shape[dim] != num_rows:
+        raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {num_rows}")
+    return _Undispatch.apply(x_local.movedim(dim, 0), args, group, is_partial_grad).movedim(0, dim)
 
 
-@dataclass(frozen=True, eq=False)
-class _Shards:
-    """Where the rows of all shards are: arguments of `undispatch`."""
-
-    shard_lengths: tuple[int, ...]
-    undispatch_index: torch.Tensor
-    total_seqlen: int
-    rank: int
-    group: dist.ProcessGroup | None
-    is_partial_grad: bool
-
-    @property
-    def longest(self) -> int:
-        return max(self.shard_lengths)
-
-    def gathered_index(self) -> torch.Tensor:
-        """Where each global row is in the shards, each filled up to the longest, int64 ``[total_seqlen]``."""
-        index = self.undispatch_index[: self.total_seqlen]
-        if min(self.shard_lengths) == self.longest:
-            return index
-        ends = np.cumsum(self.shard_lengths)
-        # What lies between the start of a rank's rows without and with filling.
-        gaps = np.arange(len(ends)) * self.longest - (ends - self.shard_lengths)
-        table = torch.from_numpy(np.stack([ends, gaps])).to(index.device)
-        return index + table[1][torch.searchsorted(table[0], index, right=True)]
-
-    def local_index(self) -> torch.Tensor:
-        """Global row of each row of this rank's shard, int64 ``[shard_lengths[rank]]``."""
-        start = sum(self.shard_lengths[: self.rank])
-        return torch.argsort(self.undispatch_index)[start : start + self.shard_lengths[self.rank]]
+def _dimension(dim: int, x: torch.Tensor) -> int:
+    """``dim`` counted from the first dimension; ValueError where ``x`` has no such dimension."""
+    if not -x.dim() <= integer(dim, "dim") < x.dim():
+        raise ValueError(f"dim: {dim} is not a dimension of a tensor of shape {list(x.shape)}")
+    return dim % x.dim()
 
 
 class _Undispatch(torch.autograd.Function):
     """`undispatch` along dimension 0."""
 
     @staticmethod
-    def forward(ctx: Any, x_local: torch.Tensor, shards: _Shards) -> torch.Tensor:
-        ctx.shards = shards
-        if len(shards.shard_lengths) == 1:
-            return x_local.index_select(0, shards.gathered_index())
+    def forward(
+        ctx: Any, x_local: torch.Tensor, args: UndispatchArgs, group: dist.ProcessGroup | None, is_partial_grad: bool
+    ) -> torch.Tensor:
+        ctx.args, ctx.group, ctx.is_partial_grad = args, group, is_partial_grad
+        if len(args.shard_lengths) == 1:
+            return x_local.index_select(0, args.gathered_index)
         send = x_local.contiguous()
-        if x_local.shape[0] < shards.longest:
-            send = x_local.new_zeros(shards.longest, *x_local.shape[1:])
+        if x_local.shape[0] < args.longest:
+            send = x_local.new_zeros(args.longest, *x_local.shape[1:])
             send[: x_local.shape[0]] = x_local
-        gathered = send.new_empty(len(shards.shard_lengths) * shards.longest, *send.shape[1:])
-        dist.all_gather_into_tensor(gathered, send, group=shards.group)
-        return gathered.index_select(0, shards.gathered_index())
+        gathered = send.new_empty(len(args.shard_lengths) * args.longest, *send.shape[1:])
+        dist.all_gather_into_tensor(gathered, send, group=group)
+        return gathered.index_select(0, args.gathered_index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        shards: _Shards = ctx.shards
-        if not shards.is_partial_grad or len(shards.shard_lengths) == 1:
-            return dispatch(grad, shards.local_index()), None
-        parts = grad.new_zeros(len(shards.shard_lengths) * shards.longest, *grad.shape[1:])
-        parts.index_copy_(0, shards.gathered_index(), grad)
-        mine = grad.new_empty(shards.longest, *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, parts, group=shards.group)
-        return mine[: shards.shard_lengths[shards.rank]], None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        args: UndispatchArgs = ctx.args
+        if not ctx.is_partial_grad or len(args.shard_lengths) == 1:
+            return dispatch(grad, args.local_index), None, None, None
+        parts = grad.new_zeros(len(args.shard_lengths) * args.longest, *grad.shape[1:])
+        parts.index_copy_(0, args.gathered_index, grad)
+        mine = grad.new_empty(args.longest, *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, parts, group=ctx.group)
+        return mine[: args.shard_lengths[args.cp_rank]], None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +208,7 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
     """
     tokens = np.concatenate(global_index)
     is_token = tokens < total_seqlen
-    if not np.array_equal(np.sort(tokens[is_token]), np.arange(total_seqlen)):
+    if not (np.bincount(tokens[is_token], minlength=total_seqlen) == 1).all():
         raise ValueError(f"global_index: does not hold every one of {total_seqlen} tokens exactly once")
     owner, row = np.empty(total_seqlen, dtype=np.int64), np.empty(total_seqlen, dtype=np.int64)
     lengths = [len(index) for index in global_index]
@@ -245,10 +268,11 @@ class RollArgs:
     def build(cls, arrays: RollArrays, device: torch.device | str) -> RollArgs:
         """Copies the index arrays to ``device``, where the tensors to roll live."""
         a = arrays
+        packed = torch.from_numpy(np.concatenate([a.local_from, a.local_to])).to(device)
         return cls(
             num_rows=a.num_rows,
-            local_from=torch.from_numpy(a.local_from).to(device),
-            local_to=torch.from_numpy(a.local_to).to(device),
+            local_from=packed[: a.num_rows],
+            local_to=packed[a.num_rows :],
             forward=GroupCastArgs.build(a.send_rows, a.send_splits, a.recv_splits, None, device),
             backward=GroupCastArgs.build(a.recv_rows, a.recv_splits, a.send_splits, None, device),
         )
@@ -282,8 +306,10 @@ def roll(
         A new tensor of the shape of ``x_local``; padding rows are unchanged.
 
     Raises:
-        ValueError: ``x_local`` has not the number of rows that ``args`` was made for.
+        ValueError: ``x_local`` has no dimension ``dim``, or not the number of rows along it that
+            ``args`` was made for.
     """
+    dim = _dimension(dim, x_local)
     if x_local.shape[dim] != args.num_rows:
         raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {args.num_rows}")
     return _Roll.apply(x_local.movedim(dim, 0), args, group, impl).movedim(0, dim)

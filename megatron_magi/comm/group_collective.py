@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -33,18 +34,17 @@ class GroupCastArgs:
         recv_splits: rows from each rank.
         recv_order: buffer row i is received row ``recv_order[i]``, int64 ``[num_recv]``; None
             when received rows are in buffer order already.
-        recv_position: the inverse of ``recv_order``, None like it.
-        arrivals: for group_reduce, which returning rows belong to which local row.
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
+        host_send_index, host_recv_order: the arrays on the CPU, from which the rest is made.
     """
 
     send_index: torch.Tensor
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     recv_order: torch.Tensor | None
-    recv_position: torch.Tensor | None
-    arrivals: Arrivals
     num_rows_min: int
+    host_send_index: np.ndarray
+    host_recv_order: np.ndarray | None
 
     @classmethod
     def build(
@@ -55,7 +55,7 @@ class GroupCastArgs:
         recv_order: np.ndarray | None = None,
         device: torch.device | str = "cpu",
     ) -> GroupCastArgs:
-        """From index arrays on the CPU; copies everything to ``device`` at once.
+        """From index arrays on the CPU, which must not change; copied to ``device`` at once.
 
         Args:
             send_index: int64 ``[sum(send_splits)]``, see the class.
@@ -68,22 +68,38 @@ class GroupCastArgs:
         """
         send_splits, recv_splits = tuple(int(n) for n in send_splits), tuple(int(n) for n in recv_splits)
         send_index = np.asarray(send_index, dtype=np.int64)
-        position = _check_indices(send_index, send_splits, recv_splits, recv_order)
         order = None if recv_order is None else np.asarray(recv_order, dtype=np.int64)
-        local_rows, starts, sources, levels = arrival_arrays(send_index)
-        arrays = [send_index, local_rows, starts, sources]
-        if order is not None and position is not None:
-            arrays += [order, position]
-        moved = torch.from_numpy(np.concatenate(arrays)).to(device).split([len(a) for a in arrays])
+        _check_indices(send_index, send_splits, recv_splits, order)
+        moved = _upload([send_index] if order is None else [send_index, order], device)
         return cls(
             send_index=moved[0],
             send_splits=send_splits,
             recv_splits=recv_splits,
-            recv_order=moved[4] if order is not None else None,
-            recv_position=moved[5] if order is not None else None,
-            arrivals=Arrivals(moved[1], moved[2], moved[3], levels),
+            recv_order=None if order is None else moved[1],
             num_rows_min=int(send_index.max(initial=-1)) + 1,
+            host_send_index=send_index,
+            host_recv_order=order,
         )
+
+    @staticmethod
+    def num_indices(num_send: int, num_recv: int) -> int:
+        """The most int64 indices that such arguments keep on their device, those for group_reduce included."""
+        return 4 * num_send + 1 + 2 * num_recv
+
+    @cached_property
+    def arrivals(self) -> Arrivals:
+        """For group_reduce: which returning rows belong to which local row. Made when first asked for."""
+        *arrays, levels = arrival_arrays(self.host_send_index)
+        return Arrivals(*_upload(arrays, self.send_index.device), levels)
+
+    @cached_property
+    def recv_position(self) -> torch.Tensor | None:
+        """For group_reduce: the inverse of ``recv_order``, None like it. Made when first asked for."""
+        if self.host_recv_order is None:
+            return None
+        position = np.empty_like(self.host_recv_order)
+        position[self.host_recv_order] = np.arange(len(position))
+        return _upload([position], self.send_index.device)[0]
 
     @property
     def num_send(self) -> int:
@@ -339,8 +355,8 @@ def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | Non
 
 def _check_indices(
     send_index: np.ndarray, send_splits: tuple[int, ...], recv_splits: tuple[int, ...], recv_order: np.ndarray | None
-) -> np.ndarray | None:
-    """Raises ValueError for inconsistent arguments; returns the inverse of ``recv_order``."""
+) -> None:
+    """Raises ValueError for inconsistent arguments."""
     if len(send_splits) != len(recv_splits) or not send_splits:
         raise ValueError(f"recv_splits: for {len(recv_splits)} ranks, but send_splits is for {len(send_splits)}")
     for name, splits in (("send_splits", send_splits), ("recv_splits", recv_splits)):
@@ -351,11 +367,16 @@ def _check_indices(
     if send_index.min(initial=0) < 0:
         raise ValueError(f"send_index: must not be negative, got {send_index.min()}")
     if recv_order is None:
-        return None
-    position = np.argsort(recv_order, kind="stable")
-    if not np.array_equal(np.asarray(recv_order)[position], np.arange(sum(recv_splits))):
-        raise ValueError(f"recv_order: not a permutation of {sum(recv_splits)} rows")
-    return position
+        return
+    num_recv = sum(recv_splits)
+    is_permutation = recv_order.shape == (num_recv,) and recv_order.min(initial=0) >= 0
+    if not is_permutation or not np.array_equal(np.bincount(recv_order, minlength=num_recv), np.ones(num_recv)):
+        raise ValueError(f"recv_order: not a permutation of {num_recv} rows")
+
+
+def _upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence[torch.Tensor]:
+    """The arrays on ``device``, in one copy."""
+    return torch.from_numpy(np.concatenate(arrays)).to(device).split([len(a) for a in arrays])
 
 
 def _check_reduce(tensors: Sequence[torch.Tensor], args: GroupCastArgs, into: Sequence[torch.Tensor]) -> None:

@@ -90,7 +90,8 @@ def merge_rows(
     """Merges partial attention results by their log-sum-exp, in place.
 
     A part whose lse is -inf has seen no key: it counts nothing, whatever its output holds. A
-    row without any other part gets output 0 and lse -inf.
+    row without any other part gets output 0 and lse -inf. NaN in any other part stays visible.
+    A part with lse inf, as an infinite sink makes it, has all the weight.
 
     Args:
         arriving_out: ``[num_arriving, num_heads, head_dim]``; ``arriving_lse``: ``[num_arriving, num_heads]``.
@@ -104,19 +105,22 @@ def merge_rows(
         index = arrivals.level(k)
         part_lse = arriving_lse.index_select(0, index).to(dtype)
         new_top = torch.maximum(top[:size], part_lse)
-        # Without a key so far, any finite reference avoids -inf - -inf.
-        reference = torch.where(new_top == -torch.inf, 0.0, new_top)
-        keep, add = torch.exp(top[:size] - reference), torch.exp(part_lse - reference)
+        keep, add = _weight(top[:size], new_top), _weight(part_lse, new_top)
         part = _weighted(arriving_out.index_select(0, index).to(dtype), add)
-        total[:size] = total[:size] * keep.unsqueeze(-1) + part
+        total[:size] = _weighted(total[:size], keep) + part
         weight[:size] = weight[:size] * keep + add
         top[:size] = new_top
-    merged = torch.where(weight.unsqueeze(-1) > 0, total / weight.unsqueeze(-1), 0.0)
+    merged = torch.where(weight.unsqueeze(-1) == 0, 0.0, total / weight.unsqueeze(-1))
     out.index_copy_(0, arrivals.rows, merged.to(out.dtype))
     lse.index_copy_(0, arrivals.rows, (top + torch.log(weight)).to(lse.dtype))
 
 
+def _weight(lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """``exp(lse - top)`` for ``lse <= top``, without inf - inf: 0 where lse is -inf, else 1 where both are equal."""
+    return torch.where(lse == -torch.inf, 0.0, torch.where(lse == top, 1.0, torch.exp(lse - top)))
+
+
 def _weighted(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``part * weight``, 0 where the weight is 0 even if the part is not finite."""
+    """``part * weight``, 0 where the weight is 0 even if the part is not finite; NaN where it is NaN."""
     weight = weight.unsqueeze(-1)
-    return torch.where(weight > 0, part * weight, 0.0)
+    return torch.where(weight == 0, 0.0, part * weight)

@@ -33,6 +33,7 @@ __all__ = [
     "prefix_tree",
     "sliding_window",
     "varlen",
+    "window_slices",
 ]
 
 
@@ -117,7 +118,7 @@ def sliding_window(
     docs = read_documents(seqlen, cu_seqlens, doc_lengths, cu_seqlens_k, doc_lengths_k)
     if left == -1 and right == -1:
         return _varlen(docs, MaskType.FULL)
-    return AttnMask(_window_slices(docs, left, right, global_tokens), docs.total_q, docs.total_k)
+    return AttnMask(window_slices(docs, left, right, global_tokens), docs.total_q, docs.total_k)
 
 
 def block_causal(
@@ -216,8 +217,10 @@ def _varlen(docs: Documents, mask_type: MaskType) -> AttnMask:
     return AttnMask(table[keep], docs.total_q, docs.total_k)
 
 
-def _window_slices(docs: Documents, left: int, right: int, num_global: int) -> IntArray:
-    """The slices of `sliding_window`, document by document.
+def window_slices(docs: Documents, left: int, right: int, num_global: int) -> IntArray:
+    """The slices of `sliding_window` as a table, document by document, int64 ``[n, 5]``.
+
+    ``left`` and ``right`` as there, with -1 on both sides too; nothing is checked.
 
     In a document's own coordinates, row p sees keys from ``lo`` to ``hi``. ``lo`` stays 0 until
     the window's left edge passes the global tokens, then follows the row; ``hi`` follows the row

@@ -29,5 +29,3 @@ def count_cover(bands: np.ndarray, seqlen_q: int, seqlen_k: int) -> np.ndarray:
     for i in range(len(bands)):
         out += dense_bands(bands[i : i + 1], seqlen_q, seqlen_k)
     return out
-
-

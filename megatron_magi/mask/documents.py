@@ -40,7 +40,10 @@ def int_array(values: IntArrayLike, name: str, ndim: int = 1) -> IntArray:
     """
     if hasattr(values, "detach"):
         values = values.detach().cpu()
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError):
+        raise ValueError(f"{name}: expected {ndim} dimension(s) of integers, got {values!r}") from None
     if array.size == 0 and array.ndim == ndim:
         return array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -50,16 +53,25 @@ def int_array(values: IntArrayLike, name: str, ndim: int = 1) -> IntArray:
     return array.astype(np.int64)
 
 
+def integer(value: Any, name: str) -> int:
+    """``value`` as int; a number with a fraction is refused, not cut off.
+
+    Raises:
+        ValueError: not an integer, nor an array or tensor of one.
+    """
+    try:
+        return int(value.__index__())
+    except (AttributeError, TypeError):
+        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
+
+
 def int_at_least(value: Any, name: str, least: int) -> int:
     """``value`` as int.
 
     Raises:
         ValueError: not an integer, or smaller than ``least``.
     """
-    try:
-        number = int(value.__index__())
-    except (AttributeError, TypeError):
-        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
+    number = integer(value, name)
     if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}")
     return number

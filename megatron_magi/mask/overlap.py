@@ -13,9 +13,9 @@ _PAIRS_AT_ONCE = 1 << 22
 def find_overlap(bands: np.ndarray) -> tuple[int, int, int, int] | None:
     """First pair of bands with a common visible (q, k), or None.
 
-    Candidates are pairs whose query ranges meet, from a sort by start; each is then decided
-    exactly. In ``intersection`` the visible condition of a row is six linear inequalities in
-    q with slopes -1, 0 or 1, so the rows that satisfy them are an interval in closed form.
+    Candidates are pairs whose query ranges meet, or whose key ranges meet, whichever are fewer;
+    each is then decided exactly: the intersection of two bands is a band, and its rows that see
+    a key are an interval in closed form.
 
     Args:
         bands: int64 ``[n, 6]``.
@@ -24,31 +24,50 @@ def find_overlap(bands: np.ndarray) -> tuple[int, int, int, int] | None:
         ``(i, j, q, k)``, indices into ``bands`` with i < j and one pair that both cover.
     """
     live = np.flatnonzero((bands[:, bd.Q0] < bands[:, bd.Q1]) & (bands[:, bd.K0] < bands[:, bd.K1]))
-    order = live[np.lexsort((bands[live, bd.K0], bands[live, bd.Q0]))]
-    t = bands[order]
-    if _sorted_rectangles_are_disjoint(t):
+    by_query, by_key = _Sweep(bands, live), _Sweep(_transposed(bands), live)
+    if by_query.num_pairs <= by_key.num_pairs:
+        return by_query.run()
+    found = by_key.run()
+    return None if found is None else (found[0], found[1], found[3], found[2])
+
+
+def _transposed(bands: np.ndarray) -> np.ndarray:
+    """The bands with queries and keys exchanged: ``d_lo <= k - q < d_hi`` read as ``q - k``."""
+    out = bands[:, [bd.K0, bd.K1, bd.Q0, bd.Q1, bd.D_HI, bd.D_LO]]
+    out[:, bd.D_LO :] = 1 - out[:, bd.D_LO :]
+    return out
+
+
+class _Sweep:
+    """Pairs of bands whose query ranges meet, from a sort by start."""
+
+    def __init__(self, bands: np.ndarray, live: np.ndarray) -> None:
+        self._order = live[np.lexsort((bands[live, bd.K0], bands[live, bd.Q0]))]
+        self._table = bands[self._order]
+        # Bands that start inside band i's rows come right after it in the order.
+        stop = np.searchsorted(self._table[:, bd.Q0], self._table[:, bd.Q1], side="left")
+        self._first = np.arange(1, len(self._table) + 1)
+        self._counts = np.maximum(stop - self._first, 0)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs to decide."""
+        return int(self._counts.sum())
+
+    def run(self) -> tuple[int, int, int, int] | None:
+        """First pair with a common visible (q, k), see `find_overlap`."""
+        t, start = self._table, 0
+        while self.num_pairs and start < len(t):
+            ahead = np.cumsum(self._counts[start:])
+            end = start + max(1, int(np.searchsorted(ahead, _PAIRS_AT_ONCE, side="right")))
+            left, right = bd.expand(self._first[start:end], self._counts[start:end])
+            hit = _first_common(t[left + start], t[right])
+            if hit is not None:
+                at, q, k = hit
+                i, j = sorted((int(self._order[left[at] + start]), int(self._order[right[at]])))
+                return i, j, q, k
+            start = end
         return None
-    # Bands that start inside band i's rows come right after it in the order.
-    stop = np.searchsorted(t[:, bd.Q0], t[:, bd.Q1], side="left")
-    first = np.arange(1, len(t) + 1)
-    counts = np.maximum(stop - first, 0)
-    start = 0
-    while start < len(t):
-        ahead = np.cumsum(counts[start:])
-        end = start + max(1, int(np.searchsorted(ahead, _PAIRS_AT_ONCE, side="right")))
-        left, right = bd.expand(first[start:end], counts[start:end])
-        hit = _first_common(t[left + start], t[right])
-        if hit is not None:
-            at, q, k = hit
-            i, j = sorted((int(order[left[at] + start]), int(order[right[at]])))
-            return i, j, q, k
-        start = end
-    return None
-
-
-def _sorted_rectangles_are_disjoint(t: np.ndarray) -> bool:
-    """Quick way out for the common case: query ranges that do not meet at all."""
-    return bool(np.all(t[1:, bd.Q0] >= np.maximum.accumulate(t[:, bd.Q1])[:-1])) if len(t) > 1 else True
 
 
 def _first_common(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int] | None:

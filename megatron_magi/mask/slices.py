@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.mask.documents import int_array, integer
 from megatron_magi.mask.overlap import find_overlap
 
 
@@ -33,23 +34,31 @@ class AttnRange:
     """A half-open range of token indices ``[start, end)``.
 
     Raises:
-        ValueError: ``start`` is negative or larger than ``end``.
+        ValueError: a bound is no integer, or ``start`` is negative or larger than ``end``.
     """
 
     start: int
     end: int
 
     def __post_init__(self) -> None:
+        for bound in ("start", "end"):
+            object.__setattr__(self, bound, integer(getattr(self, bound), f"range: {bound}"))
         if not 0 <= self.start <= self.end:
             raise ValueError(f"range: expected 0 <= start <= end, got [{self.start}, {self.end})")
 
     @classmethod
-    def from_range(cls, attn_range: Sequence[int] | AttnRange) -> AttnRange:
-        """From a pair ``(start, end)``."""
+    def from_range(cls, attn_range: Sequence[int] | AttnRange, name: str = "attn_range") -> AttnRange:
+        """From a pair ``(start, end)``; ``name`` is what a message calls the argument.
+
+        Raises:
+            ValueError: not a pair of integers, or as in the constructor.
+        """
         if isinstance(attn_range, AttnRange):
             return attn_range
-        start, end = attn_range
-        return cls(int(start), int(end))
+        pair = int_array(attn_range, name)
+        if len(pair) != 2:
+            raise ValueError(f"{name}: expected (start, end), got {pair.tolist()}")
+        return cls(*pair.tolist())
 
     @property
     def seqlen(self) -> int:
@@ -70,11 +79,22 @@ class AttnRanges(list[AttnRange]):
     """A list of `AttnRange`, kept in the order given."""
 
     @classmethod
-    def from_ranges(cls, ranges: Iterable[Sequence[int] | AttnRange]) -> AttnRanges:
-        """From pairs ``(start, end)``: a nested list, an ``[n, 2]`` array or tensor, or ranges."""
+    def from_ranges(cls, ranges: Iterable[Sequence[int] | AttnRange], name: str = "ranges") -> AttnRanges:
+        """From pairs ``(start, end)``: a nested list, an ``[n, 2]`` array or tensor, or ranges.
+
+        ``name`` is what a message calls the argument.
+
+        Raises:
+            ValueError: not a list of pairs of integers, or a range is wrong.
+        """
         if hasattr(ranges, "tolist"):
+            ranges = int_array(ranges, name, ndim=2)
+            if ranges.shape[1] != 2:
+                raise ValueError(f"{name}: expected shape [n, 2], got {list(ranges.shape)}")
             ranges = ranges.tolist()
-        return cls(AttnRange.from_range(r) for r in ranges)
+        elif not isinstance(ranges, Iterable):
+            raise ValueError(f"{name}: expected pairs (start, end), got {ranges!r}")
+        return cls(AttnRange.from_range(r, f"{name}[{i}]") for i, r in enumerate(ranges))
 
     def to_naive_ranges(self) -> list[tuple[int, int]]:
         """A list of pairs ``(start, end)``."""
@@ -110,14 +130,14 @@ class AttnMask:
     tensor and no device. Tokens that no slice covers see nothing (output 0, lse -inf).
 
     Args:
-        slices: int array-like ``[n, 5]`` with the columns q_start, q_end, k_start, k_end,
+        slices: int array-like or tensor ``[n, 5]`` with the columns q_start, q_end, k_start, k_end,
             mask type; or `AttnSlice` objects.
         total_seqlen_q: number of query tokens.
         total_seqlen_k: number of key tokens; that of the queries when None.
 
     Raises:
-        ValueError: a range is out of bounds or inverted, a mask type is unknown, or two
-            slices cover a common (query, key) pair.
+        ValueError: a number is no integer, a range is out of bounds or inverted, a mask type is
+            unknown, or two slices cover a common (query, key) pair.
     """
 
     __slots__ = ("__dict__", "_digest", "_table", "total_seqlen_k", "total_seqlen_q")
@@ -128,8 +148,10 @@ class AttnMask:
         total_seqlen_q: int,
         total_seqlen_k: int | None = None,
     ) -> None:
-        self.total_seqlen_q = int(total_seqlen_q)
-        self.total_seqlen_k = self.total_seqlen_q if total_seqlen_k is None else int(total_seqlen_k)
+        self.total_seqlen_q = integer(total_seqlen_q, "total_seqlen_q")
+        self.total_seqlen_k = (
+            self.total_seqlen_q if total_seqlen_k is None else integer(total_seqlen_k, "total_seqlen_k")
+        )
         self._table = _slice_table(slices)
         self._table.setflags(write=False)
         self._validate()
@@ -151,14 +173,12 @@ class AttnMask:
         Raises:
             ValueError: the three lists differ in length, or as in the constructor.
         """
-        q, k = AttnRanges.from_ranges(q_ranges), AttnRanges.from_ranges(k_ranges)
+        q, k = AttnRanges.from_ranges(q_ranges, "q_ranges"), AttnRanges.from_ranges(k_ranges, "k_ranges")
         if isinstance(mask_types, int):
             mask_types = [mask_types] * len(q)
-        types = [int(t) for t in mask_types]
+        types = int_array(mask_types if hasattr(mask_types, "tolist") else list(mask_types), "mask_types").tolist()
         if not len(q) == len(k) == len(types):
-            raise ValueError(
-                f"q_ranges, k_ranges, mask_types: lengths disagree: {len(q)}, {len(k)}, {len(types)}"
-            )
+            raise ValueError(f"q_ranges, k_ranges, mask_types: lengths disagree: {len(q)}, {len(k)}, {len(types)}")
         table = [(a.start, a.end, b.start, b.end, t) for a, b, t in zip(q, k, types, strict=True)]
         return cls(np.array(table, dtype=np.int64).reshape(-1, 5), total_seqlen_q, total_seqlen_k)
 
@@ -191,9 +211,7 @@ class AttnMask:
     @cached_property
     def slices(self) -> tuple[AttnSlice, ...]:
         """The slices as objects, in the order given."""
-        return tuple(
-            AttnSlice(AttnRange(a, b), AttnRange(c, d), MaskType(t)) for a, b, c, d, t in self._table.tolist()
-        )
+        return tuple(AttnSlice(AttnRange(a, b), AttnRange(c, d), MaskType(t)) for a, b, c, d, t in self._table.tolist())
 
     @property
     def bands_untightened(self) -> np.ndarray:
@@ -224,6 +242,9 @@ class AttnMask:
         """32 bytes that identify the content, equal across processes and runs."""
         return self._digest
 
+    def __reduce__(self) -> tuple:
+        return AttnMask, (np.array(self._table), self.total_seqlen_q, self.total_seqlen_k)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AttnMask) and self._digest == other._digest
 
@@ -238,14 +259,10 @@ class AttnMask:
 
 
 def _slice_table(slices: Iterable[AttnSlice] | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:
-    if not isinstance(slices, np.ndarray):
-        rows = [
-            (s.q_range.start, s.q_range.end, s.k_range.start, s.k_range.end, int(s.mask_type))
-            if isinstance(s, AttnSlice)
-            else tuple(s)
-            for s in slices
-        ]
-        slices = np.array(rows, dtype=np.int64).reshape(len(rows), -1) if rows else np.zeros((0, 5), np.int64)
-    if slices.ndim != 2 or slices.shape[1] != 5:
-        raise ValueError(f"slices: expected shape [n, 5], got {list(slices.shape)}")
-    return np.ascontiguousarray(slices, dtype=np.int64).copy()
+    if not hasattr(slices, "tolist"):
+        rows = [(*s.q_range, *s.k_range, s.mask_type) if isinstance(s, AttnSlice) else s for s in slices]
+        slices = rows if rows else np.zeros((0, 5), np.int64)
+    table = int_array(slices, "slices", ndim=2)
+    if table.shape[1] != 5:
+        raise ValueError(f"slices: expected shape [n, 5], got {list(table.shape)}")
+    return np.ascontiguousarray(table)

@@ -8,6 +8,7 @@ the shard is copied to the device.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class LocalBatch:
         loss_mask: fp32, likewise; 0 on padding.
         padding_mask: bool, likewise, True on padding; None when the shard has none on any rank.
         params: the carrier.
+        documents: int64 ``[num_documents + 1]``, bounds of the documents that confine attention in the
+            whole microbatch; None when nothing does.
     """
 
     tokens: torch.Tensor
@@ -40,6 +43,7 @@ class LocalBatch:
     loss_mask: torch.Tensor
     padding_mask: torch.Tensor | None
     params: MagiSeqParams
+    documents: torch.Tensor | None
 
 
 class BatchDispatcher:
@@ -50,7 +54,9 @@ class BatchDispatcher:
         primary: window of the layers for which tokens are balanced.
         eod: token that ends a document, if attention is confined to documents by it.
         cp_group: context-parallel ranks.
-        agreement_group: the same ranks on a CPU backend, to compare plan hashes; None to trust.
+        agreement_group: all ranks that must read the same batch, on a CPU backend, to compare what they
+            read and planned; None to trust.
+        seq_length: tokens a sequence in Megatron's tensors, all ranks together, if that is fixed.
         num_plans: microbatches whose plans are kept.
     """
 
@@ -62,6 +68,7 @@ class BatchDispatcher:
         eod: int | None,
         cp_group: dist.ProcessGroup,
         agreement_group: dist.ProcessGroup | None,
+        seq_length: int | None = None,
         num_plans: int = 64,
     ) -> None:
         self._config = config
@@ -70,13 +77,14 @@ class BatchDispatcher:
         self._cp_rank = cp_group.rank()
         self._cp_size = cp_group.size()
         self._agreement_group = agreement_group
+        self._seq_length = seq_length
         self._cache = PlanCache(num_plans)
 
     def next(self, data_iterator: Iterator[Mapping[str, torch.Tensor]]) -> LocalBatch:
         """Reads a microbatch and dispatches it.
 
         Raises:
-            RuntimeError: ranks of the context-parallel group made different plans.
+            RuntimeError: ranks of the agreement group read different data or made different plans.
         """
         return self.dispatch(next(data_iterator))
 
@@ -84,14 +92,17 @@ class BatchDispatcher:
         """This rank's shard of ``batch``, whose tensors are ``[batch_size, seqlen]`` on the CPU.
 
         Raises:
-            RuntimeError: ranks of the context-parallel group made different plans.
+            RuntimeError: ranks of the agreement group read different data or made different plans.
+            ValueError: the batch does not have the shape for which Megatron has been set up.
         """
         tokens = batch["tokens"]
         documents = _documents(batch, self._eod)
         plans = PlanSet(documents, self._primary, self._config, self._cp_rank, self._cp_size, self._cache)
+        self._check_length(plans, tokens.shape)
         agreement = None
         if self._agreement_group is not None:
-            agreement = start_agreement(plans.plan.plan_hash, self._agreement_group, "plan of a microbatch")
+            fingerprint = plans.plan.plan_hash ^ (_checksum(batch) << 31)
+            agreement = start_agreement(fingerprint, self._agreement_group, "tokens and plan of a microbatch")
         index = plans.dispatch.global_index(self._cp_rank)
         rows_index = torch.from_numpy(index)
 
@@ -116,10 +127,22 @@ class BatchDispatcher:
                 num_loss_tokens=float(batch["loss_mask"].sum()),
                 num_local_loss_tokens=float(loss_mask.sum()),
             ),
+            documents=_to_device(torch.from_numpy(documents)) if self._is_confined(batch) else None,
         )
         if agreement is not None:
             agreement.wait()
         return result
+
+    def _is_confined(self, batch: Mapping[str, torch.Tensor]) -> bool:
+        return "cu_seqlens" in batch or self._eod is not None
+
+    def _check_length(self, plans: PlanSet, shape: torch.Size) -> None:
+        padded = plans.dispatch.padded_seqlen
+        if self._seq_length is not None and padded != self._seq_length * shape[0]:
+            raise ValueError(
+                f"tokens: {shape[0]} sequences of {shape[1]} become {padded} tokens over all ranks, "
+                f"Megatron is set up for {self._seq_length} each"
+            )
 
     @staticmethod
     def _padding_mask(plans: PlanSet, index: np.ndarray, shape: torch.Size) -> torch.Tensor | None:
@@ -140,6 +163,14 @@ def _documents(batch: Mapping[str, torch.Tensor], eod: int | None) -> np.ndarray
     if eod is not None:
         return cu_seqlens_from_eod(tokens=tokens, eod=eod)
     return _sample_bounds(tokens.shape)
+
+
+def _checksum(batch: Mapping[str, torch.Tensor]) -> int:
+    """32 bits that tell batches apart whose documents are the same."""
+    value = 0
+    for name in ("tokens", "labels", "loss_mask"):
+        value = zlib.crc32(batch[name].contiguous().numpy(), value)
+    return value
 
 
 def _sample_bounds(shape: torch.Size) -> np.ndarray:

@@ -64,6 +64,9 @@ class MagiCoreAttention(MegatronModule):
             raise ValueError(f"attn_mask_type: expected causal or padding_causal, got {attn_mask_type.name}")
         if config.attention_dropout:
             raise ValueError(f"attention_dropout: must be 0, got {config.attention_dropout}")
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+            if getattr(config, name):
+                raise ValueError(f"{name}: attention is computed in 16 bits or more; leave it False")
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.layer_number = max(1, layer_number)

@@ -177,13 +177,13 @@ def _patch_streams() -> None:
     cuda = torch.cuda
     stream = CpuStream()
     _divert(cuda.Stream, "__new__", lambda original, *args, **kwargs: CpuStream())  # training/models/dist_utils.py:303
-    _divert(cuda.Event, "__new__", lambda original, *args, **kwargs: CpuEvent())  # core/pipeline_parallel/utils.py
-    _divert(cuda, "current_stream", _answer(stream))  # training/models/dist_utils.py:304
-    _divert(cuda, "stream", lambda original, *args, **kwargs: contextlib.nullcontext())  # dist_utils.py:305
+    _divert(cuda.Event, "__new__", lambda original, *args, **kwargs: CpuEvent())  # core/resharding/execution.py:110
+    _divert(cuda, "current_stream", _answer(stream))  # dist_utils.py:304
+    _divert(cuda, "stream", lambda original, *args, **kwargs: contextlib.nullcontext())  # dist_utils.py:306
 
 
 def _patch_random() -> None:
-    """Megatron's CUDA generator is the CPU's: core/tensor_parallel/random.py:303 swaps its states."""
+    """Megatron's CUDA generator is the CPU's: core/tensor_parallel/random.py:129, 166 swap its states."""
     cuda = torch.cuda
     # Empty while CUDA is not initialised, so no one else can have used it.
     cuda.default_generators = (torch.default_generator,)
@@ -214,7 +214,9 @@ def _is_cuda(device: Any) -> bool:
 def _on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     if _is_cuda(kwargs.get("device")):
         kwargs["device"] = "cpu"
-    kwargs.pop("pin_memory", None)  # without a driver no memory can be pinned: core/.../rope_utils.py:62
+    kwargs.pop(
+        "pin_memory", None
+    )  # without a driver no memory can be pinned: core/models/common/embeddings/rope_utils.py:62
     return original(*args, **kwargs)
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
+import torch
+
+from megatron_magi import envs
 from megatron_magi.mcore import cpu_device, wheel_repairs
-from megatron_magi.mcore.argv import add_arguments, rewrite_argv
+from megatron_magi.mcore.argv import FLAG, add_arguments, rewrite_argv
+from megatron_magi.mcore.trainer import check_padding, dispatched_training
 from megatron_magi.mcore.versions import check_version
+
+_ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+"""What Megatron's GPT script takes where the command line says nothing."""
 
 
 def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable] = ()) -> None:
@@ -30,50 +40,50 @@ def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable
     wheel_repairs.install()
 
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain
+    from megatron.training import inprocess_restart, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     args = _parse()
     loss_log = _install_loss_log(args)
-    if args.magi_attention:
-        parts = _magi_parts(args, loss_log)
-    else:
-        parts = _stock_parts(args)
+    parts = _magi_parts(args, loss_log) if args.magi_attention else _stock_parts(args)
     model_config, provider, forward_step = parts
-    model_config.pre_wrap_hooks += list(pre_wrap_hooks)
+    model_config.pre_wrap_hooks += [*pre_wrap_hooks, *_device_hooks(args)]
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
-    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
+    embedding_ranks = functools.partial(_embedding_ranks, args, model_config.transformer)
+    with dispatched_training(_buffer_length(args)) if args.magi_attention else nullcontext():
+        pretrain(
+            config,
+            provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            store=store,
+            get_embedding_ranks=embedding_ranks,
+        )
 
 
 def _parse() -> Namespace:
-    """Parses and validates as Megatron does, with our checks before its own."""
-    from megatron.training import arguments
-    from megatron.training.checkpointing import load_args_from_checkpoint
-    from megatron.training.global_vars import set_global_variables
-
-    args = arguments.parse_args(add_arguments)
-    if args.yaml_cfg is not None:
-        raise ValueError("yaml_cfg: not supported, give the arguments on the command line")
-    if args.use_checkpoint_args:
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
-    if args.magi_attention:
-        _validate_for_magi(args)
-    else:
-        arguments.validate_args(args)
-    set_global_variables(args)
-    return args
-
-
-def _validate_for_magi(args: Namespace) -> None:
+    """Parses and validates as Megatron's script does, for magi with our checks around its own."""
     from megatron.training import arguments
 
-    from megatron_magi.mcore.settings import padded_seq_length
-    from megatron_magi.mcore.validate import validate_arguments
+    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
+        raise ValueError("yaml_cfg: not supported; give the arguments themselves")
+    validate = arguments.validate_args
+    if FLAG in sys.argv:
+        validate = functools.partial(_validate_for_magi, validate)
+    with mock.patch.object(arguments, "validate_args", validate):
+        return arguments.parse_and_validate_args(add_arguments, args_defaults=_ARGS_DEFAULTS)
 
-    # Masks are made from documents, never as tensors of seqlen^2.
-    args.create_attention_mask_in_dataloader = False
+
+def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, Any]) -> None:
+    """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
+    from megatron.training import arguments
+
+    from megatron_magi.mcore.validate import settle_arguments, validate_arguments
+
     validate_arguments(args)
+    for notice in settle_arguments(args):
+        arguments.warn_rank_0(notice)
     # Megatron wants Transformer Engine for these two; here core attention reports the logits itself.
     wanted = {name: getattr(args, name) for name in ("qk_clip", "log_max_attention_logit")}
     for name in wanted:
@@ -81,16 +91,43 @@ def _validate_for_magi(args: Namespace) -> None:
     if args.seq_length is not None and args.encoder_seq_length is None:
         # The other name of the same length; given by it, Megatron does not ask for a multiple of 2 * cp.
         args.encoder_seq_length, args.seq_length = args.seq_length, None
-    arguments.validate_args(args)
+    stock(args, defaults)
     for name, value in wanted.items():
         setattr(args, name, value)
-    # The data has seq_length tokens; Megatron's buffers have what dispatch makes of it.
-    args.magi_seq_length = args.seq_length
-    args.seq_length = args.encoder_seq_length = padded_seq_length(args)
+    check_padding(args, _buffer_length(args))
     if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
         raise ValueError(
             f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"
         )
+
+
+def _buffer_length(args: Namespace) -> int:
+    """Tokens a sequence in Megatron's tensors; the data has ``args.seq_length``."""
+    from megatron_magi.mcore.settings import magi_config, padded_seq_length
+
+    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch)
+
+
+def _embedding_ranks(args: Namespace, config: Any, pp_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline that hold the word embeddings, whose gradients Megatron adds up over them."""
+    from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+
+    output = set() if args.untie_embeddings_and_output_weights else {pp_ranks[-1]}
+    return sorted({pp_ranks[0], *output, *get_mtp_ranks(pp_ranks, config)})
+
+
+def _device_hooks(args: Namespace) -> list[Callable]:
+    """Hooks that put a model initialised on the CPU where it is trained, which Megatron itself does not."""
+    if not args.use_cpu_initialization or not torch.cuda.is_available():
+        return []
+    if args.use_torch_fsdp2 or args.init_model_with_meta_device:
+        # These place the model themselves.
+        return []
+
+    def to_device(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        return [chunk.cuda(torch.cuda.current_device()) for chunk in chunks]
+
+    return [to_device]
 
 
 def _install_loss_log(args: Namespace) -> Any:
@@ -107,9 +144,9 @@ def _stock_parts(args: Namespace) -> tuple[Any, Callable, Callable]:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron_magi.mcore.data import make_dataset_provider
-    from megatron_magi.mcore.stock_step import reads_data, stock_forward_step
+    from megatron_magi.mcore.stock_step import StockForwardStep, reads_data
 
-    return gpt_config_from_args(args), make_dataset_provider(reads_data), stock_forward_step
+    return gpt_config_from_args(args), make_dataset_provider(reads_data), StockForwardStep(args)
 
 
 def _magi_parts(args: Namespace, loss_log: Any) -> tuple[Any, Callable, Callable]:
@@ -128,19 +165,23 @@ def _magi_parts(args: Namespace, loss_log: Any) -> tuple[Any, Callable, Callable
 
 
 def _make_dispatcher(args: Namespace) -> Any:
-    from megatron.core.parallel_state import get_context_parallel_group
+    from megatron.core.parallel_state import get_context_parallel_group, get_tensor_and_context_parallel_group
     from megatron.training import get_tokenizer
 
     from megatron_magi.mcore.batch import BatchDispatcher
     from megatron_magi.mcore.groups import make_agreement_group
     from megatron_magi.mcore.settings import magi_config, primary_window
 
-    config = magi_config(args)
-    cp_group = get_context_parallel_group()
+    environment = envs.load()
+    config = magi_config(args, environment.default_config())
+    # Tensor-parallel ranks read the data too. Pipeline stages do so at different times and cannot wait.
+    readers = get_tensor_and_context_parallel_group()
     return BatchDispatcher(
         config,
         primary=primary_window(args, args.num_layers),
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
-        cp_group=cp_group,
-        agreement_group=make_agreement_group(cp_group) if config.comm.verify else None,
+        cp_group=get_context_parallel_group(),
+        agreement_group=make_agreement_group(readers) if config.comm.verify else None,
+        seq_length=_buffer_length(args),
+        num_plans=environment.plan_cache_size,
     )

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers
+from megatron.training import get_args
 
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.loss import microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
+from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 
 
 class MagiForwardStep:
@@ -37,16 +37,16 @@ class MagiForwardStep:
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         """As Megatron's schedules call it; with ``return_schedule_plan`` the model is not run yet."""
-        assert self._dispatcher is not None, "prepare() comes first"
-        timers = get_timers()
-        timers("batch-generator", log_level=2).start()
-        batch = self._dispatcher.next(data_iterator)
-        timers("batch-generator").stop()
-        if self._loss_log is not None and model.training:
+        dispatcher = self._dispatcher
+        assert dispatcher is not None, "prepare() comes first"
+        batch = load_batch(lambda: dispatcher.next(data_iterator))
+        count_documents(model, batch.documents)
+        if self._loss_log is not None and is_first_run(model):
             self._loss_log.add_plan(batch.params.plans.plan)
         args = get_args()
-        run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
-        output = run(
+        output = run_model(
+            model,
+            return_schedule_plan,
             batch.tokens,
             batch.position_ids,
             None,

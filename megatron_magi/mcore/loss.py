@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -45,7 +47,34 @@ def microbatch_loss(
     return total * (num_tokens.clamp(min=1) * (cp_size / max(num_loss_tokens, 1.0))), num_tokens, report
 
 
-def _check(args, loss: torch.Tensor) -> None:
+def make_distillation_loss(args: Namespace) -> Callable:
+    """Megatron's loss against a teacher's saved logits, which ``--logits-load-dir`` asks for.
+
+    It keeps the place in the saved logits: make it once for a training.
+
+    Returns:
+        ``loss(loss_mask, losses, *, model)``, which returns what `microbatch_loss` does.
+    """
+    from megatron.training.distillation import LossFuncCallable
+
+    stock = LossFuncCallable(
+        logprobs_dir=args.logits_load_dir,
+        decode_threads=args.logits_load_decode_threads,
+        prefetch_factor=args.logits_load_prefetch_factor,
+        kd_loss_alpha=args.logits_load_kd_loss_alpha,
+        ignore_errors=args.logits_load_ignore_errors,
+        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
+    )
+
+    def loss(loss_mask: torch.Tensor, losses: torch.Tensor, *, model: torch.nn.Module) -> tuple:
+        result = stock(loss_mask, losses, model)
+        _check(args, result[0])
+        return result
+
+    return loss
+
+
+def _check(args: Namespace, loss: torch.Tensor) -> None:
     """What the command line asks Megatron's rerun machine to watch."""
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ class LossLog:
     """Writes what Megatron logs of each iteration, unrounded, to a file of JSON lines.
 
     Only the last rank writes: it is on the last pipeline stage, where losses are. Keys:
-    ``iteration``, the losses by their names, ``grad_norm``, ``skipped``, and with plans
-    ``num_plans``, ``balance`` (largest area of a rank over the mean, worst of the iteration),
-    ``received_rows`` and ``lower_bound_rows`` (rows of k and v that all ranks fetch in the
-    forward pass of one layer, summed over the microbatches) and ``degree`` (stages, the most).
+
+    - ``iteration``, the losses by their names, ``grad_norm``, ``skipped``; ``max_attention_logit`` if
+      Megatron was asked for it;
+    - of the iteration's microbatches, with plans: ``num_plans``; ``balance``, the worst ratio of a
+      rank's area to the mean; ``areas``, the sum for each rank; ``degree``, the largest number of
+      stages; ``received_rows`` and ``lower_bound_rows``, rows of k and v that all ranks together
+      fetch in the forward pass of one layer, and must.
 
     Args:
         path: appended to.
@@ -30,7 +34,7 @@ class LossLog:
         self._plans: list[Plan] = []
 
     def add_plan(self, plan: Plan) -> None:
-        """Notes the plan of a training microbatch of the current iteration."""
+        """Notes the plan of a training microbatch of the current iteration; not again when it is replayed."""
         self._plans.append(plan)
 
     def install(self) -> None:
@@ -50,13 +54,13 @@ class LossLog:
         plans, self._plans = self._plans, []
         if dist.get_rank() != dist.get_world_size() - 1:
             return
-        import inspect
-
         bound = inspect.signature(stock).bind(loss_dict, *args, **kwargs).arguments
         grad_norm = bound["grad_norm"]
         line: dict[str, Any] = {"iteration": bound["iteration"]}
         line |= {name: float(value) for name, value in loss_dict.items()}
         line |= {"grad_norm": None if grad_norm is None else float(grad_norm), "skipped": int(bound["skipped_iter"])}
+        if bound["max_attention_logit"]:
+            line["max_attention_logit"] = float(bound["max_attention_logit"])
         line |= _summary(plans)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import megatron.training.models.gpt as stock
+import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,7 +18,8 @@ from megatron_magi.mcore.carrier import carrier_of
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
 from megatron_magi.mcore.rotary import LatentRotary, select_positions, unslice
 
-_ROTARY = 1  # where the angles are in what GPTModel._preprocess returns
+# Where these are in what GPTModel._preprocess returns.
+_ROTARY, _PADDING_MASK = 1, 5
 
 
 class MagiModelMixin:
@@ -47,11 +50,18 @@ class MagiModelMixin:
 
     def _preprocess(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> tuple:
         params = carrier_of(packed_seq_params, type(self).__name__)
-        out = super()._preprocess(*args, packed_seq_params=params, **kwargs)
-        table = out[_ROTARY]
-        if table is None or self.position_embedding_type == "mrope":
-            return out
-        return (*out[:_ROTARY], select_positions(table, params.layout), *out[_ROTARY + 1 :])
+        out = list(super()._preprocess(*args, packed_seq_params=params, **kwargs))
+        if out[_ROTARY] is not None and self.position_embedding_type != "mrope":
+            out[_ROTARY] = select_positions(out[_ROTARY], params.layout)
+        if out[_PADDING_MASK] is not None and self.config.sequence_parallel and not self.pre_process:
+            # The first stage has split it over tensor-parallel ranks, the others forget to.
+            out[_PADDING_MASK] = _split_sequence(out[_PADDING_MASK], self.pg_collection.tp)
+        return tuple(out)
+
+
+def _split_sequence(mask: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """This tensor-parallel rank's part of ``[batch_size, seqlen]``."""
+    return mask.chunk(tp_group.size(), dim=1)[tp_group.rank()].contiguous()
 
 
 class MagiGPTModel(MagiModelMixin, GPTModel):

@@ -61,9 +61,7 @@ def roll_tensor(
     return rolled, _fair_share(rolled, packed_seq_params, cp_group)
 
 
-def _fair_share(
-    rolled: torch.Tensor, params: MagiSeqParams, cp_group: dist.ProcessGroup
-) -> torch.Tensor:
+def _fair_share(rolled: torch.Tensor, params: MagiSeqParams, cp_group: dist.ProcessGroup) -> torch.Tensor:
     count = rolled.sum()
     if not rolled.is_floating_point():
         # Token ids: nobody divides by their sum, so it is not worth a reduction.

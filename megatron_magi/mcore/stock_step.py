@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,10 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers
+from megatron.training import get_args
 
-from megatron_magi.mcore.loss import microbatch_loss
+from megatron_magi.mcore.loss import make_distillation_loss, microbatch_loss
+from megatron_magi.mcore.step import count_documents, load_batch, run_model
 
 _OPTIONAL = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 _SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
@@ -82,26 +84,32 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
         ),
     )
     batch = flatten_batch_for_packed_sequences(batch)
+    if batch["tokens"] is None and batch["labels"] is None:
+        # A stage in the middle, which needs nothing but the bounds of documents: these stay whole.
+        return batch
     return get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=args.hybrid_context_parallel,
         cp_group=parallel_state.get_context_parallel_group(),
         hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
-        use_per_sequence_balancing=args.dataloader_inter_document_masking,
+        # Conversations are padded for a zigzag over the whole sequence.
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
 
 
 def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch["cu_seqlens"] is None:
         return None
-    cu_seqlens, padded = batch["cu_seqlens"][0], batch["cu_seqlens_padded"]
+    padded = batch["cu_seqlens_padded"]
+    # Megatron's kernels go by the padded bounds where there are any.
+    bounds = (batch["cu_seqlens"] if padded is None else padded)[0]
     max_seqlen = int(batch["max_seqlen"].max())
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=None if padded is None else padded[0],
-        cu_seqlens_kv_padded=None if padded is None else padded[0],
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=None if padded is None else bounds,
+        cu_seqlens_kv_padded=None if padded is None else bounds,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
         cp_group=batch["hybrid_cp_group"],
@@ -110,21 +118,34 @@ def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     )
 
 
-def stock_forward_step(
-    data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
-) -> tuple[torch.Tensor, Any]:
-    """A microbatch in, a model's output and its loss out, as Megatron's schedules call it."""
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    timers("batch-generator").stop()
-    run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
-    output = run(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=_packed_params(batch),
-    )
-    return output, partial(microbatch_loss, batch["loss_mask"])
+class StockForwardStep:
+    """A microbatch in, a model's output and its loss out.
+
+    Args:
+        args: a validated command line.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._distill: Callable | None = None if args.logits_load_dir is None else make_distillation_loss(args)
+
+    def __call__(
+        self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """As Megatron's schedules call it; with ``return_schedule_plan`` the model is not run yet."""
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        batch = load_batch(lambda: _next_batch(data_iterator, vp_stage))
+        cu_seqlens = batch["cu_seqlens"]
+        count_documents(model, None if cu_seqlens is None else cu_seqlens[0])
+        output = run_model(
+            model,
+            return_schedule_plan,
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+            packed_seq_params=_packed_params(batch),
+        )
+        if self._distill is not None:
+            return output, partial(self._distill, batch["loss_mask"], model=model)
+        return output, partial(microbatch_loss, batch["loss_mask"])

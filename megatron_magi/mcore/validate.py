@@ -16,6 +16,31 @@ def validate_arguments(args: Namespace) -> None:
     _check_schedule(args)
 
 
+def settle_arguments(args: Namespace) -> list[str]:
+    """Gives up, in place, what only makes things faster and does not fit dispatched tokens.
+
+    Returns:
+        One notice for each option that was changed.
+    """
+    # Masks are made from documents, never as tensors of seqlen^2.
+    args.create_attention_mask_in_dataloader = False
+    notices = []
+    reason = None
+    if args.multi_latent_attention:
+        reason = "multi-latent attention"
+    elif args.micro_batch_size and args.micro_batch_size > 1:
+        reason = "more than one sequence in a microbatch"
+    if args.apply_rope_fusion and reason is not None and _is_rotary(args):
+        args.apply_rope_fusion = False
+        notices.append(f"apply_rope_fusion: off, the fused kernel cannot turn dispatched tokens with {reason}")
+    return notices
+
+
+def _is_rotary(args: Namespace) -> bool:
+    """Megatron gives up the fusion by itself for other embeddings of positions."""
+    return args.use_rotary_position_embeddings or args.position_embedding_type == "rope"
+
+
 def _check_attention(args: Namespace) -> None:
     if args.attention_dropout:
         raise ValueError(f"attention_dropout: must be 0, got {args.attention_dropout}; give --attention-dropout 0")
@@ -25,13 +50,9 @@ def _check_attention(args: Namespace) -> None:
             f"num_attention_heads: {args.num_attention_heads} heads cannot be split over "
             f"tensor_model_parallel_size={tp_size} ranks"
         )
-    if args.multi_latent_attention and args.apply_rope_fusion:
-        raise ValueError("apply_rope_fusion: not supported with multi-latent attention; give --no-rope-fusion")
-    if args.apply_rope_fusion and args.micro_batch_size and args.micro_batch_size > 1:
-        raise ValueError(
-            "apply_rope_fusion: the fused kernel takes one sequence of angles for a microbatch of "
-            f"{args.micro_batch_size}; give --no-rope-fusion or --micro-batch-size 1"
-        )
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if getattr(args, name) and not (args.bf16 or args.fp16):
+            raise ValueError(f"{name}: Megatron looks for logits in models of 16 bits only; give --bf16 or drop it")
 
 
 def _check_layers(args: Namespace) -> None:
@@ -64,6 +85,12 @@ def _check_schedule(args: Namespace) -> None:
         raise ValueError("hybrid_context_parallel: dispatch balances every microbatch already; drop it")
     if args.perform_rl_step:
         raise ValueError("perform_rl_step: not supported with --attention-backend magi")
+    for name in ("logits_load_dir", "logits_save_dir"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"{name}: saved logits are in the order of Megatron's own context parallelism, "
+                "dispatched tokens are not; use another --attention-backend"
+            )
     _check_cuda_graphs(args)
 
 

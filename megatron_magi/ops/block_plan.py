@@ -9,14 +9,16 @@ tokens in no visible pair are never read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 
 Selection = slice | Tensor
@@ -48,7 +50,7 @@ MIN_CHUNK = 16
 """Fewest keys a chunk, however many rows and heads there are."""
 
 LIMITS = {
-    "cpu": BlockLimits(call_cost=50_000, min_rows=64, max_rows=512, max_logits=1 << 21),
+    "cpu": BlockLimits(call_cost=50_000, min_rows=64, max_rows=512, max_logits=1 << 20),
     "cuda": BlockLimits(call_cost=8_000_000, min_rows=256, max_rows=2048, max_logits=1 << 26),
 }
 
@@ -112,17 +114,30 @@ class BlockPlan:
         """(query, key) pairs that are computed, hidden ones included."""
         return sum(b.num_rows * c.num_keys for b in self.blocks for c in b.chunks)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the plan's tensors and a rough size of its objects."""
+        tensors: list = [self.columns]
+        for block in self.blocks:
+            tensors.append(block.rows)
+            for chunk in block.chunks:
+                tensors.append(chunk.keys)
+                if chunk.mask is not None:
+                    tensors += [chunk.mask.start, chunk.mask.stop, *(chunk.mask.edges or ())]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)) + 256 * len(tensors)
 
-def block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device) -> BlockPlan:
+
+_CACHE: LruCache[tuple, BlockPlan] = LruCache(max_bytes=128 << 20)
+
+
+def block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, cache: LruCache = _CACHE) -> BlockPlan:
     """The plan for a table of bands, from a bounded cache: every layer asks for the same ones."""
-    return _cached_plan(np.ascontiguousarray(bands).tobytes(), num_heads_q, device)
-
-
-@lru_cache(maxsize=64)
-def _cached_plan(table: bytes, num_heads_q: int, device: torch.device) -> BlockPlan:
-    bands = np.frombuffer(table, dtype=np.int64).reshape(-1, bd.NUM_COLUMNS)
-    limits = LIMITS.get(device.type, LIMITS["cuda"])
-    return make_block_plan(bands, num_heads_q, device, limits)
+    key = (np.ascontiguousarray(bands).tobytes(), num_heads_q, device)
+    plan = cache.get(key)
+    if plan is None:
+        plan = make_block_plan(bands, num_heads_q, device, LIMITS.get(device.type, LIMITS["cuda"]))
+        cache.put(key, plan, len(key[0]) + plan.num_bytes)
+    return plan
 
 
 def make_block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, limits: BlockLimits) -> BlockPlan:
@@ -138,12 +153,12 @@ def make_block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, l
     pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] + pieces[:, bd.D_LO])
     pieces[:, bd.K1] = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - 1 + pieces[:, bd.D_HI])
     atoms = _Atoms(bounds, pieces, atom)
-    blocks = tuple(
-        _make_block(pieces[atoms.piece_range(first, last)], np.array(keys, np.int64), num_heads_q, limits, device)
+    blocks = [
+        _make_block(pieces[atoms.piece_range(first, last)], np.array(keys, np.int64), num_heads_q, limits)
         for first, last, keys in _join(atoms, num_heads_q, limits)
-    )
+    ]
     widest = max(chunk.num_keys for block in blocks for chunk in block.chunks)
-    return BlockPlan(blocks, torch.arange(widest, dtype=torch.int32, device=device))
+    return BlockPlan(_uploaded(blocks, device), torch.arange(widest, dtype=torch.int32, device=device))
 
 
 def _row_bounds(bands: np.ndarray, height: int) -> np.ndarray:
@@ -211,9 +226,8 @@ def _union(a: list, b: list) -> list:
     return out
 
 
-def _make_block(
-    pieces: np.ndarray, key_ranges: np.ndarray, num_heads_q: int, limits: BlockLimits, device: torch.device
-) -> RowBlock:
+def _make_block(pieces: np.ndarray, key_ranges: np.ndarray, num_heads_q: int, limits: BlockLimits) -> RowBlock:
+    """A block whose index tensors are numpy arrays still, see `_uploaded`."""
     row_ranges, _ = bd.merge_ranges(pieces[:, [bd.Q0, bd.Q1]])
     num_rows, num_keys = _total(row_ranges), _total(key_ranges)
     # What each row sees, in positions within the block: disjoint, non-touching, sorted by row.
@@ -226,31 +240,28 @@ def _make_block(
     keys = _tokens(key_ranges)
     chunks = []
     for first, last in pairwise(cuts):
-        mask = _chunk_mask(np.clip(seen, first, last) - first, row, num_rows, last - first, device)
-        chunks.append(KeyChunk(_selection(keys[first:last], device), last - first, mask))
-    return RowBlock(_selection(_tokens(row_ranges), device), num_rows, tuple(chunks))
+        mask = _chunk_mask(np.clip(seen, first, last) - first, row, num_rows, last - first)
+        chunks.append(KeyChunk(_selection(keys[first:last]), last - first, mask))
+    return RowBlock(_selection(_tokens(row_ranges)), num_rows, tuple(chunks))
 
 
-def _chunk_mask(
-    seen: np.ndarray, row: np.ndarray, num_rows: int, num_keys: int, device: torch.device
-) -> ChunkMask | None:
+def _chunk_mask(seen: np.ndarray, row: np.ndarray, num_rows: int, num_keys: int) -> ChunkMask | None:
     some = seen[:, 0] < seen[:, 1]
     seen, row = seen[some], row[some]
     if len(row) and np.bincount(row).max() > 1:
         edges = (seen + (row * (num_keys + 1))[:, None]).T
-        return ChunkMask(0, num_keys, edges=(_upload(edges[0], np.int64, device), _upload(edges[1], np.int64, device)))
-    start, stop = np.full(num_rows, num_keys), np.full(num_rows, num_keys)
-    start[row], stop[row] = seen[:, 0], seen[:, 1]
+        return ChunkMask(0, num_keys, edges=(edges[0], edges[1]))
+    start, stop = np.full((2, num_rows, 1), num_keys, dtype=np.int32)
+    start[row, 0], stop[row, 0] = seen[:, 0], seen[:, 1]
     # Columns in [all_start, all_stop) are seen by every row.
     all_start, all_stop = int(start.max()), int(stop.min())
     if all_start == 0 and all_stop == num_keys:
         return None
     if all_start == 0:
-        return ChunkMask(all_stop, num_keys, stop=_upload(stop[:, None], np.int32, device))
+        return ChunkMask(all_stop, num_keys, stop=stop)
     if all_stop == num_keys:
-        return ChunkMask(0, all_start, start=_upload(start[:, None], np.int32, device))
-    start_tensor, stop_tensor = (_upload(x[:, None], np.int32, device) for x in (start, stop))
-    return ChunkMask(0, num_keys, start=start_tensor, stop=stop_tensor)
+        return ChunkMask(0, all_start, start=start)
+    return ChunkMask(0, num_keys, start=start, stop=stop)
 
 
 def _total(ranges: np.ndarray) -> int:
@@ -268,10 +279,38 @@ def _position(token: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     return token + offset[np.searchsorted(ranges[:, 0], token, side="right") - 1]
 
 
-def _selection(tokens: np.ndarray, device: torch.device) -> Selection:
+def _selection(tokens: np.ndarray) -> slice | np.ndarray:
     first, last = int(tokens[0]), int(tokens[-1]) + 1
-    return slice(first, last) if last - first == len(tokens) else _upload(tokens, np.int64, device)
+    return slice(first, last) if last - first == len(tokens) else tokens
 
 
-def _upload(array: np.ndarray, dtype: type, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device)
+def _uploaded(blocks: list[RowBlock], device: torch.device) -> tuple[RowBlock, ...]:
+    """The blocks with tensors in place of arrays: one copy to the device for each dtype, however many blocks."""
+    arrays: dict[np.dtype, list[np.ndarray]] = {}
+    for block in blocks:
+        _with_arrays(block, lambda array: arrays.setdefault(array.dtype, []).append(array))
+    tensors = {dtype: iter(_copied(same_dtype, device)) for dtype, same_dtype in arrays.items()}
+    return tuple(_with_arrays(block, lambda array: next(tensors[array.dtype])) for block in blocks)
+
+
+def _copied(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(device)
+    parts = packed.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _with_arrays(block: RowBlock, change: Callable[[np.ndarray], Any]) -> RowBlock:
+    """A block in which each array is what ``change`` makes of it, in an order that is always the same."""
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(changed(item) for item in part)
+        return change(part) if isinstance(part, np.ndarray) else part
+
+    chunks = []
+    for chunk in block.chunks:
+        mask = chunk.mask
+        if mask is not None:
+            mask = replace(mask, start=changed(mask.start), stop=changed(mask.stop), edges=changed(mask.edges))
+        chunks.append(replace(chunk, keys=changed(chunk.keys), mask=mask))
+    return replace(block, rows=changed(block.rows), chunks=tuple(chunks))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_magi.mask import AttnMask, MaskType
@@ -17,6 +18,7 @@ RangesLike = Tensor | Sequence[Sequence[int]] | None
 TypesLike = Tensor | Sequence[int] | None
 
 
+@torch.compiler.disable
 def flex_flash_attn_func(
     q: Tensor,
     k: Tensor,

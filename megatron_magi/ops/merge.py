@@ -6,6 +6,7 @@ log of its denominator. Two results over disjoint keys combine by
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
 which is associative and commutative, with ``(0, -inf)``, the result over no key, as identity.
+A result with lse inf, as an infinite sink makes it, has all the weight.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ def merge_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
 
 def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = torch.maximum(lse_a, lse_b).detach()
-    nothing = largest == -torch.inf
-    # The shift cancels in the result. 0 where both sides are empty keeps -inf - -inf away.
-    shift = largest.masked_fill(nothing, 0)
+    nothing, infinite = largest == -torch.inf, largest == torch.inf
+    # Beside inf, all that counts is which sides are.
+    lse_a, lse_b = (torch.where(infinite, torch.where(x == torch.inf, 0, -torch.inf), x) for x in (lse_a, lse_b))
+    # The shift cancels in the result. 0 in these two cases keeps inf - inf away.
+    shift = largest.masked_fill(nothing | infinite, 0)
     exp_a, exp_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
     # The denominator of an empty row is 1, so that neither value nor gradient divides by 0.
     total = (exp_a + exp_b).masked_fill(nothing, 1)
-    lse = (total.log() + shift).masked_fill(nothing, -torch.inf)
+    lse = (total.log() + shift).masked_fill(nothing, -torch.inf).masked_fill(infinite, torch.inf)
     return exp_a / total, exp_b / total, lse
 
 
@@ -80,7 +83,8 @@ def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
     """All sinks of a head as one term of the denominator.
 
     Sinks are logits without a value: a row's denominator gains ``sum_i exp(sink_i)`` and its
-    output gains nothing. As a partial result that is ``(0, sink_lse)``.
+    output gains nothing. As a partial result that is ``(0, sink_lse)``. A sink of inf takes all:
+    the row's output is 0, its lse inf, and all gradients through it are 0.
 
     Args:
         sink: ``[num_sinks, num_heads_q]`` for all rows ("sh"), or ``[num_rows, num_sinks,
@@ -91,6 +95,19 @@ def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
         ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; -inf when there is no sink.
     """
     return torch.logsumexp(sink.to(dtype), dim=-2)
+
+
+@torch.no_grad()
+def merge_sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Lets sinks join the denominator of ``(out, lse)``, in place: `merge_` with ``(0, sinks)``.
+
+    Args:
+        out, lse: a partial result, out 0 where lse is -inf.
+        sinks: from `sink_lse`, broadcastable to lse.
+    """
+    weight, _, total = _weights(lse, sinks.to(lse.dtype).expand_as(lse))
+    out.mul_(weight[..., None])
+    lse.copy_(total)
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -112,7 +129,8 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """
     per_row = sink.ndim == 3
     logits = (sink if per_row else sink[None]).to(lse.dtype)
-    # lse is -inf only if every sink of the head is too: then the share is 0, not NaN.
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    grad = -torch.exp(logits - lse[:, None]) * delta[:, None]
+    # lse is -inf only if every sink of the head is too, and inf only if one is: such a row's output is 0 whatever
+    # the sinks are, so nothing flows through it.
+    share = torch.exp(logits - lse[:, None]).masked_fill(lse.isinf()[:, None], 0)
+    grad = -share * delta[:, None]
     return (grad if per_row else grad.sum(0)).to(sink.dtype)

@@ -32,22 +32,24 @@ from megatron_magi.ops.options import (
 IMPLS = {
     "reference": "megatron_magi.ops.impl.reference",
     "torch": "megatron_magi.ops.impl.blocked",
+    "ffa": "megatron_magi.ops.impl.hopper",
 }
 """Implementations by name: modules with `forward` and `backward`, imported when first used."""
 
 
-def resolve_impl(impl: str, device: torch.device) -> ModuleType:
-    """The module that computes: the one asked for, or for ``auto`` the best for the device.
+def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
+    """The module that computes: the one asked for, or for ``auto`` the best that takes such tensors.
 
     Raises:
-        ValueError: ``impl`` is not an implementation that exists here.
+        ValueError: there is no implementation of that name. (One that does not take the tensors
+            says so itself when it is called.)
     """
     if impl == "auto":
         impl = "torch"
+        if q.device.type == "cuda" and importlib.import_module(IMPLS["ffa"]).is_supported(q, v, deterministic):
+            impl = "ffa"
     if impl not in IMPLS:
-        raise ValueError(
-            f"impl: {impl!r} is not available for tensors on {device.type!r}; use one of {', '.join(['auto', *IMPLS])}"
-        )
+        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
     return importlib.import_module(IMPLS[impl])
 
 
@@ -83,7 +85,8 @@ def slice_attention_forward(
         return_max_logits: also return the largest visible logit of each head.
         deterministic: bitwise repeatable results (the implementations here always are).
         sm_margin: streaming multiprocessors left to communication; for kernels that can.
-        impl: ``auto``, ``reference`` (dense) or ``torch`` (blocked). Never falls back.
+        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked) or ``ffa`` (Hopper kernels, bf16 and
+            fp16). One that is named never falls back to another.
 
     Returns:
         ``(out, lse, max_logits)``: out ``[num_rows, num_heads_q, head_dim_v]``, lse ``[num_rows,
@@ -95,7 +98,7 @@ def slice_attention_forward(
     check_qkv(q, k, v)
     bands = check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q.device)
+    module = resolve_impl(impl, q, v, deterministic)
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
     shape, dtype = (*q.shape[:2], v.shape[2]), accumulate_dtype(q.dtype)
@@ -113,10 +116,12 @@ def slice_attention_forward(
     if sink is not None:
         check_sink(sink, q)
         sink = sink_lse(sink, dtype)
-    max_logits = module.forward(
-        q, k, v, bands, options,
-        out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,
-    )  # fmt: skip
+    # Autocast would narrow the products; what is computed in which dtype is decided here.
+    with torch.autocast(q.device.type, enabled=False):
+        max_logits = module.forward(
+            q, k, v, bands, options,
+            out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,
+        )  # fmt: skip
     return out, lse, max_logits
 
 
@@ -161,7 +166,7 @@ def slice_attention_backward(
     check_qkv(q, k, v)
     bands = check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q.device)
+    module = resolve_impl(impl, q, v, deterministic)
     check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
     check_like("lse", lse, q.shape[:2], q.device)
     check_like("delta", delta, q.shape[:2], q.device)
@@ -178,9 +183,8 @@ def slice_attention_backward(
         else:
             given = like.new_empty(like.shape, dtype=grad_dtype)
         grads.append(given)
-    module.backward(
-        dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate
-    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        module.backward(dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate)
     return grads[0], grads[1], grads[2]
 
 
@@ -229,6 +233,7 @@ class _SliceAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, None, None, None, None
 
 
+@torch.compiler.disable
 def slice_attention(
     q: Tensor,
     k: Tensor,

@@ -82,27 +82,52 @@ def refine(
     load = _loads(rank, area, cp_size)
     for _ in range(_MAX_SWAPS):
         top = int(np.argmax(load))
-        mine, others = np.flatnonzero(rank == top), np.flatnonzero(rank != top)
-        if load[top] <= target or not len(mine) or not len(others):
+        if load[top] <= target:
             break
-        moved = area[mine][:, None] - area[others][None, :]
-        after = np.maximum(load[top] - moved, load[rank[others]][None, :] + moved).reshape(-1)
+        mine, partner, after = _best_swaps(rank, area, load, top)
+        if not len(after) or after.min() >= load[top]:
+            break
         best = int(np.argmin(after))
-        if after[best] >= load[top]:
-            break
         if traffic is not None:
             # Good enough: within the target, or at least half of the possible gain.
             enough = np.flatnonzero(after <= max(target, (int(after[best]) + int(load[top])) // 2))
             tried = enough[:: max(1, len(enough) // _SWAPS_TRIED)][:_SWAPS_TRIED]
-            pairs = [(int(mine[c // len(others)]), int(others[c % len(others)])) for c in tried]
-            i, j = pairs[int(np.argmin(traffic.swap_costs(rank, pairs)))]
-        else:
-            i, j = int(mine[best // len(others)]), int(others[best % len(others)])
+            costs = traffic.swap_costs(rank, [(int(mine[c]), int(partner[c])) for c in tried])
+            best = int(tried[int(np.argmin(costs))])
+        i, j = int(mine[best]), int(partner[best])
         delta = area[i] - area[j]
         load[top] -= delta
         load[rank[j]] += delta
         rank[i], rank[j] = rank[j], rank[i]
     return rank
+
+
+def _best_swaps(
+    rank: np.ndarray, area: np.ndarray, load: np.ndarray, top: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each chunk of rank ``top`` and each other rank, the chunks there that even out the two best.
+
+    The two loads meet if the chunks differ in area by half the difference of the loads; the
+    neighbours of that area in the sorted areas of the other rank are the candidates.
+
+    Returns:
+        ``(chunk, partner, after)``: pairs, and the larger load of the two ranks after the swap.
+    """
+    chunks = np.argsort(rank * (int(area.max()) + 1) + area, kind="stable")
+    start = np.searchsorted(rank[chunks], np.arange(len(load)))
+    stop = np.append(start[1:], len(chunks))
+    mine = chunks[start[top] : stop[top]]
+    ranks = np.flatnonzero((np.arange(len(load)) != top) & (stop > start))
+    wanted = area[mine][:, None] - (load[top] - load[ranks])[None, :] // 2
+    lifted = rank[chunks] * (int(area.max()) + 1) + area[chunks]
+    place = np.searchsorted(lifted, ranks * (int(area.max()) + 1) + np.clip(wanted, 0, int(area.max())))
+    places = np.stack([place - 1, place], axis=-1)
+    places = np.clip(places, start[ranks][None, :, None], stop[ranks][None, :, None] - 1)
+    partner = chunks[places]
+    chunk = np.broadcast_to(mine[:, None, None], partner.shape)
+    moved = area[chunk] - area[partner]
+    after = np.maximum(load[top] - moved, load[rank[partner]] + moved)
+    return chunk.reshape(-1), partner.reshape(-1), after.reshape(-1)
 
 
 class _Traffic:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan.balance import assign_chunks
@@ -66,7 +66,7 @@ class Plan:
         self.schedule: Schedule = make_schedule(
             self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
         )
-        self.plan_hash = _plan_hash(mask, dispatch, self.degree, self.schedule)
+        self.plan_hash = _plan_hash(mask, dispatch, self.degree, self.schedule, config.comm)
         self._rank_plans: dict[int, RankPlan] = {}
 
     @property
@@ -193,8 +193,9 @@ def _degree(part: Partition, bands: list[tuple[np.ndarray, ...]], config: Overla
     return choose_degree(local, remote, part.remote_rows, config)
 
 
-def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule) -> int:
+def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule, comm: CommConfig) -> int:
+    """Identifies all that ranks must agree on: what travels, when, in which dtype and by which means."""
     steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
-    text.update(f"{degree}|{steps}|{schedule.saved_stage}".encode())
+    text.update(f"{degree}|{steps}|{schedule.saved_stage}|{comm}".encode())
     return int.from_bytes(text.digest()[:8], "little") >> 1

@@ -99,8 +99,17 @@ class Schedule:
     saved_stage: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class RankPlan:
+class _SetOnce:
+    """Attributes are set once. (A frozen dataclass is unpacked, arrays and all, by torch.compile.)"""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"{name}: {type(self).__name__} is read-only")
+        super().__setattr__(name, value)
+
+
+@dataclass(eq=False)
+class RankPlan(_SetOnce):
     """What one rank does for one mask. ``bands[s]``: int64 ``[n, 6]`` in (row of the shard, row
     of stage s's keys); stage 0's keys are the shard's own. ``transfers[s - 1]`` feeds stage s."""
 
@@ -113,6 +122,9 @@ class RankPlan:
     plan_hash: int
     area: int
     runtime: dict = field(default_factory=dict, repr=False)  # device copies, owned by `attention`
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "runtime": {}}  # what is on a device stays in its process
 
     @property
     def degree(self) -> int:

@@ -176,16 +176,12 @@ def tiny_gpt_args(
 def device_args() -> list[str]:
     """Megatron's arguments for training with torch's own layers on this machine's devices."""
     fusions = "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # Weights drawn on the CPU are the same for every way of sharding them.
-    return [
-        "--transformer-impl",
-        "local",
-        "--distributed-backend",
-        backend,
-        "--use-cpu-initialization",
-        *fusions.split(),
-    ]
+    common = ["--transformer-impl", "local", *fusions.split()]
+    if torch.cuda.is_available():
+        return [*common, "--distributed-backend", "nccl"]
+    # Weights drawn without a device's generator are the same for every way of sharding them. Not on GPUs:
+    # megatron-core 0.19.2 leaves a model that was initialised on the CPU there.
+    return [*common, "--distributed-backend", "gloo", "--use-cpu-initialization"]
 
 
 def no_dropout_args() -> list[str]:

@@ -31,7 +31,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "megatron_magi", "megatron_magi.testing.spawn")
+PRELOAD = (
+    "numpy.random",
+    "torch",
+    "torch.distributed",
+    # torch imports these at the first backward pass, sympy with them.
+    "torch._functorch.autograd_function",
+    "torch.fx.experimental.symbolic_shapes",
+    "megatron_magi.testing.spawn",
+)
 """Modules that the server imports once, for all ranks ever started."""
 
 GRACE_S = 0.3
@@ -212,7 +220,7 @@ def _stacks(ranks: list[_Rank], folder: Path) -> str:
 
 def _rank_main(rank: int, setup: _Setup, conn: connection.Connection) -> None:
     """A rank's process: never returns, so that no exit handler of a library can hang it."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(setup.folder,), daemon=True).start()
     stack = open(Path(setup.folder) / f"stack{rank}", "w")  # noqa: SIM115  (must stay open for the signal)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
@@ -273,8 +281,10 @@ def _import_from(module: str, path: str | None) -> None:
         spec.loader.exec_module(loaded)
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(folder: str) -> None:
+    """A killed parent cleans up nothing: its ranks remove the folder and end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.plan import Plan, make_plan
 from tests.attention import cases as cs
 
@@ -196,6 +199,40 @@ def test_bytes_on_the_wire_equal_the_lower_bound(ranks) -> None:
     assert sum(sent for sent, _ in moved) == sum(received for _, received in moved) > 0
 
 
+def reduce_precision(rank: int, num_ranks: int, case: cs.Case) -> list[tuple[float, int]]:
+    """Error of dk and bytes sent by the reductions, with and without high precision."""
+    import megatron_magi.attention.distributed as module
+
+    original, found = module.group_reduce, []
+    exact = cs.dense_attention(case, {n: t.to(case.dtype).double() for n, t in cs.inputs(case).items()})
+    for high in (False, True):
+        handles = []
+
+        def recording(*args, handles=handles, **kwargs):
+            handles.append(original(*args, **kwargs))
+            return handles[-1]
+
+        config = dataclasses.replace(case.config, comm=CommConfig(backward_high_precision_reduce=high))
+        module.group_reduce = recording
+        try:
+            plan = make_plan(case.mask, config, num_ranks)
+            part = run_case(dataclasses.replace(case, config=config), rank, plan)
+        finally:
+            module.group_reduce = original
+        error = (part["dk"].double() - exact["dk"][part["index"]]).square().mean().sqrt()
+        found.append((float(error), sum(h.sent_bytes for h in handles)))
+    return found
+
+
+def test_high_precision_reduction_sends_twice_the_bytes_and_rounds_less(ranks) -> None:
+    config = MagiConfig(dispatch=DispatchConfig(algorithm="min_heap"), overlap=OverlapConfig(degree=2))
+    case = cs.Case(cs.documents([256]), config, dtype=torch.bfloat16)
+    results = ranks(4, reduce_precision, case)
+    low, high = (sum(r[i][0] for r in results) for i in (0, 1))
+    assert high < low
+    assert all(r[1][1] == 2 * r[0][1] > 0 for r in results)
+
+
 def two_in_flight(rank: int, num_ranks: int, first: cs.Case, second: cs.Case) -> bool:
     """Backward of an older microbatch, after the forward of a newer one with another plan."""
     outs, leaves = [], []
@@ -246,3 +283,51 @@ def test_device_copies_live_and_die_with_their_plan() -> None:
     distributed_attention(x, x, x, plan.for_rank(0), None)
     assert list(plan.for_rank(0).runtime) == ["cpu"]
     assert np.array_equal(plan.for_rank(0).bands[0], plan.mask.bands)
+
+
+def test_device_copies_are_freed_with_their_plan_without_a_garbage_collection() -> None:
+    plan = make_plan(cs.documents([64]), cp_size=2).for_rank(0)
+    casts = plan_casts(plan, torch.device("cpu"))
+    alive = weakref.ref(casts[0].send_index)
+    gc.disable()
+    try:
+        del plan, casts
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_compiled_models_may_call_the_operator() -> None:
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    x = torch.randn(8, 2, 8)
+
+    def model(y: torch.Tensor) -> torch.Tensor:
+        return distributed_attention(y * 2, y, y, plan, None)[0] + 1
+
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
+
+
+def unused_output(rank: int, num_ranks: int, case: cs.Case) -> torch.Tensor:
+    """On rank 0 the loss does not depend on the output, but its keys are used by rank 1."""
+    plan = make_plan(case.mask, case.config, num_ranks)
+    x = cs.inputs(case)
+    index = torch.from_numpy(plan.dispatch.global_index(rank))
+    q, k, v = (x[n][index].requires_grad_(True) for n in ("q", "k", "v"))
+    out, _ = distributed_attention(q, k, v, plan.for_rank(rank), dist.group.WORLD, config=case.config)
+    (out * (0.0 if rank == 0 else 1.0)).sum().backward()
+    return k.grad.abs().sum()
+
+
+def test_keys_of_a_rank_without_loss_still_get_their_gradients(ranks) -> None:
+    case = cs.Case(cs.documents([64]))
+    assert all(float(g) > 0 for g in ranks(2, unused_output, case))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"softmax_scale": 0.0}, "softmax_scale"), ({"softcap": -1.0}, "softcap")]
+)
+def test_bad_options_are_refused_before_anything_is_sent(options, name) -> None:
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    x = torch.zeros(8, 2, 8)
+    with pytest.raises(ValueError, match=rf"^{name}:"):
+        distributed_attention(x, x, x, plan, None, **options)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.rows import Arrivals, arrival_arrays
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,9 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+def arrivals_of(local_rows: np.ndarray, device: str) -> Arrivals:
+    """Which of the arriving rows, owned by ``local_rows``, belong to which row."""
+    *arrays, levels = arrival_arrays(local_rows)
+    return Arrivals(*(torch.from_numpy(a).to(device) for a in arrays), levels)

@@ -9,13 +9,7 @@ import torch
 from megatron_magi.comm import rows
 from megatron_magi.comm.impl import triton_rows
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.rows import Arrivals, arrival_arrays
-from tests.comm.random_transfers import random_tensor
-
-
-def arrivals_of(local_rows: np.ndarray, device: str) -> Arrivals:
-    *arrays, levels = arrival_arrays(local_rows)
-    return Arrivals(*(torch.from_numpy(a).to(device) for a in arrays), levels)
+from tests.comm.random_transfers import arrivals_of, random_tensor
 
 
 def check_gather(device: str) -> None:
@@ -73,6 +67,8 @@ def check_merge(device: str) -> None:
             for o, s in ((out, lse), (part_out, part_lse)):
                 s[::3] = -torch.inf
                 o[::3] = torch.nan
+            # What does count stays as it is: an infinite weight takes all, NaN is seen.
+            part_lse[4, 0], part_lse[7, -1], part_out[10, -1, 0] = torch.inf, torch.nan, torch.nan
             expected, got = (out.clone(), lse.clone()), (out.clone(), lse.clone())
             rows.merge_rows(part_out, part_lse, arrivals, *expected)
             triton_rows.merge_rows(part_out, part_lse, arrivals, *got)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.agreement import check_agreement, start_agreement
@@ -63,3 +64,20 @@ def test_a_value_out_of_bounds_raises(value):
 def test_ranks_of_an_nccl_group_hear_who_differs():
     messages = run_ranks(message_of, 2, [5, 7], backend="nccl", timeout_s=300)
     assert "rank 1 of the group" in messages[0] and messages[0] == messages[1]
+
+
+def agree_while_the_gpu_is_busy(rank, num_ranks):
+    check_agreement(1, None, "plan")  # makes communicator, stream and pinned memory
+    torch.cuda.synchronize()
+    torch.cuda._sleep(8_000_000_000)  # cycles: some seconds
+    busy = torch.cuda.current_stream().record_event()
+    check_agreement(2, None, "plan")
+    agreed_first = not busy.query()
+    torch.cuda.synchronize()
+    return agreed_first
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_agreeing_does_not_wait_for_queued_compute():
+    assert run_ranks(agree_while_the_gpu_is_busy, 2, backend="nccl", timeout_s=300) == [True, True]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.comm.dispatch import RollArgs, dispatch, make_roll_args, roll, undispatch
+from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, dispatch, make_roll_args, roll, undispatch
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import random_tensor
 
@@ -27,13 +27,6 @@ def shards(total_seqlen: int, shard_lengths: tuple[int, ...], seed: int = 0) -> 
     owner = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(shard_lengths)), shard_lengths))
     assert padded >= total_seqlen
     return [np.flatnonzero(owner == r) for r in range(len(shard_lengths))]
-
-
-def undispatch_arguments(index: list[np.ndarray], device: str = "cpu") -> dict:
-    return {
-        "shard_lengths": [len(i) for i in index],
-        "undispatch_index": torch.from_numpy(np.argsort(np.concatenate(index))).to(device),
-    }
 
 
 def test_dispatch_fills_padding_and_keeps_the_dtype():
@@ -58,15 +51,16 @@ def test_the_gradient_of_dispatch_is_zero_for_rows_of_other_ranks():
 
 def round_trip(rank, num_ranks, total_seqlen, shard_lengths, device="cpu"):
     index = shards(total_seqlen, shard_lengths)
-    arguments = undispatch_arguments(index, device)
+    args = UndispatchArgs.build(index, total_seqlen, rank, device)
+    all_rows = UndispatchArgs.build(index, sum(shard_lengths), rank, device)
     mine = torch.from_numpy(index[rank]).to(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for dim, shape in ((0, (total_seqlen, 3)), (1, (2, total_seqlen)), (-1, (2, 1, total_seqlen))):
             x = random_tensor(shape, dtype, 3).to(device)
             local = dispatch(x, mine, dim=dim, pad_value=99)
-            back = undispatch(local, **arguments, dim=dim, total_seqlen=total_seqlen)
+            back = undispatch(local, args, dim=dim)
             assert torch.equal(back, x)
-            padded = undispatch(local, **arguments, dim=dim)
+            padded = undispatch(local, all_rows, dim=dim)
             assert padded.shape[dim] == sum(shard_lengths)
             assert (padded.movedim(dim, 0)[total_seqlen:] == 99).all()
 
@@ -78,13 +72,13 @@ def test_dispatch_then_undispatch_is_identity(ranks, total_seqlen, shard_lengths
 
 def undispatch_gradients(rank, num_ranks, total_seqlen, shard_lengths, device="cpu"):
     index = shards(total_seqlen, shard_lengths)
-    arguments = undispatch_arguments(index, device)
+    args = UndispatchArgs.build(index, total_seqlen, rank, device)
     is_token = torch.from_numpy(index[rank] < total_seqlen).to(device)
     tokens = torch.from_numpy(index[rank]).to(device)[is_token]
     parts = [random_tensor((2, total_seqlen), torch.float64, 10 + r).to(device) for r in range(num_ranks)]
     for is_partial_grad, upstream, whole in ((False, parts[0], parts[0]), (True, parts[rank], sum(parts))):
         local = random_tensor((2, len(index[rank])), torch.float64, rank).to(device).requires_grad_()
-        out = undispatch(local, **arguments, dim=1, total_seqlen=total_seqlen, is_partial_grad=is_partial_grad)
+        out = undispatch(local, args, dim=1, is_partial_grad=is_partial_grad)
         out.backward(upstream)
         torch.testing.assert_close(local.grad[:, is_token], whole[:, tokens], rtol=1e-14, atol=1e-14)
         assert (local.grad[:, ~is_token] == 0).all()
@@ -136,7 +130,7 @@ def test_roll_and_undispatch_work_on_one_rank_without_a_group():
     x = torch.arange(5.0)
     args = RollArgs.build(make_roll_args([index], 2, 4, 0), "cpu")
     assert roll(x, args).tolist() == [2.0, 3.0, 0.0, 1.0, 4.0]
-    assert undispatch(x, **undispatch_arguments([index]), total_seqlen=4).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert undispatch(x, UndispatchArgs.build([index], 4, 0, "cpu")).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_lengths_that_disagree_raise_and_name_the_argument():
@@ -145,11 +139,12 @@ def test_lengths_that_disagree_raise_and_name_the_argument():
     args = RollArgs.build(make_roll_args([np.arange(4)], 1, 4, 0), "cpu")
     with pytest.raises(ValueError, match="x_local: 3 rows along dim 0, but args is for 4"):
         roll(torch.zeros(3), args)
-    arguments = undispatch_arguments([np.arange(4)])
+    args = UndispatchArgs.build([np.arange(4)], 4, 0, "cpu")
     with pytest.raises(ValueError, match="x_local: 3 rows along dim 0"):
-        undispatch(torch.zeros(3), **arguments)
-    with pytest.raises(ValueError, match="undispatch_index: shape"):
-        undispatch(torch.zeros(4), shard_lengths=[4], undispatch_index=torch.arange(3))
+        undispatch(torch.zeros(3), args)
+    for index, total_seqlen in (([0, 1, 1], 3), ([0, 1, 4], 3), ([0, 1, 2], 4)):
+        with pytest.raises(ValueError, match=f"global_index: expected every row .* at least {total_seqlen}"):
+            UndispatchArgs.build([np.array(index)], total_seqlen, 0, "cpu")
 
 
 @pytest.mark.gpu

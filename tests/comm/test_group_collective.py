@@ -26,8 +26,8 @@ def cast_everything(rank, num_ranks, device="cpu"):
         transfers = random_transfers(num_ranks, seed, with_order=seed % 3 > 0)
         args = transfers.args(rank, device)
         for at, dtype in enumerate(DTYPES):
-            # k and v of different widths, and a third tensor of another dtype without a trailing dimension.
-            kinds = (((2, 3), dtype), ((2, 5), dtype), ((), DTYPES[at - 1]))
+            # k and v of different widths after a tensor of another dtype, of one element a row.
+            kinds = (((), DTYPES[at - 1]), ((2, 3), dtype), ((2, 5), dtype))
             everyone = [
                 [random_tensor((n, *shape), kind, 100 * seed + 10 * r + i) for r, n in enumerate(transfers.num_rows)]
                 for i, (shape, kind) in enumerate(kinds)
@@ -265,3 +265,22 @@ def test_group_collectives_on_gpus_do_what_they_do_on_cpus(check):
     )
     for a, b in zip(on_gpus, on_cpus, strict=True):
         assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_what_only_the_reduction_needs_is_made_when_it_is_used():
+    args = GroupCastArgs.build(np.array([2, 0, 1]), [3], [3], np.array([1, 2, 0]))
+    x = torch.arange(6.0).view(3, 2)
+    (received,) = group_cast([x], args).wait()
+    assert torch.equal(received, x[[0, 1, 2]]) and not {"arrivals", "recv_position"} & set(vars(args))
+    (total,) = group_reduce([received], args, into=[torch.zeros(3, 2)]).wait()
+    assert torch.equal(total, x) and {"arrivals", "recv_position"} <= set(vars(args))
+    assert args.arrivals is args.arrivals
+    made = [
+        args.send_index,
+        args.recv_order,
+        args.recv_position,
+        args.arrivals.rows,
+        args.arrivals.starts,
+        args.arrivals.sources,
+    ]
+    assert sum(t.numel() for t in made) <= GroupCastArgs.num_indices(args.num_send, args.num_recv)

@@ -1,7 +1,9 @@
 import pickle
+import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,3 +125,46 @@ def test_the_table_given_can_be_reused_by_its_owner():
     mask = AttnMask(rows, 8)
     rows[:] = 0
     assert mask == builders.causal(8)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: AttnMask([(0, 2.5, 0, 4, 0)], 4), "slices: expected integers, got float64"),
+        (lambda: AttnMask(np.array([(0, 2.5, 0, 4, 0)]), 4), "slices: expected integers, got float64"),
+        (lambda: AttnMask([(0, 4, 0, 4, 0), (0, 4)], 4), "slices: expected"),
+        (lambda: AttnMask([(0, 4, 0, 4, 0)], 4.5), "total_seqlen_q: expected an integer, got 4.5"),
+        (lambda: AttnMask([(0, 4, 0, 4, 0)], 4, 4.5), "total_seqlen_k: expected an integer, got 4.5"),
+        (lambda: AttnMask.from_ranges([(0, 2.5)], [(0, 4)], 0, 4), r"q_ranges\[0\]: expected integers"),
+        (lambda: AttnMask.from_ranges([(0, 2)], torch.tensor([[0, 2.5]]), 0, 4), "k_ranges: expected integers"),
+        (lambda: AttnMask.from_ranges([(0, 2)], [(0, 2)], [1.5], 4), "mask_types: expected integers"),
+        (lambda: AttnRange(0, 2.5), "range: end: expected an integer, got 2.5"),
+        (lambda: AttnRange.from_range([0, 2, 4]), r"attn_range: expected \(start, end\), got \[0, 2, 4\]"),
+        (lambda: AttnRange.from_range(4), "attn_range: expected 1 dimension"),
+        (lambda: AttnRanges.from_ranges(None), r"ranges: expected pairs \(start, end\), got None"),
+        (lambda: AttnRanges.from_ranges([[0, 4], [4]]), r"ranges\[1\]: expected \(start, end\), got \[4\]"),
+        (lambda: AttnRanges.from_ranges(np.zeros((2, 3), int)), r"ranges: expected shape \[n, 2\], got \[2, 3\]"),
+    ],
+)
+def test_what_is_no_integer_or_no_pair_is_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_tensors_are_read_like_arrays():
+    table = [(0, 4, 0, 4, 1), (4, 8, 0, 4, 0)]
+    assert AttnMask(torch.tensor(table), 8) == AttnMask(np.array(table), 8) == AttnMask(table, 8)
+    ranges, types = torch.tensor([[0, 4], [4, 8]]), torch.tensor([1, 1])
+    assert AttnMask.from_ranges(ranges, ranges, types, 8) == AttnMask.from_ranges(ranges.tolist(), ranges, [1, 1], 8)
+
+
+def test_many_slices_over_the_same_queries_are_checked_quickly() -> None:
+    """Block-sparse rows: every slice shares its queries with all others, and no key."""
+    starts = np.arange(20_000)
+    table = np.stack([0 * starts, 0 * starts + 1000, starts, starts + 1, 0 * starts], axis=1)
+    begin = time.process_time()
+    AttnMask(table, 1000, 20_000)
+    assert time.process_time() - begin < 2.0
+    table[-1, 2] -= 1
+    with pytest.raises(ValueError, match=r"slice 19998 .* and slice 19999 .* overlap"):
+        AttnMask(table, 1000, 20_000)

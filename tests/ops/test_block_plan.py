@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_magi.mask import builders
+from megatron_magi.lru import LruCache
+from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.ops.block_plan import LIMITS, BlockLimits, block_plan, make_block_plan
 from megatron_magi.ops.slice_attention import slice_attention
@@ -33,6 +34,7 @@ def visible_by_plan(plan, num_rows, num_keys):
     return shown, computed
 
 
+@settings(deadline=None)
 @given(
     mask=masks(),
     call_cost=st.sampled_from([0, 20, 200]),
@@ -62,6 +64,28 @@ def test_short_documents_share_blocks_and_long_ones_waste_little():
 def test_a_plan_is_made_once_for_equal_bands():
     bands = packed_causal([5, 6]).bands
     assert block_plan(bands, 4, CPU) is block_plan(bands.copy(), 4, CPU)
+
+
+def test_the_cache_of_plans_stays_within_its_bytes_over_many_masks():
+    cache = LruCache(max_bytes=200_000)
+    first = block_plan(packed_causal([300]).bands, 1, CPU, cache)
+    for length in range(2, 400):
+        block_plan(packed_causal([length, 5]).bands, 1, CPU, cache)
+        assert cache.num_bytes <= cache.max_bytes
+    assert 1 < len(cache) < 400
+    assert block_plan(packed_causal([300]).bands, 1, CPU, cache) is not first
+    kept = block_plan(packed_causal([399, 5]).bands, 1, CPU, cache)
+    assert block_plan(packed_causal([399, 5]).bands, 1, CPU, cache) is kept
+
+
+def test_a_plan_is_uploaded_in_one_copy_a_dtype(monkeypatch):
+    # Scattered keys, rows with one interval and rows with several: all kinds of index tensors.
+    bands = AttnMask([(0, 40, 0, 20, 0), (0, 40, 60, 100, 1), (40, 90, 30, 80, 3), (90, 100, 0, 100, 1)], 100).bands
+    uploads, from_numpy = [], torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: uploads.append(array.dtype) or from_numpy(array))
+    plan = make_block_plan(bands, 1, CPU, BlockLimits(call_cost=40, min_rows=3, max_rows=7, max_logits=60))
+    assert len(plan.blocks) > 10
+    assert sorted(str(dtype) for dtype in uploads) == ["int32", "int64"]
 
 
 class LargestTensor(TorchDispatchMode):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.ops.impl import hopper, hopper_kernels
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.ffa_cases import (
     MASKS,

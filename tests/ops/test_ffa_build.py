@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_magi.ops.impl import hopper_build, hopper_kernels
+from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.ops.hopper import kernels as hopper_kernels
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
 

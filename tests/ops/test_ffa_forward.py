@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.ops.impl import hopper_kernels
+from megatron_magi.ops.hopper import kernels as hopper_kernels
 from tests.ops.ffa_cases import (
     MASKS,
     Inputs,

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.impl import (
-    hopper,
-    hopper_backward,
-    hopper_build,
-    hopper_common,
-    hopper_driver,
-    hopper_kernels,
-    hopper_launch,
-    hopper_params,
-)
+from megatron_magi.ops.hopper import backward as hopper_backward
+from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.ops.hopper import common as hopper_common
+from megatron_magi.ops.hopper import driver as hopper_driver
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper import launch as hopper_launch
+from megatron_magi.ops.hopper import params as hopper_params
+from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 
 STRUCTS = [

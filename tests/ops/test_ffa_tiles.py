@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
-from megatron_magi.ops.impl.hopper_plan import _best_splits
-from megatron_magi.ops.impl.hopper_tiles import EVERYTHING, SUB_ROWS, TilePlan, block_turns, plan_tiles, transpose
+from megatron_magi.ops.hopper.plan import _best_splits
+from megatron_magi.ops.hopper.tiles import EVERYTHING, SUB_ROWS, TilePlan, block_turns, plan_tiles, transpose
 
 
 def check_plan(plan: TilePlan, visible: np.ndarray) -> None:

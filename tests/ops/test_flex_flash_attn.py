@@ -96,7 +96,7 @@ def test_meta_holds_lse_always_and_max_logits_when_asked():
         ((), {"sink_layout": "shd"}, "sink_layout"),
         ((), {"sink": torch.zeros(2, 2), "sink_layout": "ssh"}, "sink: layout 'ssh' has 3 dimensions"),
         ((), {"sink": torch.zeros(2, 3)}, r"sink: expected shape \[num_sinks, 2\]"),
-        ((), {"impl": "ffa"}, "impl: 'ffa' is not available .* auto, reference, torch"),
+        ((), {"impl": "ffa"}, "impl: 'ffa' needs a Hopper GPU .* use 'torch'"),
     ],
 )
 def test_bad_arguments_get_an_error_that_names_them(args, options, message):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.ops.merge import merge, merge_, sink_gradient, sink_lse
+from megatron_magi.ops.merge import merge, merge_, merge_sink_, sink_gradient, sink_lse
 
 lse_values = st.one_of(st.just(-torch.inf), st.floats(-40, 40), st.floats(-4000, 4000))
 
@@ -26,18 +26,21 @@ def same(a, b):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@settings(deadline=None)
 @given(partials(3))
 def test_merge_is_associative(results):
     a, b, c = results
     same(merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c)))
 
 
+@settings(deadline=None)
 @given(partials(2))
 def test_merge_is_commutative(results):
     a, b = results
     same(merge(*a, *b), merge(*b, *a))
 
 
+@settings(deadline=None)
 @given(partials(1))
 def test_a_result_over_no_key_changes_nothing(results):
     ((out, lse),) = results
@@ -107,6 +110,15 @@ def test_the_sink_gradient_is_that_of_autograd(per_row):
     (expected,) = torch.autograd.grad(out, sink, dout)
     actual = sink_gradient(sink.detach(), total.detach(), (dout * out.detach()).sum(-1))
     torch.testing.assert_close(actual, expected)
+
+
+@settings(deadline=None)
+@given(partials(2))
+def test_a_sink_is_a_partial_result_with_output_zero(results):
+    (out, lse), (_, sinks) = results
+    expected = merge(out, lse, torch.zeros_like(out), sinks)
+    merge_sink_(out, lse, sinks)
+    same((out, lse), expected)
 
 
 def test_no_sink_at_all_and_sinks_of_minus_infinity_add_nothing():

@@ -3,8 +3,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_magi.mask import AttnMask, MaskType
+from megatron_magi.mask import AttnMask, MaskType, builders
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.block_plan import BlockLimits, make_block_plan
 from megatron_magi.ops.impl import blocked
@@ -61,7 +62,7 @@ def attend(case, impl):
 def test_every_implementation_equals_the_naive_formula_in_fp64(mask, heads, head_dim_v, softcap, sink, seed):
     case = Case(mask, *heads, head_dim_v=head_dim_v, softcap=softcap, sink=sink, seed=seed)
     expected = case.expected()
-    for impl in IMPLS:
+    for impl in ("reference", "torch"):
         assert_close(case.run(attend(case, impl)), expected)
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_tiny_blocks(monkeypatch)
@@ -162,6 +163,13 @@ def test_garbage_in_tokens_of_no_pair_goes_nowhere(impl, softcap, garbage, tiny_
     for tensor in (case.k, case.v):
         tensor[hidden_keys] = garbage
     assert_close(case.run(attend(case, impl)), clean)
+    lse, delta = clean["lse"].clone(), row_delta(case.dout, clean["out"])
+    lse[hidden_rows] = delta[hidden_rows] = garbage
+    grads = slice_attention_backward(
+        case.dout, case.q, case.k, case.v, lse, delta, case.mask.bands, softcap=softcap, impl=impl
+    )
+    names = ("dq", "dk", "dv")
+    assert_close(dict(zip(names, grads, strict=True)), {name: clean[name] for name in names})
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -210,16 +218,65 @@ def test_low_precision_errs_at_most_twice_as_much_as_dense_torch(dtype, sink, de
         assert value.isfinite().all() and error <= 2 * allowed + 1e-6, f"{name}: {error} > 2 * {allowed}"
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_half_precision_path_of_gpus_has_the_right_dtypes(softcap, tiny_blocks):
+    mask = AttnMask([(0, 9, 0, 9, 1), (12, 20, 5, 9, 0), (12, 20, 12, 20, 1)], 20)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(20, heads, 8, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+        sink = torch.empty(1, 4, device="cuda")
+        out, lse, max_logits = slice_attention_forward(
+            q, k, v, mask.bands, softcap=softcap, sink=sink, return_max_logits=True
+        )
+        grads = slice_attention_backward(out, q, k, v, lse, row_delta(out, out), mask.bands, softcap=softcap)
+    assert out.dtype == torch.bfloat16 and lse.dtype == max_logits.dtype == torch.float32
+    assert [(g.dtype, g.shape) for g in grads] == [(t.dtype, t.shape) for t in (q, k, v)]
+
+
 @pytest.mark.gpu
 @settings(max_examples=20, deadline=None)
 @given(mask=masks(), sink=st.sampled_from([None, "sh", "ssh"]), softcap=st.sampled_from([0.0, 1.5]))
 def test_gpus_agree_with_the_naive_formula_in_fp64(mask, sink, softcap):
     case = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda")
     expected = case.expected()
-    for impl in IMPLS:
+    for impl in ("reference", "torch"):
         assert_close(case.run(attend(case, impl)), expected)
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_tiny_blocks(monkeypatch)
         assert_close(case.run(attend(case, "torch")), expected)
         half = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda", dtype=torch.bfloat16)
         assert all(value.shape == expected[name].shape for name, value in half.run(attend(half, "torch")).items())
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_autocast_changes_no_bit_of_either_pass(impl):
+    def passes(enabled):
+        gen = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(24, 2, 8, generator=gen, requires_grad=True) for _ in range(3))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, meta = slice_attention(q, k, v, builders.causal(24), impl=impl)
+            return out, meta.lse, *torch.autograd.grad(out.square().sum(), [q, k, v])
+
+    for plain, cast in zip(passes(False), passes(True), strict=True):
+        assert plain.dtype == cast.dtype and torch.equal(plain, cast)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_an_infinite_sink_takes_everything(impl, per_row):
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(6, 2, 4, generator=gen, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = AttnMask([(0, 4, 0, 4, 1)], 6)
+    # The first head has an infinite sink beside a finite one.
+    sink = torch.tensor([[torch.inf, 0.5], [1.0, 0.2]], dtype=torch.float64)
+    sink = (sink.expand(6, 2, 2) if per_row else sink).clone().requires_grad_()
+    out, meta = slice_attention(q, k, v, mask, sink=sink, softcap=5.0, impl=impl)
+    assert not out[:, 0].any() and (meta.lse[:, 0] == torch.inf).all()
+    grads = torch.autograd.grad(out.square().sum() + out.sum(), [q, k, v, sink])
+    assert all(g.isfinite().all() for g in grads)
+    assert all(not g[..., 0, :].any() for g in grads[:3]) and not grads[3][..., 0].any()
+    assert all(g[..., 1, :].any() for g in grads[:3]) and grads[3][..., 1].any()
+    # More keys change nothing, as when they come from another rank.
+    merged_out, merged_lse, _ = slice_attention_forward(
+        q, k, v, mask.bands, out=out.detach().clone(), lse=meta.lse.clone(), impl=impl
+    )
+    assert not merged_out[:, 0].any() and (merged_lse[:, 0] == torch.inf).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.dense import count_cover, dense_mask
-from megatron_magi.plan import Plan, StepKind, make_plan
+from megatron_magi.plan import Plan, PlanCache, StepKind, make_plan
 
 ALGORITHMS = ("affinity", "min_heap", "sorted_sequential", "sequential")
 
@@ -195,11 +196,11 @@ def test_a_million_tokens_in_500_documents_over_64_ranks_plan_in_a_second() -> N
     mask = documents(uneven_lengths(1 << 20, 500))
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()  # of this process: the machine may be busy with others
         plan = make_plan(mask, cp_size=64)
         for rank in range(64):
             plan.for_rank(rank)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert plan.stats().balance <= 1.05
     assert best < 1.0
 
@@ -236,6 +237,56 @@ def test_queries_and_keys_must_be_the_same_tokens() -> None:
         make_plan(AttnMask([(0, 4, 0, 8, 0)], 4, 8), cp_size=1)
 
 
+def test_a_plan_is_read_only() -> None:
+    plan = make_plan(documents([8]), cp_size=2).for_rank(0)
+    with pytest.raises(AttributeError, match="read-only"):
+        plan.num_rows = 3
+    with pytest.raises(ValueError, match="read-only"):
+        plan.bands[0][:] = 0
+
+
 def test_a_rank_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="cp_rank"):
         make_plan(documents([8]), cp_size=2).for_rank(2)
+
+
+def test_hashes_tell_apart_what_travels_in_another_dtype() -> None:
+    mask = documents([64])
+    wide = MagiConfig(comm=CommConfig(backward_high_precision_reduce=True))
+    assert make_plan(mask, cp_size=2).plan_hash != make_plan(mask, wide, 2).plan_hash
+
+
+def test_planning_many_chunks_stays_quick() -> None:
+    """Ten million tokens: thousands of chunks a rank must not cost their square."""
+    start = time.process_time()
+    plan = make_plan(documents([10_000_000]), cp_size=8)
+    assert plan.stats().balance <= 1.02
+    assert time.process_time() - start < 5.0
+
+
+@pytest.mark.parametrize("algorithm", ["min_heap", "affinity"])
+def test_swaps_find_the_even_split(algorithm) -> None:
+    """Largest first puts 8 beside 4 and 7 beside 5 on top of 6s: only swaps reach 15 each."""
+    lengths = [6, 6, 5, 5, 4, 4]
+    mask = AttnMask([(i, i + 1, 0, n, 0) for i, n in enumerate(lengths)], 6)
+    config = MagiConfig(dispatch=DispatchConfig(algorithm=algorithm, chunk_size=1))
+    assert make_plan(mask, config, 2).stats().areas == (15, 15)
+
+
+def test_plans_travel_between_processes_without_what_is_on_a_device() -> None:
+    plan = make_plan(documents([5, 9, 2, 16]), cp_size=2)
+    plan.for_rank(1).runtime["cuda:0"] = object()
+    copy = pickle.loads(pickle.dumps(plan.for_rank(1)))
+    assert copy.runtime == {} and copy.plan_hash == plan.plan_hash
+    mask = pickle.loads(pickle.dumps(plan.mask))
+    assert mask == plan.mask and not mask.table.flags.writeable and not mask.bands.flags.writeable
+
+
+def test_the_cache_keeps_the_most_recent_plans_only() -> None:
+    cache = PlanCache(max_size=3)
+    config = MagiConfig()
+    for n in range(1, 200):
+        cache.get(documents([n]), config, 2)
+    assert len(cache) == 3
+    recent = cache.get(documents([199]), config, 2)
+    assert cache.get(documents([199]), config, 2) is recent

@@ -29,10 +29,8 @@ def exchange(
     incoming[me].copy_(outgoing[me])
     ops = []
     for step in range(1, dist.get_world_size(group)):
-        # Both ends know the size, so an empty message is not sent at all.
+        # Empty messages travel too: NCCL needs every rank in a group's first batch.
         to, source = (me + step) % len(outgoing), (me - step) % len(incoming)
-        if send_splits[to]:
-            ops.append(dist.P2POp(dist.isend, outgoing[to], group=group, group_peer=to))
-        if recv_splits[source]:
-            ops.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))
-    return dist.batch_isend_irecv(ops) if ops else []
+        ops.append(dist.P2POp(dist.isend, outgoing[to], group=group, group_peer=to))
+        ops.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))
+    return dist.batch_isend_irecv(ops)

@@ -6,6 +6,7 @@ Offsets are 64-bit: rows times row length passes 2^31 at a million tokens.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import torch
@@ -118,9 +119,9 @@ def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     raise AssertionError("a byte divides everything")
 
 
-def _device_of(x: torch.Tensor) -> torch.cuda.device | torch.autograd.grad_mode.no_grad:
+def _device_of(x: torch.Tensor) -> AbstractContextManager:
     """Launches go to the current device, which need not be that of the tensors."""
-    return torch.cuda.device(x.device) if x.is_cuda else torch.no_grad()
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -190,19 +191,23 @@ def _merge_kernel(
     # A part that saw no key counts nothing, even if its output is not finite.
     weight = tl.where(top == minus_infinity, 0.0, 1.0).to(DTYPE)
     total = tl.load(out_address, mask=mask, other=0).to(DTYPE)
-    total = tl.where(weight > 0, total, 0.0)
+    total = tl.where(weight == 0, 0.0, total)
     for i in range(tl.load(starts + at), tl.load(starts + at + 1)):
         origin = tl.load(sources + i)
         part_lse = tl.load(arriving_lse + origin * arriving_lse_stride + head).to(DTYPE)
         part = tl.load(arriving_out + origin * arriving_out_stride + head * head_dim + column, mask=mask, other=0)
-        new_top = tl.maximum(top, part_lse)
-        reference = tl.where(new_top == minus_infinity, 0.0, new_top)
-        keep = tl.exp(top - reference)
-        add = tl.exp(part_lse - reference)
-        total = total * keep + tl.where(add > 0, part.to(DTYPE) * add, 0.0)
+        # The maximum, NaN where either is: hardware's own drops NaN.
+        new_top = tl.where((part_lse > top) | (part_lse != part_lse), part_lse, top)
+        # Without inf - inf: a part without keys weighs 0, else the largest weighs 1.
+        keep = tl.where(top == new_top, 1.0, tl.exp(top - new_top))
+        keep = tl.where(top == minus_infinity, 0.0, keep)
+        add = tl.where(part_lse == new_top, 1.0, tl.exp(part_lse - new_top))
+        add = tl.where(part_lse == minus_infinity, 0.0, add)
+        total = tl.where(keep == 0, 0.0, total * keep) + tl.where(add == 0, 0.0, part.to(DTYPE) * add)
         weight = weight * keep + add
         top = new_top
-    merged = tl.where(weight > 0, total / tl.where(weight > 0, weight, 1.0), 0.0)
+    # Weights are sums of exponentials: 0, positive, or NaN, which stays visible.
+    merged = tl.where(weight == 0, 0.0, total / tl.where(weight == 0, 1.0, weight))
     tl.store(out_address, merged.to(out.dtype.element_ty), mask=mask)
     # log of 0 is -inf, and so is top then.
     tl.store(lse_address, (top + tl.log(weight)).to(lse.dtype.element_ty))

@@ -15,24 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_magi.ops.block_plan import BlockPlan, KeyChunk, RowBlock, Selection, block_plan
-from megatron_magi.ops.merge import accumulate_dtype, merge_
+from megatron_magi.ops.merge import accumulate_dtype, merge_, merge_sink_
 from megatron_magi.ops.options import AttnOptions
-
-
-class _Scales(NamedTuple):
-    """Where the scale and the cap are multiplied in: into q where q is wide enough to stay exact."""
-
-    on_q: float
-    on_logits: float  # after the matrix product
-    softcap: float
-    on_dq: float
-    on_dk: float
-
-    @classmethod
-    def make(cls, options: AttnOptions, is_wide: bool) -> _Scales:
-        inner = options.softmax_scale / (options.softcap or 1.0)  # argument of tanh, or the logit
-        on_q = inner if is_wide else 1.0
-        return cls(on_q, inner / on_q, options.softcap, options.softmax_scale, options.softmax_scale / on_q)
 
 
 @torch.no_grad()
@@ -52,17 +36,16 @@ def forward(
     """Writes attention to ``out`` and ``lse``, or merges it into them with ``accumulate``.
 
     Arguments are those of `slice_attention_forward`, checked. ``sink_lse``: ``[num_heads_q]``
-    or ``[num_rows, num_heads_q]``. Returns max_logits if asked for.
+    or ``[num_rows, num_heads_q]``, all sinks of a head in one. Returns max_logits if asked for.
     """
     plan = block_plan(bands, q.shape[1], q.device)
-    scales = _Scales.make(options, _is_wide(q))
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
-    rows_q, rows_k, rows_v = _grouped(q, num_heads_kv, scales.on_q), _head_major(k), _head_major(v)
+    rows_q, rows_k, rows_v = _grouped(q, num_heads_kv), _head_major(k), _head_major(v)
     result = torch.zeros((*rows_q.shape[:3], v.shape[2]), dtype=dtype, device=q.device)
     # The largest logit and the lse of each row.
     stats = torch.full((2, *rows_q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
     for block in plan.blocks:
-        block_out, largest, block_lse = _attend(block, plan, rows_q, rows_k, rows_v, scales)
+        block_out, largest, block_lse = _attend(block, plan, rows_q, rows_k, rows_v, options)
         _put(result, block, block_out)
         _put(stats[1], block, block_lse)
         if return_max_logits:
@@ -70,8 +53,7 @@ def forward(
     result = _rows(result)
     max_logits, row_lse = (_rows(s)[..., 0] for s in stats)
     if sink_lse is not None:
-        # A partial result over no key: the sink adds to the denominator, nothing to the output.
-        merge_(result, row_lse, result.new_zeros(()).expand_as(result), sink_lse.expand_as(row_lse))
+        merge_sink_(result, row_lse, sink_lse)
     if accumulate:
         merge_(out, lse, result, row_lse)
     else:
@@ -101,26 +83,23 @@ def backward(
     Arguments are those of `slice_attention_backward`, checked.
     """
     plan = block_plan(bands, q.shape[1], q.device)
-    scales = _Scales.make(options, _is_wide(q))
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
     tensors = _BackwardTensors(
-        q=_grouped(q, num_heads_kv, scales.on_q),
+        q=_grouped(q, num_heads_kv),
         k=_head_major(k),
         v=_head_major(v),
-        dout=_grouped(dout.to(q.dtype), num_heads_kv, 1.0),
-        # A row without keys and sinks is in no block; 0 keeps -inf - -inf away in any case.
-        lse=_grouped(lse[..., None].to(dtype).nan_to_num(neginf=0.0), num_heads_kv, 1.0),
-        delta=_grouped(delta[..., None].to(dtype), num_heads_kv, 1.0),
+        dout=_grouped(dout.to(q.dtype), num_heads_kv),
+        lse=_grouped(lse[..., None].to(dtype), num_heads_kv),
+        delta=_grouped(delta[..., None].to(dtype), num_heads_kv),
         dq=torch.zeros(_grouped_shape(q, num_heads_kv), dtype=dtype, device=q.device),
         dk=torch.zeros((num_heads_kv, k.shape[0], k.shape[2]), dtype=dtype, device=q.device),
         dv=torch.zeros((num_heads_kv, v.shape[0], v.shape[2]), dtype=dtype, device=q.device),
     )
     for block in plan.blocks:
-        _attend_backward(block, plan, tensors, scales)
+        _attend_backward(block, plan, tensors, options)
     dq, dk, dv = _rows(tensors.dq), tensors.dk.transpose(0, 1), tensors.dv.transpose(0, 1)
-    if scales.on_dk != 1.0:
-        dk.mul_(scales.on_dk)
-    dq.mul_(scales.on_dq)
+    dq.mul_(options.softmax_scale)
+    dk.mul_(options.softmax_scale)
     for into, grad in zip(grads, (dq, dk, dv), strict=True):
         into.copy_(into + grad if accumulate else grad)
 
@@ -140,18 +119,18 @@ class _BackwardTensors(NamedTuple):
 
 
 def _attend(
-    block: RowBlock, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, scales: _Scales
+    block: RowBlock, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, options: AttnOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, largest logit and lse of a block, ``[num_heads_kv, num_rows * group, dim or 1]``."""
     rows_q = _take(q, block.rows)
     out = largest = total = None
     for chunk in block.chunks:
-        logits = _logits(block, chunk, plan, rows_q, _take(k, chunk.keys), scales)
+        x, factor = _logits(block, chunk, plan, rows_q, _take(k, chunk.keys), options)
         # A row may see nothing of this chunk: a finite maximum keeps -inf - -inf away.
-        new = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+        new = x.amax(dim=-1, keepdim=True).mul_(factor).clamp_(min=torch.finfo(x.dtype).min)
         if largest is not None:
             new = torch.maximum(new, largest)
-        p = logits.sub_(new).exp_()
+        p = torch.add(new.neg(), x, alpha=factor, out=x).exp_()
         chunk_total = p.sum(dim=-1, keepdim=True)
         chunk_out = _product(p.to(v.dtype), _take(v, chunk.keys))
         if largest is not None:
@@ -162,19 +141,18 @@ def _attend(
     return out.div_(total), largest, total.log().add_(largest)
 
 
-def _attend_backward(block: RowBlock, plan: BlockPlan, t: _BackwardTensors, scales: _Scales) -> None:
+def _attend_backward(block: RowBlock, plan: BlockPlan, t: _BackwardTensors, options: AttnOptions) -> None:
     rows_q, dout = _take(t.q, block.rows), _take(t.dout, block.rows)
-    lse, delta = _take(t.lse, block.rows), _take(t.delta, block.rows)
+    minus_lse, delta = _take(t.lse, block.rows).neg(), _take(t.delta, block.rows)
     dq = None
     for chunk in block.chunks:
         keys = _take(t.k, chunk.keys)
-        logits = _logits(block, chunk, plan, rows_q, keys, scales)
-        p = torch.sub(logits, lse, out=None if scales.softcap else logits).exp_()
+        x, factor = _logits(block, chunk, plan, rows_q, keys, options)
+        p = torch.add(minus_lse, x, alpha=factor, out=None if options.softcap else x).exp_()
         dlogits = _product(dout, _take(t.v, chunk.keys).transpose(1, 2)).sub_(delta).mul_(p)
-        if scales.softcap:
-            slope = logits.div_(scales.softcap).square_().neg_().add_(1)
-            # Hidden pairs: p is 0, the slope of a logit of -inf is not finite.
-            dlogits.mul_(slope).masked_fill_(p == 0, 0)
+        if options.softcap:
+            # Hidden pairs: p is 0, the slope at -inf is not finite.
+            dlogits.mul_(x.square_().neg_().add_(1)).masked_fill_(p == 0, 0)
         dlogits = dlogits.to(rows_q.dtype)
         _add_product(t.dv, chunk.keys, p.to(dout.dtype).transpose(1, 2), dout)
         _add_product(t.dk, chunk.keys, dlogits.transpose(1, 2), rows_q)
@@ -183,19 +161,24 @@ def _attend_backward(block: RowBlock, plan: BlockPlan, t: _BackwardTensors, scal
     _put(t.dq, block, dq)
 
 
-def _logits(block: RowBlock, chunk: KeyChunk, plan: BlockPlan, rows_q: Tensor, keys: Tensor, scales: _Scales) -> Tensor:
-    """``[num_heads_kv, num_rows * group, num_keys]``, -inf where hidden, in the accumulation dtype."""
-    logits = _product(rows_q, keys.transpose(1, 2))
-    if scales.on_logits != 1.0:
-        logits.mul_(scales.on_logits)
-    if scales.softcap:
-        logits.tanh_().mul_(scales.softcap)
+def _logits(
+    block: RowBlock, chunk: KeyChunk, plan: BlockPlan, rows_q: Tensor, keys: Tensor, options: AttnOptions
+) -> tuple[Tensor, float]:
+    """``(x, factor)``: logits are ``factor * x``, which later steps multiply in as they subtract.
+
+    x is ``[num_heads_kv, num_rows * group, num_keys]`` in the accumulation dtype, -inf where
+    hidden: q @ k, or with a cap the hyperbolic tangent.
+    """
+    logits, factor = _product(rows_q, keys.transpose(1, 2)), options.softmax_scale
+    if options.softcap:
+        logits.mul_(options.softmax_scale / options.softcap).tanh_()
+        factor = options.softcap
     mask = chunk.mask
     if mask is not None:
         hidden = mask.hidden(plan.columns, block.num_rows)
         by_row = logits.view(logits.shape[0], block.num_rows, -1, chunk.num_keys)
         by_row[..., mask.first : mask.last].masked_fill_(hidden[:, None], -torch.inf)
-    return logits
+    return logits, factor
 
 
 def _is_wide(t: Tensor) -> bool:
@@ -208,11 +191,10 @@ def _grouped_shape(t: Tensor, num_heads_kv: int) -> tuple[int, int, int, int]:
     return num_heads_kv, num_rows, num_heads_q // num_heads_kv, dim
 
 
-def _grouped(t: Tensor, num_heads_kv: int, scale: float) -> Tensor:
+def _grouped(t: Tensor, num_heads_kv: int) -> Tensor:
     """``[num_rows, num_heads_q, dim]`` as contiguous ``[num_heads_kv, num_rows, group, dim]``."""
     t = t.to(accumulate_dtype(t.dtype)) if _is_wide(t) else t
-    t = t.unflatten(1, (num_heads_kv, -1)).permute(1, 0, 2, 3)
-    return (t if scale == 1.0 else t * scale).contiguous()
+    return t.unflatten(1, (num_heads_kv, -1)).permute(1, 0, 2, 3).contiguous()
 
 
 def _head_major(t: Tensor) -> Tensor:

@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.impl import hopper_kernels, hopper_plan
-from megatron_magi.ops.impl.hopper_backward import backward, row_delta
-from megatron_magi.ops.impl.hopper_common import LOG2_E, check_support, grid_size, loadable, work_counter
-from megatron_magi.ops.impl.hopper_driver import fits_tensor_map
-from megatron_magi.ops.impl.hopper_launch import Launch, prepared
-from megatron_magi.ops.impl.hopper_params import ForwardParams
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.backward import backward, row_delta
+from megatron_magi.ops.hopper.common import LOG2_E, check_support, grid_size, has_kernels, loadable, work_counter
+from megatron_magi.ops.hopper.driver import fits_tensor_map
+from megatron_magi.ops.hopper.launch import Launch, prepared
+from megatron_magi.ops.hopper.params import ForwardParams
 from megatron_magi.ops.options import AttnOptions
 
-__all__ = ["backward", "forward", "row_delta"]
+__all__ = ["backward", "forward", "is_supported", "row_delta"]
 
 _L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together
 
@@ -76,6 +77,12 @@ def forward(
     if target_lse is not lse:
         lse.copy_(target_lse)
     return max_logits
+
+
+def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
+    """Whether both passes take tensors like these; they do so ``deterministic`` or not."""
+    del deterministic
+    return has_kernels(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
 
 
 def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_lse, stream: int) -> Launch:

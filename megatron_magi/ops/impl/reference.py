@@ -74,13 +74,13 @@ def backward(
     visible = _visible(bands, q, k)
     num_heads_kv = k.shape[1]
     q, k, v = _operands(q, k, v, visible)
-    dout = _hide_rows(dout, visible.any(dim=1)).to(q.dtype).transpose(0, 1)
+    dout, lse, delta = (
+        _hide_rows(t, visible.any(dim=1)).to(q.dtype).transpose(0, 1) for t in (dout, lse[..., None], delta[..., None])
+    )
     logits, slope = _logits(q, k, visible, options)
-    p = _probabilities(logits, lse.t().to(q.dtype))
-    hidden_rows = ~visible.any(dim=1)
-    delta = delta.t().to(q.dtype).masked_fill(hidden_rows, 0)
+    p = _probabilities(logits, lse[..., 0])
     dv = p.transpose(1, 2) @ dout
-    ds = p * (dout @ v.transpose(1, 2) - delta[..., None]) * slope * options.softmax_scale
+    ds = p * (dout @ v.transpose(1, 2) - delta) * slope * options.softmax_scale
     dq = ds @ k
     dk = ds.transpose(1, 2) @ q
     # Query heads that share a key head add up.

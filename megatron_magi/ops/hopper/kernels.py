@@ -6,8 +6,9 @@ from functools import cache
 
 import torch
 
-from megatron_magi.ops.impl import hopper_build, hopper_driver
-from megatron_magi.ops.impl.hopper_driver import Kernel
+from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.ops.hopper import driver as hopper_driver
+from megatron_magi.ops.hopper.driver import Kernel
 
 FORWARD_WIDTH = {(64, 64): 128, (128, 128): 128, (192, 128): 128, (256, 256): 64}
 """Keys of a block by head dims (qk, v): the kernels that there are."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron_magi.ops.impl import hopper_driver
-from megatron_magi.ops.impl.hopper_driver import Kernel
+from megatron_magi.ops.hopper import driver as hopper_driver
+from megatron_magi.ops.hopper.driver import Kernel
 
 _MAP_BYTES = 128
 _MAX_LAUNCHES = 1024

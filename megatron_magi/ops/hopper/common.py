@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.impl.hopper_driver import fits_tensor_map
+from megatron_magi.ops.hopper.driver import fits_tensor_map
 
 LOG2_E = 1.4426950408889634
 
@@ -15,6 +15,11 @@ LOG2_E = 1.4426950408889634
 def loadable(t: Tensor) -> Tensor:
     """The tensor as the copy engine can read it: itself, or a contiguous copy."""
     return t if fits_tensor_map(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def has_kernels(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> bool:
+    """Whether kernels for tensors like q, with these head dims, exist."""
+    return dims in known and q.dtype in (torch.bfloat16, torch.float16) and _is_hopper(q.device)
 
 
 def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> None:
@@ -31,7 +36,7 @@ def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int]
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.impl import hopper_tiles
-from megatron_magi.ops.impl.hopper_tiles import TilePlan
+from megatron_magi.ops.hopper import tiles as hopper_tiles
+from megatron_magi.ops.hopper.tiles import TilePlan
 
 _MAX_PLANS = 256
 _plans: OrderedDict[tuple, DevicePlan] = OrderedDict()

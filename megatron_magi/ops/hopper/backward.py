@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.impl import hopper_kernels, hopper_plan
-from megatron_magi.ops.impl.hopper_common import (
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.common import (
     LOG2_E,
     check_support,
     grid_size,
@@ -15,9 +16,9 @@ from megatron_magi.ops.impl.hopper_common import (
     num_processors,
     work_counter,
 )
-from megatron_magi.ops.impl.hopper_driver import fits_tensor_map
-from megatron_magi.ops.impl.hopper_launch import Launch, prepared
-from megatron_magi.ops.impl.hopper_params import BackwardParams, FinishParams, PrepareParams, RowDeltaParams
+from megatron_magi.ops.hopper.driver import fits_tensor_map
+from megatron_magi.ops.hopper.launch import Launch, prepared
+from megatron_magi.ops.hopper.params import BackwardParams, FinishParams, PrepareParams, RowDeltaParams
 from megatron_magi.ops.options import AttnOptions
 
 _QUERIES = 64  # of a block

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that needs several GPUs: training parity and the long batch, GPU tests, overlap, the demo.
+#   OUT=results_folder bash benchmarks/run_gpu.sh
+# Each part has its own time limit, so that one that hangs does not cost the others.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+: "${OUT:?folder of the results}"
+export PYTHONPATH="$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+PYTHON=${PYTHON:-python3}
+status=0
+
+part() {
+  local name=$1 limit=$2 begin=$SECONDS
+  shift 2
+  timeout --kill-after=10 "$limit" "$@" >"$OUT/$name.log" 2>&1
+  local code=$?
+  ((code)) && status=1
+  echo "== $name: exit $code after $((SECONDS - begin)) s"
+  grep -vE "Warning|warnings.warn" "$OUT/$name.log" | tail -n "${LINES_SHOWN:-14}"
+}
+
+part training "${TRAINING_S:-280}" "$PYTHON" benchmarks/run_gpu_training.py --out "$OUT"
+# shellcheck disable=SC2086  (several folders)
+part tests "${TESTS_S:-100}" "$PYTHON" -m pytest -m gpu ${TESTS:-tests/comm tests/attention tests/ops} -q --no-header -p no:cacheprovider
+part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"
+part demo 110 "$PYTHON" -m megatron_magi.demo --out demo_out
+cp demo_out/report.txt "$OUT/demo_report.txt" 2>/dev/null
+exit $status

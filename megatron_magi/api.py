@@ -1,0 +1,487 @@
+"""The public functions, with the names, arguments and results that users of MagiAttention know.
+
+A mask becomes a *key*; with it tensors are dispatched to ranks, attention is computed, and results are
+brought back::
+
+    key = magi_attn_flex_key(q_ranges, k_ranges, attn_mask_type, ...)
+    local_x = dispatch(x, key)
+    local_out, meta = calc_attn(local_q, local_k, local_v, key)
+    out = undispatch(local_out, key)
+
+Making a key is collective over its group and needs the same arguments on every rank. Ranks that
+disagree find out when the key is first used to communicate.
+
+Under `torch.compile` these functions run as they are, between compiled graphs: planning and
+communication are no tensor programs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_magi import envs
+from megatron_magi.attention import distributed_attention
+from megatron_magi.comm import dispatch as _dispatch
+from megatron_magi.compat.masks import (
+    infer_attn_mask_from_cu_seqlens,
+    infer_attn_mask_from_sliding_window,
+    mask_from_cu_seqlens,
+    mask_from_ranges,
+)
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, cp_group_of, default_device
+from megatron_magi.compat.sequences import (
+    compute_pad_size,
+    full_attention_to_varlen_attention,
+    infer_varlen_mask_from_batch,
+    squash_batch_dim,
+)
+from megatron_magi.compat.types import (
+    AttnMaskType,
+    AttnOverlapMode,
+    AttnRanges,
+    AttnShape,
+    DispatchAlg,
+    DispatchConfig,
+    DistAttnConfig,
+    GeneralAttnMaskType,
+    GrpCollConfig,
+    MinHeapDispatchAlg,
+    OverlapAlgType,
+    OverlapConfig,
+    SequentialDispatchAlg,
+    SortedSequentialSelectAlg,
+    ToppHeapDispatchAlg,
+    UniformOverlapAlg,
+    magi_config,
+    with_attn_shape,
+)
+from megatron_magi.config import MagiConfig
+from megatron_magi.mask import AttnMask, AttnRange
+from megatron_magi.mask.documents import IntArrayLike, int_at_least, integer
+from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
+from megatron_magi.ops.meta import AttnForwardMeta
+
+__all__ = [
+    "AttnForwardMeta",
+    "AttnMaskType",
+    "AttnOverlapMode",
+    "AttnRange",
+    "AttnRanges",
+    "DispatchAlg",
+    "DispatchConfig",
+    "DistAttnConfig",
+    "DistAttnRuntimeKey",
+    "GeneralAttnMaskType",
+    "GrpCollConfig",
+    "MagiConfig",
+    "MinHeapDispatchAlg",
+    "OverlapAlgType",
+    "OverlapConfig",
+    "SequentialDispatchAlg",
+    "SortedSequentialSelectAlg",
+    "ToppHeapDispatchAlg",
+    "UniformOverlapAlg",
+    "calc_attn",
+    "clear_cache",
+    "compute_pad_size",
+    "dispatch",
+    "flex_flash_attn_func",
+    "full_attention_to_varlen_attention",
+    "get_most_recent_key",
+    "get_position_ids",
+    "infer_attn_mask_from_cu_seqlens",
+    "infer_attn_mask_from_sliding_window",
+    "infer_varlen_mask_from_batch",
+    "magi_attn_flex_dispatch",
+    "magi_attn_flex_key",
+    "magi_attn_varlen_dispatch",
+    "magi_attn_varlen_key",
+    "make_flex_key_for_new_mask_after_dispatch",
+    "make_varlen_key_for_new_mask_after_dispatch",
+    "roll",
+    "roll_simple",
+    "squash_batch_dim",
+    "undispatch",
+]
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+# The interface has keys without owners, so their plans live here: `clear_cache` empties it.
+_RUNTIMES = RuntimeCache()
+
+
+@torch.compiler.disable
+def magi_attn_flex_key(
+    q_ranges: Iterable,
+    k_ranges: Iterable,
+    attn_mask_type: GeneralAttnMaskType,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+    head_dim: int | None = None,
+    pad_size: int = 0,
+    chunk_size: int | None = None,
+    cp_group_or_mesh: Group = None,
+    dist_attn_config: DistAttnConfig | MagiConfig | None = None,
+    is_same_source: bool = True,
+    is_q_permutable: bool = True,
+    is_k_permutable: bool = True,
+) -> DistAttnRuntimeKey:
+    """The key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
+
+    Args:
+        q_ranges, k_ranges: n half-open ranges each: `AttnRanges`, pairs, or an ``[n, 2]`` tensor.
+            No (query, key) pair may be in two slices.
+        attn_mask_type: ``"full"``, ``"causal"``, ``"inv_causal"``, ``"bi_causal"``, or
+            `AttnMaskType`; one for each slice, or one for all.
+        total_seqlen_q, total_seqlen_k: tokens of the sequence, without padding.
+        num_heads_q, num_heads_kv, head_dim: shape of the attention, for the cost model only.
+        pad_size: not needed: the padding is computed, see ``key.pad_size``.
+        chunk_size: tokens a chunk, the grain of load balance; chosen when None.
+        cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None.
+        dist_attn_config: everything else; what it leaves open comes from the environment
+            (`megatron_magi.envs`) and from defaults that adapt to the mask.
+        is_same_source, is_q_permutable, is_k_permutable: must be True: queries and keys are the
+            same tokens.
+
+    Returns:
+        A hashable key; equal arguments give equal keys, which share one plan.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong; two slices overlap (both are named).
+    """
+    _check_flags(pad_size, is_same_source=is_same_source, is_q_permutable=is_q_permutable,
+                 is_k_permutable=is_k_permutable)  # fmt: skip
+    mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
+    shape = (num_heads_q, num_heads_kv, head_dim)
+    return _new_key(mask, shape, chunk_size, cp_group_or_mesh, dist_attn_config)
+
+
+@torch.compiler.disable
+def magi_attn_varlen_key(
+    cu_seqlens_q: IntArrayLike,
+    cu_seqlens_k: IntArrayLike,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+    head_dim: int | None = None,
+    pad_size: int = 0,
+    chunk_size: int | None = None,
+    cp_group_or_mesh: Group = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: DistAttnConfig | MagiConfig | None = None,
+) -> DistAttnRuntimeKey:
+    """The key of packed documents, full, causal or with a sliding window.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
+        num_heads_q, num_heads_kv, head_dim, pad_size, chunk_size, cp_group_or_mesh,
+            dist_attn_config: see `magi_attn_flex_key`.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong.
+    """
+    _check_flags(pad_size)
+    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    return _new_key(mask, (num_heads_q, num_heads_kv, head_dim), chunk_size, cp_group_or_mesh, dist_attn_config)
+
+
+@torch.compiler.disable
+def magi_attn_flex_dispatch(
+    x: torch.Tensor,
+    *args: object,
+    cp_group: Group = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, DistAttnRuntimeKey]:
+    """Deprecated: `magi_attn_flex_key` and `dispatch` in one call.
+
+    Args:
+        x: ``[total_seqlen, ...]``, the same on all ranks.
+        *args, **kwargs: those of `magi_attn_flex_key`.
+        cp_group: older name of ``cp_group_or_mesh``.
+
+    Returns:
+        ``(local_x, key)``.
+    """
+    return _dispatched(x, magi_attn_flex_key, args, kwargs, cp_group)
+
+
+@torch.compiler.disable
+def magi_attn_varlen_dispatch(
+    x: torch.Tensor,
+    *args: object,
+    cp_group: Group = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, DistAttnRuntimeKey]:
+    """Deprecated: `magi_attn_varlen_key` and `dispatch` in one call; see `magi_attn_flex_dispatch`."""
+    return _dispatched(x, magi_attn_varlen_key, args, kwargs, cp_group)
+
+
+@torch.compiler.disable
+def make_flex_key_for_new_mask_after_dispatch(
+    q_ranges: Iterable,
+    k_ranges: Iterable,
+    attn_mask_type: GeneralAttnMaskType,
+    key_for_dispatch: DistAttnRuntimeKey,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+    head_dim: int | None = None,
+    dist_attn_config: DistAttnConfig | MagiConfig | None = None,
+) -> DistAttnRuntimeKey:
+    """The key of another mask over tokens that are dispatched already, as hybrid attention needs it.
+
+    Args:
+        q_ranges, k_ranges, attn_mask_type: see `magi_attn_flex_key`.
+        key_for_dispatch: the key that the tensors were dispatched with.
+        num_heads_q, num_heads_kv, head_dim: those of ``key_for_dispatch`` when None.
+        dist_attn_config: that of ``key_for_dispatch`` when None. Its dispatch part has no effect.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong.
+    """
+    if not isinstance(key_for_dispatch, DistAttnRuntimeKey):
+        raise ValueError(f"key_for_dispatch: expected a DistAttnRuntimeKey, got {type(key_for_dispatch).__name__}")
+    total_seqlen = key_for_dispatch.mask.total_seqlen_q
+    mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
+    return _new_mask_key(mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
+
+
+@torch.compiler.disable
+def make_varlen_key_for_new_mask_after_dispatch(
+    cu_seqlens_q: IntArrayLike,
+    cu_seqlens_k: IntArrayLike,
+    key_for_dispatch: DistAttnRuntimeKey,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: DistAttnConfig | MagiConfig | None = None,
+) -> DistAttnRuntimeKey:
+    """As `make_flex_key_for_new_mask_after_dispatch`, from cumulative lengths.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
+        key_for_dispatch, dist_attn_config: see `make_flex_key_for_new_mask_after_dispatch`.
+    """
+    if not isinstance(key_for_dispatch, DistAttnRuntimeKey):
+        raise ValueError(f"key_for_dispatch: expected a DistAttnRuntimeKey, got {type(key_for_dispatch).__name__}")
+    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    return _new_mask_key(mask, (None, None, None), key_for_dispatch, dist_attn_config)
+
+
+@torch.compiler.disable
+def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> torch.Tensor:
+    """This rank's rows of a global tensor. Differentiable.
+
+    Args:
+        x: ``[total_seqlen, ...]`` without padding, the same on all ranks.
+        key: who holds which rows.
+        pad_value: what padding rows hold.
+
+    Returns:
+        ``[num_rows, ...]``, the rows of this rank in the order of `get_position_ids`.
+
+    Raises:
+        ValueError: ``x`` has another number of rows than the sequence has tokens.
+    """
+    runtime = _RUNTIMES.get(key)
+    if x.shape[0] != key.mask.total_seqlen_q:
+        raise ValueError(f"x: {x.shape[0]} rows, the sequence has {key.mask.total_seqlen_q} tokens")
+    return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
+
+
+@torch.compiler.disable
+def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False) -> torch.Tensor:
+    """The global tensor from all ranks' rows, without padding. Collective, differentiable.
+
+    Args:
+        x: ``[num_rows, ...]``, this rank's rows.
+        key: who holds which rows.
+        is_partial_grad: the gradient that will arrive is only this rank's part, to be summed over
+            the ranks; False when all ranks compute the same from the result.
+
+    Returns:
+        ``[total_seqlen, ...]``, the same on all ranks.
+
+    Raises:
+        ValueError: ``x`` has another number of rows than this rank's shard.
+        RuntimeError: the ranks' keys disagree.
+    """
+    runtime = _RUNTIMES.get(key).agreed()
+    args = runtime.shard.undispatch_args(x.device)
+    return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad)
+
+
+@torch.compiler.disable
+def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
+    """Rolls the global sequence of a dispatched tensor, as `torch.roll` would the whole. Collective, differentiable.
+
+    Args:
+        x: this rank's rows, ``num_rows`` of them along ``dim``.
+        shift: places towards the end; negative towards the start. The last token's successor is
+            the first; padding stays where it is.
+        dim: dimension of the sequence.
+        key: who holds which rows.
+
+    Returns:
+        A new tensor like ``x``. Only rows that change ranks travel.
+
+    Raises:
+        ValueError: ``x`` has no dimension ``dim``, or another number of rows than this rank's shard.
+        RuntimeError: the ranks' keys disagree.
+    """
+    runtime = _RUNTIMES.get(key).agreed()
+    args = runtime.shard.roll_args(integer(shift, "shift"), x.device)
+    return _dispatch.roll(x, args, runtime.group, dim=dim, impl=key.config.comm.impl)
+
+
+@torch.compiler.disable
+def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
+    """The same as `roll`: there is one way to roll here."""
+    return roll(x, shift, dim, key)
+
+
+@torch.compiler.disable
+def calc_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key: DistAttnRuntimeKey,
+    sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, AttnForwardMeta]:
+    """Attention of this rank's queries over the keys of all ranks. Collective, differentiable.
+
+    Args:
+        q: ``[num_rows, num_heads_q, head_dim]``, this rank's rows.
+        k: ``[num_rows, num_heads_kv, head_dim]``.
+        v: ``[num_rows, num_heads_kv, head_dim_v]``.
+        key: mask, ranks, configuration.
+        sink: ``[num_sinks, num_heads_q]``, logits without a value, the same on all ranks. Its
+            gradient is this rank's part; see ``MAGI_ATTENTION_DSINK_ALL_REDUCE_OP``.
+        softmax_scale: ``head_dim ** -0.5`` when None.
+        softcap: 0 for none.
+        return_max_logits: fill ``meta.max_logits``.
+
+    Returns:
+        ``(out, meta)``: out ``[num_rows, num_heads_q, head_dim_v]``; ``meta.lse`` ``[num_rows,
+        num_heads_q]`` of this rank's rows; ``meta.max_logits`` ``[num_heads_q]`` over all ranks'
+        rows, the same everywhere, or None. Rows that see nothing: out 0, lse -inf.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        RuntimeError: the ranks' keys disagree.
+    """
+    runtime = _RUNTIMES.get(key).agreed()
+    out, meta = distributed_attention(
+        q,
+        k,
+        v,
+        runtime.rank_plan,
+        runtime.group,
+        config=key.config,
+        sink=sink,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        return_max_logits=return_max_logits,
+    )
+    if meta.max_logits is not None and runtime.plan.cp_size > 1:
+        dist.all_reduce(meta.max_logits, op=dist.ReduceOp.MAX, group=runtime.group)
+    return out, meta
+
+
+@torch.compiler.disable
+def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
+    """Global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
+
+    Padding rows have positions from ``total_seqlen`` on. On the GPU where the group is for GPUs.
+    """
+    # A copy: callers may edit what they get, and the shard's own tensor decides who gets what.
+    return _RUNTIMES.get(key).shard.rows(default_device(key.cp_group)).clone()
+
+
+@torch.compiler.disable
+def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
+    """The key made last for a group. For code that cannot be given its key; nothing here uses it.
+
+    Raises:
+        ValueError: no key was made for the group.
+    """
+    return _RUNTIMES.most_recent(cp_group_of(cp_group))
+
+
+@torch.compiler.disable
+def clear_cache(cp_group: Group = None) -> None:
+    """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
+    _RUNTIMES.clear(cp_group_of(cp_group))
+
+
+def _check_flags(pad_size: int, **flags: bool) -> None:
+    int_at_least(pad_size, "pad_size", 0)
+    for name, value in flags.items():
+        if not value:
+            raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
+
+
+def _new_key(
+    mask: AttnMask,
+    shape: AttnShape,
+    chunk_size: int | None,
+    cp_group_or_mesh: Group,
+    given: DistAttnConfig | MagiConfig | None,
+) -> DistAttnRuntimeKey:
+    environment = envs.load()
+    config = magi_config(given, environment.default_config(), chunk_size, shape)
+    return _registered(
+        DistAttnRuntimeKey(mask, *shape, cp_group=cp_group_of(cp_group_or_mesh), config=config), environment
+    )
+
+
+def _new_mask_key(
+    mask: AttnMask,
+    shape: AttnShape,
+    key: DistAttnRuntimeKey,
+    given: DistAttnConfig | MagiConfig | None,
+) -> DistAttnRuntimeKey:
+    """The key of ``mask`` over the tokens as ``key`` distributes them."""
+    environment = envs.load()
+    # A shape that is not given is in the inherited configuration already.
+    config = with_attn_shape(key.config, shape)
+    inherited = (key.num_heads_q, key.num_heads_kv, key.head_dim)
+    shape = tuple(old if new is None else new for new, old in zip(shape, inherited, strict=True))
+    if given is not None:
+        config = magi_config(given, environment.default_config(), None, shape)
+        config = replace(config, dispatch=key.config.dispatch)
+    # All masks over one dispatch share the key that made it, whichever of them was named.
+    first = key if key.key_for_dispatch is None else key.key_for_dispatch
+    return _registered(
+        DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first), environment
+    )
+
+
+def _registered(key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:
+    """``key`` with its lengths filled in, planned, and being compared over its group."""
+    dispatch_ = _RUNTIMES.get(key).plan.dispatch
+    padding = dispatch_.padded_seqlen - dispatch_.total_seqlen
+    key = replace(key, total_seqlen=dispatch_.padded_seqlen, pad_size=padding)
+    runtime: KeyRuntime = _RUNTIMES.register(key, environment.plan_cache_size)
+    # Also when the plan was there already: on another rank the same call may bring a new one.
+    if key.config.comm.verify and runtime.plan.cp_size > 1:
+        runtime.compare()
+    return key
+
+
+def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group):
+    name = make_key.__name__
+    warnings.warn(f"{name.replace('_key', '_dispatch')}: use {name} and dispatch", DeprecationWarning, stacklevel=3)
+    if cp_group is not None:
+        kwargs["cp_group_or_mesh"] = cp_group
+    key = make_key(*args, **kwargs)
+    return dispatch(x, key), key

@@ -1,0 +1,122 @@
+"""Masks as range lists: what users of MagiAttention pass to ``magi_attn_flex_key``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megatron_magi.compat.types import AttnMaskType, AttnRanges, GeneralAttnMaskType, as_ranges, mask_types
+from megatron_magi.mask import AttnMask, AttnRange, builders
+from megatron_magi.mask.documents import Documents, IntArrayLike, int_array, int_at_least
+
+RangeLists = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
+
+
+def mask_from_ranges(
+    q_ranges: Iterable,
+    k_ranges: Iterable,
+    attn_mask_type: GeneralAttnMaskType,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+) -> AttnMask:
+    """The mask in which ``q_ranges[i]`` sees ``k_ranges[i]`` as ``attn_mask_type[i]``.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong; two slices overlap.
+    """
+    queries, keys = as_ranges(q_ranges, "q_ranges"), as_ranges(k_ranges, "k_ranges")
+    if len(queries) != len(keys):
+        raise ValueError(f"k_ranges: {len(keys)} ranges for {len(queries)} of queries")
+    table = np.empty((len(queries), 5), dtype=np.int64)
+    table[:, :2] = np.reshape(queries.to_naive_ranges(), (-1, 2))
+    table[:, 2:4] = np.reshape(keys.to_naive_ranges(), (-1, 2))
+    table[:, 4] = mask_types(attn_mask_type, len(queries))
+    return AttnMask(table, total_seqlen_q, total_seqlen_k)
+
+
+def infer_attn_mask_from_sliding_window(
+    q_range: AttnRange | Sequence[int], k_range: AttnRange | Sequence[int], window_size: tuple[int, int]
+) -> RangeLists:
+    """A sliding window inside one rectangle of queries and keys.
+
+    The last query is aligned with the last key; queries aligned with no key see nothing.
+
+    Args:
+        q_range, k_range: the rectangle.
+        window_size: ``(left, right)`` keys visible beside the query's own; -1 is unlimited.
+
+    Returns:
+        ``(q_ranges, k_ranges, attn_mask_type)`` of at most three slices.
+
+    Raises:
+        ValueError: ``window_size`` is not a pair of integers from -1 on, or a range is wrong.
+    """
+    left, right = _window(window_size)
+    q, k = AttnRange.from_range(q_range, "q_range"), AttnRange.from_range(k_range, "k_range")
+    docs = Documents(*(np.array([bound], dtype=np.int64) for bound in (q.start, q.end, k.start, k.end)))
+    return _range_lists(builders.window_slices(docs, left, right, 0))
+
+
+def infer_attn_mask_from_cu_seqlens(
+    cu_seqlens_q: IntArrayLike,
+    cu_seqlens_k: IntArrayLike,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    global_window_size: int = 0,
+) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType], int, int]:
+    """Packed documents, full, causal or with a sliding window.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int ``[num_documents + 1]``, cumulative lengths from 0.
+        causal: causal inside each document; ``window_size`` must then be left alone.
+        window_size: as in `infer_attn_mask_from_sliding_window`.
+        global_window_size: leading keys of each document that stay visible beside the window,
+            as far as the window's right bound allows.
+
+    Returns:
+        ``(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)``.
+
+    Raises:
+        ValueError: a window with ``causal``, or lengths that are wrong or disagree.
+    """
+    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size, global_window_size)
+    return (*_range_lists(mask.table), mask.total_seqlen_q, mask.total_seqlen_k)
+
+
+def mask_from_cu_seqlens(
+    cu_seqlens_q: IntArrayLike,
+    cu_seqlens_k: IntArrayLike,
+    causal: bool,
+    window_size: tuple[int, int],
+    global_window_size: int = 0,
+) -> AttnMask:
+    """The mask whose range lists `infer_attn_mask_from_cu_seqlens` returns, with its arguments and errors."""
+    left, right = _window(window_size)
+    global_window_size = int_at_least(global_window_size, "global_window_size", 0)
+    if not causal:
+        return builders.sliding_window(
+            left=left,
+            right=right,
+            cu_seqlens=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            global_tokens=global_window_size,
+        )
+    if (left, right) != (-1, -1):
+        raise ValueError(f"window_size: expected (-1, -1) with causal=True, got {(left, right)}; use (left, 0)")
+    return builders.varlen(cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=True)
+
+
+def _window(window_size: tuple[int, int]) -> tuple[int, int]:
+    window = int_array(window_size, "window_size").tolist()
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(f"window_size: expected (left, right), each -1 or more, got {window_size}")
+    return window[0], window[1]
+
+
+def _range_lists(table: np.ndarray) -> RangeLists:
+    return (
+        AttnRanges.from_ranges(table[:, :2]),
+        AttnRanges.from_ranges(table[:, 2:4]),
+        [AttnMaskType.from_int_type(t) for t in table[:, 4].tolist()],
+    )

@@ -1,0 +1,238 @@
+"""Keys: values that stand for a planned mask, and the plans behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_magi.comm.agreement import Agreement, start_agreement
+from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, make_roll_args
+from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.compat.types import AttnMaskType, AttnRanges
+from megatron_magi.config import MagiConfig
+from megatron_magi.lru import LruCache
+from megatron_magi.mask import AttnMask
+from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
+
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class DistAttnRuntimeKey:
+    """A mask over a context-parallel group, as a hashable value: equal content, equal key.
+
+    Attributes:
+        mask: over the sequence without padding.
+        num_heads_q, num_heads_kv, head_dim: of the attention; None when not told.
+        cp_group: the ranks; None is one rank.
+        config: everything that decides the plan and how it runs.
+        key_for_dispatch: the key whose distribution of tokens this one shares.
+        total_seqlen: tokens, padding included.
+        pad_size: tokens that pad the sequence at its end.
+    """
+
+    mask: AttnMask
+    num_heads_q: int | None
+    num_heads_kv: int | None
+    head_dim: int | None
+    cp_group: dist.ProcessGroup | None
+    config: MagiConfig
+    key_for_dispatch: DistAttnRuntimeKey | None = None
+    total_seqlen: int = field(default=0, compare=False)
+    pad_size: int = field(default=0, compare=False)
+
+    @property
+    def q_ranges(self) -> AttnRanges:
+        """Queries of each slice."""
+        return AttnRanges.from_ranges(self.mask.table[:, :2])
+
+    @property
+    def k_ranges(self) -> AttnRanges:
+        """Keys of each slice."""
+        return AttnRanges.from_ranges(self.mask.table[:, 2:4])
+
+    @property
+    def attn_mask_type(self) -> tuple[AttnMaskType, ...]:
+        """Type of each slice."""
+        return tuple(AttnMaskType.from_int_type(t) for t in self.mask.table[:, 4].tolist())
+
+    @property
+    def total_seqlen_q(self) -> int:
+        """Tokens, padding included."""
+        return self.total_seqlen
+
+    @property
+    def total_seqlen_k(self) -> int:
+        """Tokens, padding included."""
+        return self.total_seqlen
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Tokens a chunk, None where it was left to the planner."""
+        return self.config.dispatch.chunk_size
+
+
+def cp_group_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group behind a group, or a mesh of one or two dimensions, or nothing (one rank).
+
+    Raises:
+        ValueError: anything else.
+    """
+    if cp_group_or_mesh is None or isinstance(cp_group_or_mesh, dist.ProcessGroup):
+        return cp_group_or_mesh
+    if isinstance(cp_group_or_mesh, DeviceMesh):
+        if cp_group_or_mesh.ndim == 1:
+            return cp_group_or_mesh.get_group()
+        if cp_group_or_mesh.ndim == 2:
+            if cp_group_or_mesh.mesh_dim_names is None:
+                raise ValueError("cp_group_or_mesh: a mesh of two dimensions needs mesh_dim_names to become one group")
+            return cp_group_or_mesh._flatten().get_group()
+        raise ValueError(f"cp_group_or_mesh: expected one or two dimensions, got {cp_group_or_mesh.ndim}")
+    raise ValueError(
+        f"cp_group_or_mesh: expected a ProcessGroup, a DeviceMesh or None, got {type(cp_group_or_mesh).__name__}"
+    )
+
+
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors of a group live that come from no tensor: the GPU, unless the group is for CPUs."""
+    on_gpu = torch.cuda.is_available() and (group is None or "nccl" in dist.get_backend_config(group))
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+class ShardIndex:
+    """Index tensors of this rank's shard, made on demand, once a device."""
+
+    def __init__(self, dispatch: Dispatch, cp_rank: int) -> None:
+        self.dispatch = dispatch
+        self.cp_rank = cp_rank
+        self._rows: dict[torch.device, torch.Tensor] = {}
+        self._undispatch: dict[torch.device, UndispatchArgs] = {}
+        self._rolls: dict[tuple[int, torch.device], RollArgs] = {}
+
+    def rows(self, device: torch.device) -> torch.Tensor:
+        """Global token of each row of the shard, int64 ``[num_rows]``."""
+        if device not in self._rows:
+            self._rows[device] = torch.from_numpy(self.dispatch.global_index(self.cp_rank)).to(device)
+        return self._rows[device]
+
+    def undispatch_args(self, device: torch.device) -> UndispatchArgs:
+        """What bringing the tokens of all ranks together takes."""
+        if device not in self._undispatch:
+            shards, total_seqlen = self._all_rows(), self.dispatch.total_seqlen
+            self._undispatch[device] = UndispatchArgs.build(shards, total_seqlen, self.cp_rank, device)
+        return self._undispatch[device]
+
+    def roll_args(self, shift: int, device: torch.device) -> RollArgs:
+        """What rolling the sequence by ``shift`` takes."""
+        if (shift, device) not in self._rolls:
+            arrays = make_roll_args(self._all_rows(), shift, self.dispatch.total_seqlen, self.cp_rank)
+            self._rolls[shift, device] = RollArgs.build(arrays, device)
+        return self._rolls[shift, device]
+
+    def _all_rows(self) -> list[np.ndarray]:
+        return [self.dispatch.global_index(rank) for rank in range(self.dispatch.cp_size)]
+
+
+class KeyRuntime:
+    """The plan of one key, as this rank carries it out."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, shard: ShardIndex | None = None) -> None:
+        self.plan = plan
+        self.group = group
+        self.cp_rank = 0 if group is None else group.rank()
+        self.shard = ShardIndex(plan.dispatch, self.cp_rank) if shard is None else shard
+        self._pending: list[Agreement] = []
+
+    @property
+    def rank_plan(self) -> RankPlan:
+        """The part of this rank."""
+        return self.plan.for_rank(self.cp_rank)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the index tensors once all of them are made, with one roll."""
+        dispatch = self.plan.dispatch
+        num_indices = dispatch.padded_seqlen + 4 * dispatch.shard_lengths[self.cp_rank]
+        for transfer in self.rank_plan.transfers:
+            num_indices += GroupCastArgs.num_indices(transfer.num_send, transfer.num_recv)
+        return num_indices * _INDEX_BYTES
+
+    def compare(self) -> None:
+        """Starts comparing the plan with the other ranks'; collective."""
+        self._pending.append(start_agreement(self.plan.plan_hash, self.group, "plan"))
+
+    def agreed(self) -> KeyRuntime:
+        """This runtime, once all ranks are known to have the same plan.
+
+        Raises:
+            RuntimeError: they have not; the message says which ranks differ.
+        """
+        while self._pending:
+            self._pending.pop(0).wait()
+        return self
+
+
+class RuntimeCache:
+    """Runtimes by key, the most recently used ones. A key that was dropped is planned again.
+
+    Args:
+        max_bytes: of the index tensors of all runtimes. A mask over a million tokens takes some 50 MB.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self._runtimes: LruCache[DistAttnRuntimeKey, KeyRuntime] = LruCache(max_bytes)
+        self._most_recent: dict[dist.ProcessGroup | None, DistAttnRuntimeKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._runtimes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the index tensors of all runtimes, see `KeyRuntime.num_bytes`."""
+        return self._runtimes.num_bytes
+
+    def get(self, key: DistAttnRuntimeKey) -> KeyRuntime:
+        """The runtime of ``key``, planned if it is not there.
+
+        Raises:
+            ValueError: ``key`` is no key.
+        """
+        if not isinstance(key, DistAttnRuntimeKey):
+            raise ValueError(f"key: expected a DistAttnRuntimeKey, got {type(key).__name__}")
+        runtime = self._runtimes.get(key)
+        if runtime is None:
+            shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
+            cp_size = 1 if key.cp_group is None else key.cp_group.size()
+            plan = make_plan(key.mask, key.config, cp_size, None if shard is None else shard.dispatch)
+            runtime = KeyRuntime(plan, key.cp_group, shard)
+            self._runtimes.put(key, runtime, runtime.num_bytes)
+        return runtime
+
+    def register(self, key: DistAttnRuntimeKey, max_size: int) -> KeyRuntime:
+        """`get` for a key that was just made: it becomes its group's most recent one, and the oldest go."""
+        self._runtimes.max_items = max_size
+        runtime = self.get(key)
+        # Again, for a bound that has become smaller.
+        self._runtimes.put(key, runtime, runtime.num_bytes)
+        self._most_recent[key.cp_group] = key
+        return runtime
+
+    def most_recent(self, group: dist.ProcessGroup | None) -> DistAttnRuntimeKey:
+        """The key made last for ``group``.
+
+        Raises:
+            ValueError: none was.
+        """
+        if group not in self._most_recent:
+            raise ValueError("cp_group: no key was made for this group")
+        return self._most_recent[group]
+
+    def clear(self, group: dist.ProcessGroup | None = None) -> None:
+        """Drops the runtimes of ``group``, of all groups when None."""
+        self._runtimes.drop(lambda key: group is None or key.cp_group == group)
+        for known in [known for known in self._most_recent if group is None or known == group]:
+            del self._most_recent[known]

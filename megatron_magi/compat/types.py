@@ -1,0 +1,323 @@
+"""Ranges, mask types and configuration objects with the names and arguments of MagiAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import pairwise
+
+import torch
+
+from megatron_magi.config import CostModel, MagiConfig
+from megatron_magi.mask import AttnRange, MaskType
+from megatron_magi.mask import AttnRanges as _AttnRanges
+from megatron_magi.mask.documents import cumulative, int_array, int_at_least, integer
+
+
+class AttnMaskType(Enum):
+    """The four mask types by name; see `megatron_magi.mask.MaskType` for what they mean."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    BICAUSAL = "bi_causal"
+    INVCAUSAL = "inv_causal"
+
+    def to_int_type(self) -> int:
+        """The number that kernels and ``attn_type_map`` use."""
+        return int(_NUMBER_OF[self])
+
+    @classmethod
+    def from_int_type(cls, int_type: int) -> AttnMaskType:
+        """From the number that kernels and ``attn_type_map`` use.
+
+        Raises:
+            ValueError: not 0, 1, 2 or 3.
+        """
+        return _NAME_OF[MaskType(int_type)]
+
+
+_NUMBER_OF = {
+    AttnMaskType.FULL: MaskType.FULL,
+    AttnMaskType.CAUSAL: MaskType.CAUSAL,
+    AttnMaskType.INVCAUSAL: MaskType.INV_CAUSAL,
+    AttnMaskType.BICAUSAL: MaskType.BI_CAUSAL,
+}
+
+_NAME_OF = {number: name for name, number in _NUMBER_OF.items()}
+
+_NUMBER_BY_NAME = {key: int(number) for name, number in _NUMBER_OF.items() for key in (name, name.value)}
+
+AnyMaskType = str | int | AttnMaskType | MaskType
+GeneralAttnMaskType = AnyMaskType | Sequence[AnyMaskType]
+AttnShape = tuple[int | None, int | None, int | None]  # num_heads_q, num_heads_kv, head_dim
+
+
+def mask_types(attn_mask_type: GeneralAttnMaskType, num_slices: int) -> list[int]:
+    """Numbers of the mask types, one a slice; a single type stands for all slices.
+
+    Raises:
+        ValueError: an unknown type, or another number of types than slices.
+    """
+    if hasattr(attn_mask_type, "tolist"):
+        attn_mask_type = int_array(attn_mask_type, "attn_mask_type", ndim=attn_mask_type.ndim).tolist()
+    if isinstance(attn_mask_type, str | int | AttnMaskType):
+        attn_mask_type = [attn_mask_type] * num_slices
+    if not isinstance(attn_mask_type, Sequence):
+        raise ValueError(f"attn_mask_type: expected a type or a list of types, got {attn_mask_type!r}")
+    if len(attn_mask_type) != num_slices:
+        raise ValueError(f"attn_mask_type: {len(attn_mask_type)} types for {num_slices} ranges")
+    return [_mask_type(t) for t in attn_mask_type]
+
+
+def _mask_type(name: AnyMaskType) -> int:
+    try:
+        if isinstance(name, str | AttnMaskType):
+            return _NUMBER_BY_NAME[name]
+        return int(MaskType(integer(name, "attn_mask_type")))
+    except (KeyError, ValueError):
+        known = ", ".join(t.value for t in AttnMaskType)
+        raise ValueError(f"attn_mask_type: expected one of {known}, got {name!r}") from None
+
+
+class AttnRanges(_AttnRanges):
+    """A list of `AttnRange`."""
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Sequence[int], seq_len: int) -> AttnRanges:
+        """The documents between cumulative lengths.
+
+        Raises:
+            ValueError: they decrease, or do not go from 0 to ``seq_len``.
+        """
+        cu = cumulative(cu_seqlens, "cu_seqlens").tolist()
+        if cu[-1] != seq_len:
+            raise ValueError(f"cu_seqlens: ends with {cu[-1]}, seq_len is {seq_len}")
+        return cls(AttnRange(a, b) for a, b in pairwise(cu))
+
+    def to_tensor(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int32 ``[n, 2]``, as `flex_flash_attn_func` takes them."""
+        return torch.tensor(self.to_naive_ranges(), dtype=torch.int32, device=device).reshape(-1, 2)
+
+    @property
+    def size(self) -> int:
+        """Number of ranges."""
+        return len(self)
+
+    @property
+    def start(self) -> int:
+        """Smallest start, 0 when there is no range."""
+        return min((r.start for r in self), default=0)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest range, 0 when there is no range."""
+        return max((len(r) for r in self), default=0)
+
+    def is_empty(self) -> bool:
+        """No range at all."""
+        return not self
+
+
+def as_ranges(ranges: Iterable, name: str) -> AttnRanges:
+    """``ranges`` as `AttnRanges`: an instance, pairs, or an ``[n, 2]`` tensor.
+
+    Raises:
+        ValueError: anything else, called ``name`` in the message.
+    """
+    return ranges if isinstance(ranges, AttnRanges) else AttnRanges.from_ranges(ranges, name)
+
+
+@dataclass(frozen=True)
+class DispatchAlg:
+    """How chunks are given to ranks; a base class."""
+
+
+@dataclass(frozen=True)
+class MinHeapDispatchAlg(DispatchAlg):
+    """Each chunk, by falling area, to the rank with the least: best balance, most communication."""
+
+
+@dataclass(frozen=True)
+class ToppHeapDispatchAlg(DispatchAlg):
+    """Balance within a tolerance, chunks of a document together. ``top_p`` has no effect: the tolerance
+    is ``DispatchConfig.balance_tolerance`` of `MagiConfig`."""
+
+    top_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class SequentialDispatchAlg(DispatchAlg):
+    """One contiguous piece a rank."""
+
+
+@dataclass(frozen=True)
+class SortedSequentialSelectAlg(DispatchAlg):
+    """Chunks sorted by area, dealt to and fro. ``allocation_ratio`` has no effect."""
+
+    allocation_ratio: float = 1.0
+
+
+_ALGORITHM_OF = {
+    MinHeapDispatchAlg: "min_heap",
+    ToppHeapDispatchAlg: "affinity",
+    SequentialDispatchAlg: "sequential",
+    SortedSequentialSelectAlg: "sorted_sequential",
+}
+
+
+class AttnOverlapMode(Enum):
+    """``STATIC``: the degree is given; ``DYNAMIC``: it is chosen by a cost model."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+
+class OverlapAlgType(Enum):
+    """How remote rows are dealt to stages. They are always dealt uniformly."""
+
+    UNIFORM = "uniform"
+
+
+@dataclass(frozen=True)
+class UniformOverlapAlg:
+    """Remote rows are dealt to equal stages. The arguments have no effect."""
+
+    random_costs: bool = False
+    random_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How tokens are spread over ranks.
+
+    Attributes:
+        alg: the algorithm; the default of `MagiConfig` when None.
+        chunk_size: tokens a chunk; chosen when None and not an argument of the key either.
+        uneven_shard: shards may differ in length and nothing is padded.
+    """
+
+    alg: DispatchAlg | None = None
+    chunk_size: int | None = None
+    uneven_shard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.alg is not None and type(self.alg) not in _ALGORITHM_OF:
+            known = ", ".join(c.__name__ for c in _ALGORITHM_OF)
+            raise ValueError(f"alg: expected an instance of one of {known}, got {self.alg!r}")
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """How communication hides behind compute.
+
+    Attributes:
+        enable: False fetches everything before any compute.
+        mode: see `AttnOverlapMode`.
+        degree: number of remote stages; with ``STATIC`` only.
+        dynamic_max_degree: the most that ``DYNAMIC`` may choose; no bound of its own when None.
+        min_chunk_size, max_num_chunks, alg: no effect, rows are dealt to stages one by one.
+        calc_cost_factor, comm_cost_factor: must stay 1: rates are given as `CostModel`.
+    """
+
+    enable: bool = True
+    mode: AttnOverlapMode = AttnOverlapMode.STATIC
+    degree: int | None = 1
+    dynamic_max_degree: int | None = 8
+    min_chunk_size: int = 512
+    max_num_chunks: int = 64
+    alg: UniformOverlapAlg | OverlapAlgType = field(default_factory=UniformOverlapAlg)
+    calc_cost_factor: float = 1.0
+    comm_cost_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.enable and (self.mode is AttnOverlapMode.STATIC) != (self.degree is not None):
+            raise ValueError(
+                f"degree: a number with mode STATIC, None with DYNAMIC, got {self.degree} with {self.mode}"
+            )
+        if self.degree is not None and self.degree < 1:
+            raise ValueError(f"degree: expected at least 1, got {self.degree}")
+        if self.dynamic_max_degree is not None and self.dynamic_max_degree < 1:
+            raise ValueError(f"dynamic_max_degree: expected at least 1 or None, got {self.dynamic_max_degree}")
+        for name in ("calc_cost_factor", "comm_cost_factor"):
+            if getattr(self, name) != 1.0:
+                raise ValueError(f"{name}: give rates as megatron_magi.config.CostModel, in a MagiConfig")
+        if not isinstance(self.alg, UniformOverlapAlg | OverlapAlgType):
+            raise ValueError(f"alg: expected UniformOverlapAlg(), got {self.alg!r}")
+
+
+def _chosen_overlap() -> OverlapConfig:
+    return OverlapConfig(mode=AttnOverlapMode.DYNAMIC, degree=None)
+
+
+@dataclass(frozen=True)
+class GrpCollConfig:
+    """Sizes of the buffers of native communication kernels, which are not available yet: no effect."""
+
+    num_sms: int = 24
+    nvl_chunk_size: int = 8
+    nvl_buffer_size: int = 256
+    rdma_chunk_size: int = 16
+    rdma_buffer_size: int = 128
+    num_nvl_bytes: int = int(2e9)
+    num_rdma_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DistAttnConfig:
+    """Everything that a key is configured with. What is not given is chosen, not left simple:
+    the overlap degree, for one, comes from a cost model."""
+
+    dispatch_config: DispatchConfig = field(default_factory=DispatchConfig)
+    overlap_config: OverlapConfig = field(default_factory=_chosen_overlap)
+    grpcoll_config: GrpCollConfig = field(default_factory=GrpCollConfig)
+
+
+def magi_config(
+    given: DistAttnConfig | MagiConfig | None,
+    default: MagiConfig,
+    chunk_size: int | None,
+    attn_shape: AttnShape,
+) -> MagiConfig:
+    """The configuration that ``given`` stands for.
+
+    Args:
+        given: a `MagiConfig` is used as it is, but for the chunk size.
+        default: what fields have that ``given`` does not know.
+        chunk_size: tokens a chunk, the argument of a key.
+        attn_shape: query heads, key heads and head dimension, for the cost model; None is unknown.
+
+    Raises:
+        ValueError: ``chunk_size`` was given twice, differently.
+    """
+    if isinstance(given, MagiConfig):
+        return _with_chunk_size(given, chunk_size)
+    given = DistAttnConfig() if given is None else given
+    if not isinstance(given, DistAttnConfig):
+        raise ValueError(f"dist_attn_config: expected DistAttnConfig or MagiConfig, got {type(given).__name__}")
+    tokens, stages = given.dispatch_config, given.overlap_config
+    dispatch = replace(default.dispatch, chunk_size=tokens.chunk_size, uneven_shard=tokens.uneven_shard)
+    if tokens.alg is not None:
+        dispatch = replace(dispatch, algorithm=_ALGORITHM_OF[type(tokens.alg)])
+    overlap = replace(default.overlap, degree=stages.degree if stages.enable else 0)
+    if stages.dynamic_max_degree is not None:
+        overlap = replace(overlap, max_degree=stages.dynamic_max_degree)
+    config = with_attn_shape(replace(default, dispatch=dispatch, overlap=overlap), attn_shape)
+    return _with_chunk_size(config, chunk_size)
+
+
+def with_attn_shape(config: MagiConfig, attn_shape: AttnShape) -> MagiConfig:
+    """``config`` with the numbers of ``attn_shape`` that are not None in its cost model."""
+    shape = dict(zip(("num_heads_q", "num_heads_kv", "head_dim"), attn_shape, strict=True))
+    given = {name: int_at_least(n, name, 1) for name, n in shape.items() if n is not None}
+    cost: CostModel = replace(config.overlap.cost, **given)
+    return replace(config, overlap=replace(config.overlap, cost=cost))
+
+
+def _with_chunk_size(config: MagiConfig, chunk_size: int | None) -> MagiConfig:
+    if chunk_size is None:
+        return config
+    chunk_size = int_at_least(chunk_size, "chunk_size", 1)
+    if config.dispatch.chunk_size not in (None, chunk_size):
+        raise ValueError(f"chunk_size: {chunk_size}, but the configuration says {config.dispatch.chunk_size}")
+    return replace(config, dispatch=replace(config.dispatch, chunk_size=chunk_size))

@@ -1,0 +1,1 @@
+"""`python -m megatron_magi.demo`: stock Megatron and `--attention-backend magi`, on the same data, side by side."""

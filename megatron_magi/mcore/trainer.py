@@ -1,0 +1,78 @@
+"""What Megatron's trainer does otherwise where batches are dispatched.
+
+Dispatch may pad. Arguments are saved in checkpoints, choose the data and enter the figures of
+throughput, so ``args.seq_length`` stays what the user gave, and only schedules are told the
+length of the tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+
+@contextmanager
+def dispatched_training(seq_length: int) -> Iterator[None]:
+    """Inside it, Megatron's trainer fits batches that every rank reads and dispatches.
+
+    Its pipeline schedules get ``seq_length`` instead of ``args.seq_length``, and iterations that are
+    skipped are read on every rank: Megatron reads them on the first tensor-parallel rank and cuts them.
+
+    Args:
+        seq_length: tokens a sequence in Megatron's tensors, all context-parallel ranks together.
+    """
+    from megatron.training import training
+
+    stock = training.get_forward_backward_func
+
+    @functools.wraps(stock)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
+        return _with_length(stock(*args, **kwargs), seq_length)
+
+    changes = {"get_forward_backward_func": get_forward_backward_func, "dummy_train_step": _skip_step}
+    with mock.patch.multiple(training, **changes):
+        yield
+
+
+def _skip_step(data_iterator: Any) -> None:
+    """Reads an iteration's microbatches and drops them."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    # One a model chunk where stages are interleaved.
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    while get_rerun_state_machine().should_run_forward_backward(data_iterator):
+        for iterator in iterators:
+            for _ in range(get_num_microbatches()):
+                next(iterator)
+
+
+def _with_length(schedule: Callable, length: int) -> Callable:
+    @functools.wraps(schedule)
+    def run(*, seq_length: int, **kwargs: Any) -> Any:
+        return schedule(seq_length=length, **kwargs)
+
+    return run
+
+
+def check_padding(args: Namespace, seq_length: int) -> None:
+    """Refuses padding where Megatron sizes further buffers by ``args.seq_length``.
+
+    Args:
+        args: a validated command line.
+        seq_length: as in `dispatched_training`.
+
+    Raises:
+        ValueError: an option has buffers of its own and the length is padded.
+    """
+    if seq_length == args.seq_length:
+        return
+    advice = f"this sequence length is padded from {args.seq_length} to {seq_length}; give --seq-length {seq_length}"
+    if args.tp_comm_overlap:
+        raise ValueError(f"tp_comm_overlap: its buffers do not know that {advice}")
+    if args.cuda_graph_impl == "transformer_engine":
+        raise ValueError(f"cuda_graph_impl: transformer_engine captures without knowing that {advice}")

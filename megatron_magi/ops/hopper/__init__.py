@@ -1,0 +1,1 @@
+"""What the Hopper kernels need around them: compiler, driver, tile plans."""

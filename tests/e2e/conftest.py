@@ -1,0 +1,14 @@
+"""One corpus and one set of stock runs for all end-to-end tests of a session."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.parity import Runs, write_corpus
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Stock runs are made once, on first use."""
+    folder = tmp_path_factory.mktemp("megatron")
+    return Runs(write_corpus(folder), folder)

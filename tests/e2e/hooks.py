@@ -1,0 +1,110 @@
+"""What the ranks of a launch are made to do before they run the training script."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SINK_SIZE = 3.0
+
+
+def split_head_dims(workdir: Path) -> None:
+    """Lets stock local attention take MLA's own head dimensions, so that there is something to compare with."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    original = DotProductAttention.__init__
+
+    def init(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    DotProductAttention.__init__ = init
+
+
+def large_sinks(workdir: Path) -> None:
+    """Sinks of +-3 by turns, and each layer's gradient of the first iteration in ``sink_grads<rank>.pt``."""
+    _add_model_hook(functools.partial(_set_sinks, workdir=workdir))
+
+
+def _set_sinks(chunks: list[torch.nn.Module], workdir: Path) -> list[torch.nn.Module]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.training import training
+
+    offsets = {n: p for chunk in chunks for n, p in chunk.named_parameters() if n.endswith("softmax_offset")}
+    for name, offset in offsets.items():
+        first_head = parallel_state.get_tensor_model_parallel_rank() * len(offset)
+        layer = int(name.split("layers.")[1].split(".")[0])
+        sign = 1 - 2 * ((torch.arange(len(offset)) + first_head + layer) % 2)
+        offset.data.copy_(SINK_SIZE * sign)
+    log = training.training_log
+
+    def training_log(loss_dict: dict, total: dict, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        if iteration == 1:
+            grads = {name: offset.main_grad.clone() for name, offset in offsets.items()}
+            torch.save(grads, workdir / f"sink_grads{dist.get_rank()}.pt")
+        return log(loss_dict, total, rate, iteration, *args, **kwargs)
+
+    training.training_log = training_log
+    return chunks
+
+
+def no_streams(workdir: Path) -> None:
+    """Lets the schedule that overlaps experts' communication run on the CPU, where tensors belong to no stream."""
+    if not torch.cuda.is_available():
+        torch.Tensor.record_stream = lambda self, stream: None
+
+
+def count_operations(workdir: Path) -> None:
+    """Each iteration's tokens and squared lengths, as Megatron counts operations, in ``operations.jsonl``."""
+    from megatron.training import training
+
+    stock = training.consume_seqlen_stats_in_iteration
+
+    def consume() -> tuple[float | None, float | None]:
+        found = stock()
+        if training.get_args().rank == 0:
+            with (workdir / "operations.jsonl").open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        return found
+
+    training.consume_seqlen_stats_in_iteration = consume
+
+
+def teacher_without_files(workdir: Path) -> None:
+    """A distillation loss of the student's logits alone, so that no teacher has to be saved."""
+    from megatron.training.distillation import cached_logits_loss
+
+    def loss(self: Any, student_logits: torch.Tensor) -> torch.Tensor:
+        return student_logits.float().logsumexp(-1).transpose(0, 1).contiguous()
+
+    cached_logits_loss.CachedLogitsKDLoss.__call__ = loss
+
+
+def different_data(workdir: Path) -> None:
+    """The last rank reads other documents than the rest."""
+    import os
+
+    from megatron_magi.mcore.batch import BatchDispatcher
+
+    if os.environ["RANK"] != str(int(os.environ["WORLD_SIZE"]) - 1):
+        return
+    original = BatchDispatcher.dispatch
+
+    def dispatch(self: BatchDispatcher, batch: dict) -> Any:
+        return original(self, {**batch, "tokens": batch["tokens"].flip(1)})
+
+    BatchDispatcher.dispatch = dispatch
+
+
+def _add_model_hook(hook: Any) -> None:
+    from megatron_magi.mcore import entry
+
+    entry.main = functools.partial(entry.main, pre_wrap_hooks=[hook])

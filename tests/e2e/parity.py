@@ -1,0 +1,101 @@
+"""Launches that are compared: stock Megatron on one rank, and the same training over many."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_magi.testing.megatron_launch import RunResult, launch, tiny_gpt_args
+
+NUM_ITERATIONS = 10
+LOSS_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration.
+
+    Attributes:
+        model: arguments of both runs.
+        parallel: further arguments of the run that is tested.
+        num_ranks: its ranks.
+        cp_size: of these, context-parallel.
+        without: default arguments that both runs go without.
+        before: hook of both runs.
+        before_stock: hook of the stock run alone.
+        same_weights: start both from one checkpoint, where initial weights depend on the parallelism.
+    """
+
+    model: tuple[str, ...] = ()
+    parallel: tuple[str, ...] = ()
+    num_ranks: int = 2
+    cp_size: int = 2
+    without: tuple[str, ...] = ()
+    before: str = ""
+    before_stock: str = ""
+    same_weights: bool = False
+
+    @property
+    def reference_key(self) -> tuple:
+        """What the stock run depends on."""
+        return self.model, self.without, self.before, self.before_stock, self.same_weights
+
+
+@dataclass
+class Runs:
+    """Runs trainings on one corpus and keeps the stock ones."""
+
+    corpus: Path
+    folder: Path
+    _stock: dict[tuple, RunResult] = field(default_factory=dict)
+    _num_launches: int = 0
+
+    def stock(self, case: Case) -> RunResult:
+        """Megatron's own attention on one rank."""
+        if case.reference_key not in self._stock:
+            before = case.before or case.before_stock
+            args = self._args(case, 1, [*case.model, *self._weights(case)])
+            self._stock[case.reference_key] = self._launch(args, 1, before)
+        return self._stock[case.reference_key]
+
+    def magi(self, case: Case, *extra: str) -> RunResult:
+        """The same training as ``case`` says."""
+        args = [*case.model, *case.parallel, *self._weights(case), *extra]
+        return self._launch(self._args(case, case.cp_size, args), case.num_ranks, case.before)
+
+    def _args(self, case: Case, cp_size: int, extra: list[str]) -> list[str]:
+        args = tiny_gpt_args(self.corpus, *extra, train_iters=NUM_ITERATIONS, context_parallel_size=cp_size)
+        return [a for a in args if a not in case.without]
+
+    def _weights(self, case: Case) -> list[str]:
+        if not case.same_weights:
+            return []
+        path = self.folder / f"weights_{abs(hash(case.reference_key)):x}"
+        if not path.exists():
+            save = ["--save", str(path), "--save-interval", "1", "--no-save-optim", "--train-iters", "1"]
+            self._launch(self._args(case, 1, [*case.model, *save]), 1, case.before or case.before_stock)
+        return ["--load", str(path), "--finetune"]
+
+    def _launch(self, args: list[str], num_ranks: int, before: str) -> RunResult:
+        self._num_launches += 1
+        return launch(args, num_ranks, before=before, workdir=self.folder / f"run{self._num_launches}")
+
+
+def write_corpus(folder: Path) -> Path:
+    """A data set of uneven documents; returns its prefix."""
+    prefix = folder / "corpus"
+    launch([str(prefix)], script=str(Path(__file__).with_name("write_corpus.py")), workdir=folder / "write")
+    shutil.rmtree(folder / "write")
+    return prefix
+
+
+def assert_same_curve(got: RunResult, expected: RunResult) -> None:
+    """Losses and gradient norms agree, iteration by iteration."""
+    assert len(expected.losses) >= NUM_ITERATIONS
+    assert got.losses.keys() == expected.losses.keys()
+    for iteration, loss in expected.losses.items():
+        assert abs(got.losses[iteration] - loss) <= LOSS_TOLERANCE * abs(loss), (iteration, got.losses, expected.losses)
+    for iteration, norm in expected.grad_norms.items():
+        assert abs(got.grad_norms[iteration] - norm) <= NORM_TOLERANCE * norm, (iteration, got.grad_norms)

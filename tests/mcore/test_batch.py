@@ -1,0 +1,161 @@
+"""A microbatch over ranks: what each holds, and that nothing is lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, _checksum
+
+EOD = 99
+
+
+def _batch(batch_size: int, seqlen: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, EOD + 1, (batch_size, seqlen), generator=generator)
+    tokens[torch.rand(tokens.shape, generator=generator) < 0.1] = EOD
+    return {
+        "tokens": tokens,
+        "labels": tokens + 1000,
+        "loss_mask": (torch.rand(tokens.shape, generator=generator) < 0.7).float(),
+        "position_ids": torch.arange(seqlen).expand(batch_size, -1).contiguous(),
+        **more,
+    }
+
+
+def _shards(batch: dict, cp_size: int, alignment: int = 1, eod: int | None = EOD) -> list[LocalBatch]:
+    config = MagiConfig(dispatch=DispatchConfig(alignment=alignment * batch["tokens"].shape[0]))
+    shards = []
+    for rank in range(cp_size):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: cp_size)
+        dispatcher = BatchDispatcher(config, primary=None, eod=eod, cp_group=group, agreement_group=None)
+        shards.append(dispatcher.dispatch(batch))
+    return shards
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(("seqlen", "cp_size", "alignment"), [(64, 2, 1), (50, 3, 1), (50, 3, 4), (7, 4, 1)])
+def test_every_token_is_on_one_rank_with_its_label_mask_and_position(
+    batch_size: int, seqlen: int, cp_size: int, alignment: int
+) -> None:
+    batch = _batch(batch_size, seqlen)
+    shards = _shards(batch, cp_size, alignment)
+    assert len({shard.tokens.shape for shard in shards}) == 1
+    assert shards[0].tokens.shape[0] == batch_size
+    assert shards[0].tokens.shape[1] % alignment == 0
+
+    def rows(name: str, source: torch.Tensor) -> tuple[list, list]:
+        got = torch.cat([getattr(shard, name).reshape(-1) for shard in shards])
+        real = torch.cat([shard.labels.reshape(-1) for shard in shards]) > 0
+        return sorted(got[real].tolist()), sorted(source.reshape(-1).tolist())
+
+    for name in ("tokens", "labels", "position_ids", "loss_mask"):
+        got, expected = rows(name, batch[name])
+        assert got == expected
+    for shard in shards:
+        real = shard.labels > 0
+        assert torch.equal(shard.labels[real], shard.tokens[real] + 1000)
+        assert torch.equal(shard.params.layout.positions.view_as(real)[real], shard.position_ids[real])
+        assert not shard.loss_mask[~real].any()
+        assert (shard.padding_mask is None) == (real.all() and all((s.labels > 0).all() for s in shards))
+
+
+def test_loss_tokens_are_counted_here_and_over_all_ranks() -> None:
+    batch = _batch(2, 50)
+    shards = _shards(batch, 3)
+    total = float(batch["loss_mask"].sum())
+    assert [shard.params.num_loss_tokens for shard in shards] == [total] * 3
+    assert [shard.params.num_local_loss_tokens for shard in shards] == [float(s.loss_mask.sum()) for s in shards]
+    assert sum(shard.params.num_local_loss_tokens for shard in shards) == total
+
+
+def test_documents_end_at_eod_and_at_the_end_of_a_sequence() -> None:
+    batch = _batch(2, 40)
+    mask = _shards(batch, 2)[0].params.plans.plan.mask
+    ends = set((torch.nonzero(batch["tokens"].reshape(-1) == EOD).view(-1) + 1).tolist()) | {40, 80}
+    assert {s.q_range.end for s in mask.slices} == ends
+
+
+def test_without_eod_only_sequences_confine() -> None:
+    mask = _shards(_batch(2, 40), 2, eod=None)[0].params.plans.plan.mask
+    assert [tuple(s.q_range) for s in mask.slices] == [(0, 40), (40, 80)]
+
+
+def test_documents_of_the_data_loader_win_and_restart_positions() -> None:
+    cu_seqlens = torch.full((2, 41), 40, dtype=torch.int32)
+    cu_seqlens[0, :4] = torch.tensor([0, 10, 25, 40])
+    cu_seqlens[1, :2] = torch.tensor([0, 40])
+    shards = _shards(_batch(2, 40, cu_seqlens=cu_seqlens), 2)
+    assert [tuple(s.q_range) for s in shards[0].params.plans.plan.mask.slices] == [
+        (0, 10),
+        (10, 25),
+        (25, 40),
+        (40, 80),
+    ]
+    positions = np.empty(80, dtype=np.int64)
+    for rank, shard in enumerate(shards):
+        index = shard.params.plans.dispatch.global_index(rank)
+        positions[index] = shard.params.layout.positions.numpy()
+    expected = [*range(10), *range(15), *range(15), *range(40)]
+    assert positions.tolist() == expected
+
+
+def test_last_tokens_of_sequences_and_padding_have_no_successor() -> None:
+    for rank, shard in enumerate(_shards(_batch(2, 50), 3)):
+        index = shard.params.plans.dispatch.global_index(rank)
+        expected = (index < 100) & (index % 50 != 49)
+        assert shard.params.layout.roll_keeps.tolist() == expected.tolist()
+
+
+def test_layout_goes_to_rows_and_back() -> None:
+    layout = _shards(_batch(2, 12), 2)[0].params.layout
+    x = torch.arange(layout.num_rows * 3).view(layout.seqlen, 2, 3)
+    rows = layout.to_rows(x)
+    assert torch.equal(rows[1], x[1, 0])
+    assert torch.equal(rows[layout.seqlen], x[0, 1])
+    assert torch.equal(layout.from_rows(rows), x)
+
+
+def test_plan_is_a_function_of_the_batch() -> None:
+    batch = _batch(1, 64)
+    first, again = _shards(batch, 2)[0], _shards({k: v.clone() for k, v in batch.items()}, 2)[0]
+    assert first.params.plans.plan.plan_hash == again.params.plans.plan.plan_hash
+    other = _shards(_batch(1, 64) | {"tokens": batch["tokens"].flip(1)}, 2)[0]
+    assert other.params.plans.plan.plan_hash != first.params.plans.plan.plan_hash
+
+
+def test_windows_share_the_dispatch_of_their_microbatch() -> None:
+    plans = _shards(_batch(1, 64), 2)[0].params.plans
+    windowed = plans.for_window((4, 0))
+    assert windowed is plans.for_window((4, 0))
+    assert windowed.num_rows == plans.for_window(None).num_rows
+    assert windowed.area < plans.for_window(None).area
+
+
+def test_a_batch_of_another_length_is_refused() -> None:
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    dispatcher = BatchDispatcher(
+        MagiConfig(), primary=None, eod=None, cp_group=group, agreement_group=None, seq_length=64
+    )
+    dispatcher.dispatch(_batch(1, 64))
+    with pytest.raises(ValueError, match="tokens: 1 sequences of 60 become 60"):
+        dispatcher.dispatch(_batch(1, 60))
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels", "loss_mask"])
+def test_checksum_tells_batches_with_the_same_documents_apart(name: str) -> None:
+    batch = _batch(2, 40)
+    other = {**batch, name: batch[name].flip(1)}
+    assert _checksum(batch) == _checksum({key: value.clone() for key, value in batch.items()})
+    assert _checksum(batch) != _checksum(other)
+
+
+def test_documents_are_those_that_confine_attention() -> None:
+    confined = _shards(_batch(1, 40), 2)
+    bounds = [s.q_range.start for s in confined[0].params.plans.plan.mask.slices]
+    assert all(shard.documents.tolist() == [*bounds, 40] for shard in confined)
+    assert all(shard.documents is None for shard in _shards(_batch(1, 40), 2, eod=None))

@@ -1,0 +1,142 @@
+"""The core attention module on one rank, against attention written out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mcore.batch import BatchDispatcher
+from megatron_magi.mcore.carrier import MagiSeqParams
+from megatron_magi.mcore.core_attention import MagiCoreAttention
+
+ONE_RANK = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+SEQLEN, NUM_HEADS, NUM_GROUPS, HEAD_DIM = 24, 4, 2, 8
+
+
+def _params(batch_size: int, seed: int = 0) -> MagiSeqParams:
+    tokens = torch.randint(0, 6, (batch_size, SEQLEN), generator=torch.Generator().manual_seed(seed))
+    ids = torch.zeros_like(tokens)
+    batch = {"tokens": tokens, "labels": ids, "position_ids": ids, "loss_mask": torch.ones(tokens.shape)}
+    config = MagiConfig(dispatch=DispatchConfig(alignment=batch_size))
+    dispatcher = BatchDispatcher(config, primary=None, eod=5, cp_group=ONE_RANK, agreement_group=None)
+    return dispatcher.dispatch(batch).params
+
+
+def _module(**options) -> MagiCoreAttention:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=NUM_HEADS * HEAD_DIM,
+        num_attention_heads=NUM_HEADS,
+        num_query_groups=NUM_GROUPS,
+        attention_dropout=0.0,
+        **options,
+    )
+    groups = SimpleNamespace(tp=ONE_RANK, cp=ONE_RANK)
+    return MagiCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+
+
+def _qkv(batch_size: int, v_dim: int = HEAD_DIM) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((NUM_HEADS, HEAD_DIM), (NUM_GROUPS, HEAD_DIM), (NUM_GROUPS, v_dim))
+    return [torch.randn(SEQLEN, batch_size, *shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def _written_out(
+    qkv: list[torch.Tensor], params: MagiSeqParams, window: int | None = None, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[seqlen, batch_size, heads * dim]`` and the largest visible logit of each head."""
+    q, k, v = qkv[0], *(x.repeat_interleave(NUM_HEADS // NUM_GROUPS, dim=2) for x in qkv[1:])
+    bounds = torch.tensor([s.q_range.end for s in params.plans.plan.mask.slices])
+    document = torch.searchsorted(bounds, torch.arange(SEQLEN * q.shape[1]), right=True).view(-1, SEQLEN)
+    distance = torch.arange(SEQLEN)[:, None] - torch.arange(SEQLEN)
+    visible = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
+    if window is not None:
+        visible &= distance <= window
+    logits = torch.einsum("qbhd,kbhd->bhqk", q, k) * HEAD_DIM**-0.5
+    logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    largest = logits.amax(dim=(0, 2, 3))
+    if sink is not None:
+        logits = torch.cat([logits, sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., :SEQLEN]
+    return torch.einsum("bhqk,kbhd->qbhd", weights, v).flatten(2), largest
+
+
+def _assert_same(module: MagiCoreAttention, batch_size: int, v_dim: int = HEAD_DIM, **options) -> None:
+    params, got, want = _params(batch_size), _qkv(batch_size, v_dim), _qkv(batch_size, v_dim)
+    out = module(*got, None, packed_seq_params=params)
+    expected, _ = _written_out(want, params, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("v_dim", [HEAD_DIM, 5])
+def test_equals_attention_inside_documents(batch_size: int, v_dim: int) -> None:
+    _assert_same(_module(), batch_size, v_dim)
+
+
+def test_window_narrows_documents() -> None:
+    _assert_same(_module(window_size=(3, 0)), 2, window=3)
+
+
+def test_layers_that_skip_the_window_have_none() -> None:
+    assert _module(window_size=(3, 0), window_attn_skip_freq=1).window is None
+
+
+def test_off_by_one_is_a_sink_of_logit_zero() -> None:
+    _assert_same(_module(softmax_type="off-by-one"), 1, sink=torch.zeros(NUM_HEADS))
+
+
+def test_learnt_sink_has_the_gradient_of_the_written_out_one() -> None:
+    module = _module(softmax_type="learnable")
+    sink = torch.tensor([3.0, -3.0, 2.0, 0.5], requires_grad=True)
+    with torch.no_grad():
+        module.softmax_offset.copy_(sink)
+    _assert_same(module, 2, sink=sink)
+    torch.testing.assert_close(module.softmax_offset.grad, sink.grad, rtol=1e-5, atol=1e-6)
+    assert module.softmax_offset.tensor_model_parallel
+    assert list(module.state_dict()) == ["softmax_offset"]
+
+
+def test_without_batch_dimension_it_comes_back() -> None:
+    params, qkv = _params(1), _qkv(1)
+    module = _module()
+    flat = module(*(x.squeeze(1) for x in qkv), None, packed_seq_params=params)
+    torch.testing.assert_close(flat, module(*qkv, None, packed_seq_params=params))
+
+
+def test_largest_logit_is_kept_over_microbatches_until_cleared() -> None:
+    module = _module(qk_clip=True)
+    largest = []
+    for scale in (3.0, 1.0):
+        params, (q, k, v) = _params(1), _qkv(1)
+        module(q * scale, k, v, None, packed_seq_params=params)
+        largest.append(_written_out([q * scale, k, v], params)[1])
+        torch.testing.assert_close(module.current_max_attn_logits, torch.stack(largest).amax(0))
+        assert not module.current_max_attn_logits.requires_grad
+    module.current_max_attn_logits = None
+    module(q, k, v, None, packed_seq_params=params)
+    torch.testing.assert_close(module.current_max_attn_logits, largest[1])
+
+
+def test_a_call_without_plan_or_with_a_bias_is_refused() -> None:
+    module, qkv = _module(), _qkv(1)
+    with pytest.raises(ValueError, match="packed_seq_params: MagiCoreAttention needs"):
+        module(*qkv, None)
+    with pytest.raises(ValueError, match="attention_bias"):
+        module(*qkv, None, attention_bias=torch.zeros(1), packed_seq_params=_params(1))
+
+
+@pytest.mark.parametrize("name", ["fp8_dot_product_attention", "fp8_multi_head_attention"])
+def test_attention_in_8_bits_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        _module(**{name: True})

@@ -1,0 +1,93 @@
+"""The command line of the script, parsed and validated."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.training import arguments
+
+from megatron_magi.mcore import entry
+from megatron_magi.mcore.argv import rewrite_argv
+from megatron_magi.mcore.trainer import check_padding
+from megatron_magi.testing.megatron_launch import tiny_gpt_args
+
+TOKENIZER = ("--tokenizer-type", "NullTokenizer")
+
+
+def _parse(
+    monkeypatch: pytest.MonkeyPatch, *extra: str, cp_size: int = 2, without: tuple[str, ...] = (), seq_length: int = 128
+) -> Namespace:
+    monkeypatch.setenv("WORLD_SIZE", str(cp_size))
+    # As the launcher's ranks have it; needed with several devices.
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(arguments, "set_global_variables", lambda args: None)
+    argv = tiny_gpt_args("mock", *extra, context_parallel_size=cp_size, seq_length=seq_length)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *rewrite_argv([a for a in argv if a not in without])])
+    return entry._parse()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2], ids=["stock", "magi"])
+def test_tokenizer_type_may_be_left_out_as_with_megatrons_script(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+    assert _parse(monkeypatch, cp_size=cp_size, without=TOKENIZER).tokenizer_type == "GPT2BPETokenizer"
+    assert _parse(monkeypatch, cp_size=cp_size).tokenizer_type == "NullTokenizer"
+
+
+@pytest.mark.parametrize("cp_size", [1, 2], ids=["stock", "magi"])
+def test_arguments_of_a_checkpoint_need_a_checkpoint(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+    with pytest.raises(AssertionError, match="--use-checkpoint-args requires --load"):
+        _parse(monkeypatch, "--use-checkpoint-args", cp_size=cp_size)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2], ids=["stock", "magi"])
+def test_yaml_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+    with pytest.raises(ValueError, match=r"^yaml_cfg: "):
+        _parse(monkeypatch, "--yaml-cfg", "a.yaml", cp_size=cp_size)
+
+
+def test_arguments_keep_the_length_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _parse(monkeypatch, seq_length=125)
+    assert (args.seq_length, args.encoder_seq_length) == (125, 125)
+    assert entry._buffer_length(args) == 126
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tp_comm_overlap", True), ("cuda_graph_impl", "transformer_engine")], ids=str
+)
+def test_buffers_that_do_not_know_the_padding_are_refused_by_name(name: str, value: object) -> None:
+    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none")
+    check_padding(args, 126)
+    setattr(args, name, value)
+    check_padding(args, 125)
+    with pytest.raises(ValueError, match=f"^{name}: .* give --seq-length 126"):
+        check_padding(args, 126)
+
+
+def test_model_initialised_on_the_cpu_moves_to_the_gpu_it_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chunk(torch.nn.Module):
+        def cuda(self, device: int) -> Chunk:
+            self.device = device
+            return self
+
+    args = SimpleNamespace(use_cpu_initialization=True, use_torch_fsdp2=False, init_model_with_meta_device=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert entry._device_hooks(args) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    (hook,) = entry._device_hooks(args)
+    assert [chunk.device for chunk in hook([Chunk(), Chunk()])] == [3, 3]
+    for name, value in (("use_cpu_initialization", False), ("init_model_with_meta_device", True)):
+        assert entry._device_hooks(SimpleNamespace(**{**vars(args), name: value})) == []
+
+
+@pytest.mark.parametrize(("is_untied", "expected"), [(True, [4]), (False, [4, 10])], ids=["untied", "tied"])
+def test_embedding_ranks_are_the_ends_that_hold_one(is_untied: bool, expected: list[int]) -> None:
+    args = SimpleNamespace(untie_embeddings_and_output_weights=is_untied)
+    config = SimpleNamespace(mtp_num_layers=None)
+    assert entry._embedding_ranks(args, config, [4, 6, 8, 10]) == expected
+    assert entry._embedding_ranks(args, config, [4]) == [4]
+    config = SimpleNamespace(mtp_num_layers=1, pipeline_model_parallel_layout=None)
+    assert entry._embedding_ranks(args, config, [4, 6, 8, 10]) == [4, 10]

@@ -1,0 +1,139 @@
+"""What forward steps report to Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.rerun_state_machine import RerunState
+from megatron.training import training
+
+from megatron_magi.mcore import step, stock_step
+from megatron_magi.mcore.forward_step import MagiForwardStep
+
+CU_SEQLENS = torch.tensor([0, 3, 10])
+
+
+class Model(torch.nn.Module):
+    """Notes when it is run."""
+
+    def __init__(self, events: list[str], vp_stage: int | None = None) -> None:
+        super().__init__()
+        self.vp_stage = vp_stage
+        self._events = events
+
+    def forward(self, *inputs: Any, **named: Any) -> str:
+        self._events.append("model")
+        return "output"
+
+    def build_schedule_plan(self, *inputs: Any, **named: Any) -> str:
+        self._events.append("plan")
+        return "schedule plan"
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens in a forward step, in order."""
+    noted: list[str] = []
+
+    class Detector:
+        def __call__(self, bdata: bool) -> Any:
+            return self._section("batch")
+
+        def __enter__(self) -> None:
+            noted.append("start model")
+
+        def __exit__(self, *error: Any) -> None:
+            noted.append("stop model")
+
+        @contextmanager
+        def _section(self, name: str) -> Iterator[None]:
+            noted.append(f"start {name}")
+            yield
+            noted.append(f"stop {name}")
+
+    timer = SimpleNamespace(start=lambda: noted.append("timer on"), stop=lambda: noted.append("timer off"))
+    monkeypatch.setattr(step, "stimer", Detector())
+    monkeypatch.setattr(step, "get_timers", lambda: lambda name, log_level=0: timer)
+    return noted
+
+
+def _load(events: list[str], batch: Any) -> Any:
+    events.append("load")
+    return batch
+
+
+def _magi_step(events: list[str], monkeypatch: pytest.MonkeyPatch, loss_log: Any = None) -> Any:
+    params = SimpleNamespace(plans=SimpleNamespace(plan="plan"), num_loss_tokens=1.0)
+    fields = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "documents"))
+    dispatcher = SimpleNamespace(next=lambda it: _load(events, SimpleNamespace(**fields, params=params)))
+    args = SimpleNamespace(num_experts=None, context_parallel_size=2)
+    monkeypatch.setattr("megatron_magi.mcore.forward_step.get_args", lambda: args)
+    forward_step = MagiForwardStep(lambda: dispatcher, loss_log)
+    forward_step.prepare()
+    return forward_step
+
+
+def _stock_step(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    batch = dict.fromkeys((*stock_step._SEQUENCES, *stock_step._OPTIONAL))
+    monkeypatch.setattr(stock_step, "_next_batch", lambda iterator, vp_stage: _load(events, batch))
+    return stock_step.StockForwardStep(SimpleNamespace(logits_load_dir=None))
+
+
+@pytest.mark.parametrize("make_step", [_magi_step, _stock_step], ids=["magi", "stock"])
+@pytest.mark.parametrize("wants_plan", [False, True], ids=["output", "schedule_plan"])
+def test_stragglers_are_looked_for_in_batches_and_in_the_model(
+    make_step: Any, wants_plan: bool, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, _ = make_step(events, monkeypatch)(iter(()), Model(events), wants_plan)
+    assert output == ("schedule plan" if wants_plan else "output")
+    batch = ["timer on", "start batch", "load", "stop batch", "timer off"]
+    assert events == [*batch, "start model", "plan" if wants_plan else "model", "stop model"]
+
+
+def test_the_detector_is_the_one_that_the_trainer_configures() -> None:
+    assert step.stimer is training.stimer
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A rerun machine in an iteration's first run; Megatron's statistics are empty."""
+    machine = SimpleNamespace(state=RerunState.INITIAL_RUN)
+    monkeypatch.setattr(step, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(training, "_seqlen_stats_in_iteration", None)
+    monkeypatch.setattr(training, "_seqlen_stats_active", False)
+    return machine
+
+
+def test_documents_of_training_microbatches_are_counted(machine: SimpleNamespace) -> None:
+    step.count_documents(Model([]), CU_SEQLENS)
+    step.count_documents(Model([], vp_stage=0), CU_SEQLENS)
+    assert training.consume_seqlen_stats_in_iteration() == (20.0, 2 * (9 + 49))
+
+
+@pytest.mark.parametrize("case", ["evaluation", "second_chunk", "replay", "nothing_confines"])
+def test_documents_are_not_counted_in(case: str, machine: SimpleNamespace) -> None:
+    model = Model([], vp_stage=1 if case == "second_chunk" else None)
+    model.train(case != "evaluation")
+    if case == "replay":
+        machine.state = RerunState.RERUNNING_IN_PLACE
+    step.count_documents(model, None if case == "nothing_confines" else CU_SEQLENS)
+    assert training.consume_seqlen_stats_in_iteration() == (None, None)
+
+
+def test_a_replayed_microbatch_adds_no_plan_to_the_log(
+    machine: SimpleNamespace, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[str] = []
+    forward_step = _magi_step(events, monkeypatch, SimpleNamespace(add_plan=plans.append))
+    model = Model(events)
+    forward_step(iter(()), model)
+    machine.state = RerunState.RERUNNING_IN_PLACE
+    forward_step(iter(()), model)
+    machine.state = RerunState.INITIAL_RUN
+    forward_step(iter(()), model.eval())
+    assert plans == ["plan"]

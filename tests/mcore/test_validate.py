@@ -1,0 +1,90 @@
+"""Arguments that cannot work are refused by name, all others pass."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+import pytest
+from megatron.training import arguments
+
+from megatron_magi.mcore.argv import add_arguments, rewrite_argv
+from megatron_magi.mcore.validate import settle_arguments, validate_arguments
+from megatron_magi.testing.megatron_launch import tiny_gpt_args
+
+EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
+
+
+def _parse(monkeypatch: pytest.MonkeyPatch, *extra: str, without: tuple[str, ...] = ()) -> Namespace:
+    argv = rewrite_argv(tiny_gpt_args("mock", *extra, context_parallel_size=2))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *(a for a in argv if a not in without)])
+    return arguments.parse_args(add_arguments)
+
+
+def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
+    validate_arguments(_parse(monkeypatch, *extra))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["--overlap-moe-expert-parallel-comm"],
+        ["--mtp-num-layers", "1"],
+        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "mlp", "moe_router"],
+        ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
+        ["--bf16", "--qk-clip"],
+    ],
+    ids=lambda extra: extra[0] if extra else "plain",
+)
+def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[str]) -> None:
+    _validate(monkeypatch, *extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        (["--attention-dropout", "0.1"], "attention_dropout"),
+        (["--tensor-model-parallel-size", "3"], "num_attention_heads"),
+        (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
+        (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "full_iteration"], "cuda_graph_modules"),
+        (["--enable-cuda-graph"], "cuda_graph_modules"),
+        (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
+        (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
+        (["--hybrid-context-parallel"], "hybrid_context_parallel"),
+        (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
+        (["--qk-clip"], "qk_clip"),
+        (["--perform-rl-step"], "perform_rl_step"),
+        (["--logits-load-dir", "teacher"], "logits_load_dir"),
+        (["--logits-save-dir", "teacher"], "logits_save_dir"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        _validate(monkeypatch, *extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_kept"),
+    [([], True), (["--micro-batch-size", "2"], False), (["--multi-latent-attention"], False)],
+    ids=["one_sequence", "two_sequences", "mla"],
+)
+def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], is_kept: bool
+) -> None:
+    args = _parse(monkeypatch, *extra, without=("--no-rope-fusion",))
+    notices = settle_arguments(args)
+    assert args.apply_rope_fusion == is_kept
+    assert bool(notices) != is_kept
+    assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
+
+
+@pytest.mark.parametrize("positions", ["yarn", "learned_absolute"])
+def test_rope_fusion_that_megatron_gives_up_by_itself_gets_no_notice(
+    monkeypatch: pytest.MonkeyPatch, positions: str
+) -> None:
+    extra = ["--micro-batch-size", "2", "--position-embedding-type", positions]
+    assert settle_arguments(_parse(monkeypatch, *extra, without=("--no-rope-fusion",))) == []

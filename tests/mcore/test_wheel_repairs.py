@@ -1,0 +1,72 @@
+"""Defects of the megatron-core wheel, repaired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_magi.mcore import wheel_repairs
+from megatron_magi.testing.megatron_launch import launch, tiny_gpt_args
+
+
+@pytest.fixture(autouse=True)
+def _repaired() -> None:
+    wheel_repairs.install()
+
+
+def _config(**options: object) -> object:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, persist_layer_norm=False, **options)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norm_with_sequence_parallelism_marks_its_parameters(normalization: str) -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = _config(tensor_model_parallel_size=2, sequence_parallel=True, normalization=normalization)
+    norm = WrappedTorchNorm(config, 8, eps=1e-3)
+    assert isinstance(norm, getattr(torch.nn, normalization))
+    assert norm.eps == 1e-3
+    assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    assert config.sequence_parallel
+
+
+def test_norm_without_sequence_parallelism_is_unmarked() -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    norm = WrappedTorchNorm(_config(normalization="RMSNorm"), 8)
+    assert not any(hasattr(parameter, "sequence_parallel") for parameter in norm.parameters())
+
+
+def test_dataset_helper_of_the_wheel_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.datasets import utils
+
+    monkeypatch.setenv("PATH", "")
+    utils.compile_helpers()
+
+
+def test_repairing_twice_changes_nothing() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    before = DistributedOptimizer.state_dict
+    wheel_repairs.install()
+    assert DistributedOptimizer.state_dict is before
+
+
+def test_unknown_code_is_refused_naming_the_version() -> None:
+    with pytest.raises(RuntimeError, match=r"megatron-core .*test_unknown_code.*is not as expected"):
+        wheel_repairs._expect(test_unknown_code_is_refused_naming_the_version, "no such" + " text")
+
+
+@pytest.mark.parametrize("layout", [[], ["--dist-ckpt-optim-fully-reshardable"]], ids=["by-rank", "by-parameter"])
+def test_resuming_a_distributed_optimizer_is_exact(layout: list[str], tmp_path: Path) -> None:
+    saved = ["--use-distributed-optimizer", *layout, "--save-interval", "2", "--lr", "1e-2"]
+    whole = launch(tiny_gpt_args("mock", *saved, "--save", str(tmp_path), train_iters=4), num_ranks=2)
+    resumed = launch(
+        tiny_gpt_args("mock", *saved, "--load", str(tmp_path), "--ckpt-step", "2", train_iters=4), num_ranks=2
+    )
+    assert list(resumed.losses) == [3, 4]
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}

@@ -1,0 +1,49 @@
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import megatron_magi
+
+ROOT = Path(megatron_magi.__file__).parents[1]
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names of the modules that a fresh interpreter has after ``statement``."""
+    script = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+    return set(
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+def test_importing_the_package_imports_neither_torch_nor_megatron():
+    assert not modules_after("import megatron_magi") & {"torch", "numpy", "megatron"}
+
+
+def test_masks_and_plans_need_no_torch():
+    assert "torch" not in modules_after("from megatron_magi import AttnMask, MagiConfig, make_plan")
+
+
+def test_the_public_functions_need_no_megatron():
+    assert "megatron" not in modules_after("import megatron_magi.api")
+
+
+def test_every_public_name_can_be_imported():
+    for name in megatron_magi.__all__:
+        assert getattr(megatron_magi, name).__name__ == name
+    assert set(megatron_magi.__all__) <= set(dir(megatron_magi))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        megatron_magi.nothing  # noqa: B018
+
+
+def test_the_version_is_that_of_the_metadata():
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert metadata["project"]["version"] == megatron_magi.__version__
+
+
+def test_the_lock_file_knows_one_index():
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    sources = {next(iter(p["source"].items())) for p in lock["package"] if p["name"] != "megatron-magi"}
+    assert len(sources) == 1 and next(iter(sources))[0] == "registry"

@@ -1,0 +1,121 @@
+"""Ranks bring back results in order, failures with their traceback, and never outlive the call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_magi.testing.spawn import RankError, run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def sum_over_ranks(rank, num_ranks, x):
+    total = x + rank
+    dist.all_reduce(total)
+    return rank, total, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_results_come_back_in_rank_order_and_each_rank_has_one_thread():
+    before = dict(os.environ)
+    results = run_ranks(sum_over_ranks, 3, torch.zeros(2))
+    assert dict(os.environ) == before
+    for rank, (got_rank, total, num_threads, omp) in enumerate(results):
+        assert (got_rank, total.tolist(), num_threads, omp) == (rank, [3.0, 3.0], 1, "1")
+
+
+def rank_one_raises(rank, num_ranks):
+    if rank == 1:
+        raise ValueError("rank one has had enough")
+    dist.barrier()
+
+
+def test_a_failing_rank_raises_with_its_traceback_while_others_wait_for_it():
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank one has had enough") as caught:
+        run_ranks(rank_one_raises, 3)
+    assert caught.value.ranks == [1]
+    assert "in rank_one_raises" in str(caught.value)
+    assert time.monotonic() - start < 30
+
+
+def rank_one_dies(rank, num_ranks):
+    if rank == 1:
+        os._exit(7)
+    time.sleep(100)
+
+
+def test_a_rank_that_dies_raises_with_its_exit_code():
+    with pytest.raises(RankError, match="rank 1 of 2: died with exit code 7"):
+        run_ranks(rank_one_dies, 2)
+
+
+def write_pid_then_hang(rank, num_ranks, folder):
+    Path(folder, f"{rank}.tmp").write_text(str(os.getpid()))
+    Path(folder, f"{rank}.tmp").rename(Path(folder, str(rank)))
+    if rank == 1:
+        time.sleep(100)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+def test_a_time_out_names_the_ranks_still_running_and_where_and_kills_all(tmp_path):
+    with pytest.raises(RankError, match=r"ranks \[1\] of 2 still running after 2") as caught:
+        run_ranks(write_pid_then_hang, 2, str(tmp_path), timeout_s=2)
+    assert caught.value.ranks == [1]
+    assert "in write_pid_then_hang" in str(caught.value)
+    assert wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
+
+
+def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
+    program = (
+        "from tests.testing.test_spawn import *\n"
+        f"if __name__ == '__main__': run_ranks(write_pid_then_hang, 2, {str(tmp_path)!r})"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / str(rank)).exists() for rank in (0, 1)):
+            assert parent.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    assert wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
+
+
+def run_inside(rank, num_ranks):
+    with pytest.raises(ValueError, match="num_ranks: 3 asked for inside a group of 2 ranks"):
+        run_ranks(sum_over_ranks, 3, torch.zeros(1))
+    return [result[:2] for result in run_ranks(sum_over_ranks, num_ranks, torch.zeros(1))]
+
+
+def test_inside_an_existing_group_the_function_runs_in_place():
+    expected = [(0, torch.ones(1)), (1, torch.ones(1))]
+    assert run_ranks(run_inside, 2) == [expected, expected]
+
+
+def test_a_number_of_ranks_that_is_not_positive_raises():
+    with pytest.raises(ValueError, match="num_ranks: expected at least 1"):
+        run_ranks(sum_over_ranks, 0)
