@@ -1,3 +1,4 @@
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -47,3 +48,14 @@ def test_the_lock_file_knows_one_index():
     lock = tomllib.loads((ROOT / "uv.lock").read_text())
     sources = {next(iter(p["source"].items())) for p in lock["package"] if p["name"] != "megatron-magi"}
     assert len(sources) == 1 and next(iter(sources))[0] == "registry"
+
+
+def test_the_package_ships_every_folder_of_cuda_sources(monkeypatch) -> None:
+    root = Path(__file__).parents[1]
+    given = {}
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("setuptools.setup", lambda **options: given.update(options))
+    runpy.run_path(str(root / "setup.py"))
+    folders = {path.parent.relative_to(root) for path in (root / "csrc").rglob("*.cu*")}
+    assert folders and {"megatron_magi." + ".".join(f.parts) for f in folders} <= set(given["packages"])
+    assert "megatron_magi.ops.hopper" in given["packages"] and not any("tests" in p for p in given["packages"])

@@ -67,3 +67,20 @@ def test_a_kernel_is_compiled_once_by_many_threads(tmp_path, monkeypatch) -> Non
 def test_broken_source_is_an_error_with_the_compiler_s_words() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)compiling bad.cu .* failed:.*undefined_thing"):
         build._compile("int x = undefined_thing;", "bad.cu", ())
+
+
+def test_without_a_folder_to_write_to_kernels_are_compiled_for_the_process(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(build, "_compile", lambda *_: b"\x7fELF kernel")
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    assert build.build("attention/sm90/prepare.cu", (), blocked / "cache") == b"\x7fELF kernel"
+    assert "compiled for this process alone" in caplog.text
+
+
+def test_compiling_is_announced_and_a_cached_kernel_is_silent(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(build, "_compile", lambda *_: b"\x7fELF kernel")
+    build.build("attention/sm90/prepare.cu", (), tmp_path)
+    assert "compiling attention/sm90/prepare.cu" in caplog.text
+    caplog.clear()
+    build.build("attention/sm90/prepare.cu", (), tmp_path)
+    assert not caplog.text

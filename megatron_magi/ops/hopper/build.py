@@ -75,15 +75,25 @@ def build(source: str, defines: tuple[str, ...], cache_dir: Path | None = None) 
     target = folder / f"{Path(source).stem}-{digest}.cubin"
     if target.exists():
         return target.read_bytes()
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{target.stem}.lock", "w") as lock:
+    try:
+        return _compile_once(target, text, source, defines)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): %s is compiled for this process alone", folder, error, source)
+        return _compile(text, source, defines)
+
+
+def _compile_once(target: Path, text: str, source: str, defines: tuple[str, ...]) -> bytes:
+    """Compiles into ``target``, or waits for the process that does."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return target.read_bytes()
+        # A warning, so that it is seen: the first step of a training run stands still for it.
+        logger.warning("compiling %s (%s) for %s, kept in %s", source, " ".join(defines), ARCHITECTURE, target.parent)
         start = time.perf_counter()
-        logger.info("compiling %s for %s (%s)", source, ARCHITECTURE, " ".join(defines))
         image = _compile(text, source, defines)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
             file.write(image)
         os.replace(file.name, target)
         logger.info("compiled %s in %.1f s", source, time.perf_counter() - start)
