@@ -12,6 +12,8 @@ from megatron_magi.plan.chunks import chunk_areas, needed_blocks
 
 _MAX_SWAPS = 400
 _SWAPS_TRIED = 12
+_PLACING_SLACK = 1.25
+"""How far over the limit a rank may be filled before swaps repair it: 1.0 fetches up to a quarter more."""
 _MAX_BLOCKS = 2048
 _AFFINITY_WORK = 4e8
 """Bool operations that the affinity search may cost: about half a second."""
@@ -219,7 +221,7 @@ def _place_greedily(
 ) -> np.ndarray:
     """Places the chunks that ``start`` leaves open (-1), by falling area.
 
-    Each goes, among the ranks with room and whose load stays within ``limit``, to the one that
+    Each goes, among the ranks with room and whose load stays near ``limit``, to the one that
     would have to fetch the fewest new keys for it.
     """
     cp_size = len(capacity)
@@ -236,7 +238,7 @@ def _place_greedily(
     for chunk in open_chunks[np.argsort(-area[open_chunks], kind="stable")].tolist():
         wanted = np.flatnonzero(traffic.needs[chunk])
         fetch = missing[:, wanted].sum(axis=1)
-        fits = (room > 0) & (load + area[chunk] <= limit)
+        fits = (room > 0) & (load + area[chunk] <= _PLACING_SLACK * limit)
         if fits.any():
             # Fewest new keys first, then the least loaded rank.
             cost = np.where(fits, fetch, np.iinfo(np.int64).max)

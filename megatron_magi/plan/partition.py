@@ -174,13 +174,8 @@ def shift(bands: np.ndarray, by_q: np.ndarray, by_k: np.ndarray) -> None:
 
 
 def _join(owner, start, end, stage, place, lift):
-    """Joins neighbouring segments that also touch where they are kept."""
-    touch = (
-        (owner[1:] == owner[:-1])
-        & (stage[1:] == stage[:-1])
-        & (start[1:] == end[:-1])
-        & (place[1:] - place[:-1] == start[1:] - start[:-1])
-    )
+    """Joins segments that touch. Buffers are in global order, so these touch where they are kept, too."""
+    touch = (owner[1:] == owner[:-1]) & (stage[1:] == stage[:-1]) & (start[1:] == end[:-1])
     first = np.flatnonzero(np.append(True, ~touch))
     last = np.append(first[1:], len(owner)) - 1
     return owner[first], start[first], end[last], stage[first], place[first], lift[first]

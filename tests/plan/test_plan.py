@@ -184,12 +184,15 @@ def test_64_uneven_documents_over_8_ranks_balance_within_two_percent() -> None:
         assert plan.stats().balance <= 1.02
 
 
-def test_affinity_moves_fewer_rows_than_min_heap_at_the_same_balance() -> None:
-    mask = documents(uneven_lengths(131072, 64))
-    affinity = make_plan(mask, cp_size=8).stats()
-    heap = make_plan(mask, MagiConfig(dispatch=DispatchConfig(algorithm="min_heap")), 8).stats()
-    assert affinity.balance <= 1.02
-    assert sum(affinity.received_rows) < 0.5 * sum(heap.received_rows)
+def test_affinity_moves_a_fraction_of_the_rows_of_min_heap_at_the_same_balance() -> None:
+    moved = {"affinity": 0, "min_heap": 0}
+    for seed in range(5):
+        mask = documents(uneven_lengths(131072, 64, seed))
+        for algorithm in moved:
+            stats = make_plan(mask, MagiConfig(dispatch=DispatchConfig(algorithm=algorithm)), 8).stats()
+            assert stats.balance <= 1.02
+            moved[algorithm] += sum(stats.received_rows)
+    assert moved["affinity"] < 0.16 * moved["min_heap"]
 
 
 def test_a_million_tokens_in_500_documents_over_64_ranks_plan_in_a_second() -> None:
