@@ -10,13 +10,13 @@ Usage: python benchmarks/bench_attention.py --masks full causal --lengths 8192 3
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from provenance import write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_magi.mask import builders
@@ -149,10 +149,7 @@ def main() -> None:
                 rows.append([name, length, "ffa", *rate_columns(rates, yardstick)])
                 print(" ".join(f"{x:>14}" for x in rows[-1]), flush=True)
     if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["mask", "length", "provider", "forward", "ratio", "backward", "ratio"])
-            writer.writerows(rows)
+        write_csv(args.csv, ["mask", "length", "provider", "forward", "ratio", "backward", "ratio"], rows)
 
 
 def rate_columns(rates: dict[str, float], yardstick: dict[str, float]) -> list[str]:

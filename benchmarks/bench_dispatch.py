@@ -17,7 +17,7 @@ import numpy as np
 from provenance import write_csv
 
 from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.mask import AttnMask
+from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Dispatch, Plan, dispatch_from_chunks, make_plan
 
 
@@ -34,9 +34,7 @@ class Case:
         weight = np.exp(np.random.default_rng(seed).uniform(0, np.log(64), self.num_documents))
         lengths = np.maximum(1, (weight / weight.sum() * self.total_seqlen).astype(np.int64))
         lengths[-1] += self.total_seqlen - lengths.sum()
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        return AttnMask(np.stack([starts, ends, starts, ends, np.ones_like(ends)], axis=1), self.total_seqlen)
+        return builders.varlen(doc_lengths=lengths, causal=True)
 
 
 CASES = (

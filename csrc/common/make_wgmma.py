@@ -1,6 +1,6 @@
 """Writes wgmma.cuh: one wrapper a shape, element type and place of the first operand.
 
-Usage: python csrc/common/make_wgmma.py > csrc/common/wgmma.cuh
+Usage: python csrc/common/make_wgmma.py | clang-format --assume-filename=wgmma.cuh > csrc/common/wgmma.cuh
 """
 
 SHAPES = (32, 64, 128, 176, 256)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,19 +121,16 @@ class ShardIndex:
     def undispatch_args(self, device: torch.device) -> UndispatchArgs:
         """What bringing the tokens of all ranks together takes."""
         if device not in self._undispatch:
-            shards, total_seqlen = self._all_rows(), self.dispatch.total_seqlen
+            shards, total_seqlen = self.dispatch.global_indices(), self.dispatch.total_seqlen
             self._undispatch[device] = UndispatchArgs.build(shards, total_seqlen, self.cp_rank, device)
         return self._undispatch[device]
 
     def roll_args(self, shift: int, device: torch.device) -> RollArgs:
         """What rolling the sequence by ``shift`` takes."""
         if (shift, device) not in self._rolls:
-            arrays = make_roll_args(self._all_rows(), shift, self.dispatch.total_seqlen, self.cp_rank)
+            arrays = make_roll_args(self.dispatch.global_indices(), shift, self.dispatch.total_seqlen, self.cp_rank)
             self._rolls[shift, device] = RollArgs.build(arrays, device)
         return self._rolls[shift, device]
-
-    def _all_rows(self) -> list[np.ndarray]:
-        return [self.dispatch.global_index(rank) for rank in range(self.dispatch.cp_size)]
 
 
 class KeyRuntime:

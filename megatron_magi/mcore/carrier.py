@@ -84,8 +84,7 @@ class PlanSet:
     def successors(self, device: torch.device) -> RollArgs:
         """How each row gets the content of the next token's row; made on first use."""
         if self._successors is None:
-            shards = [self.dispatch.global_index(rank) for rank in range(self.dispatch.cp_size)]
-            arrays = make_roll_args(shards, -1, self.dispatch.total_seqlen, self._cp_rank)
+            arrays = make_roll_args(self.dispatch.global_indices(), -1, self.dispatch.total_seqlen, self._cp_rank)
             self._successors = RollArgs.build(arrays, device)
         return self._successors
 

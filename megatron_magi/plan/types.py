@@ -39,9 +39,13 @@ class Dispatch:
         """
         return _arange_ranges(self.ranges[cp_rank])
 
+    def global_indices(self) -> list[np.ndarray]:
+        """`global_index` of every rank, in rank order."""
+        return [self.global_index(rank) for rank in range(self.cp_size)]
+
     def undispatch_index(self) -> np.ndarray:
         """Where each global token is in the shards concatenated by rank, int64 ``[padded_seqlen]``."""
-        order = np.concatenate([self.global_index(r) for r in range(self.cp_size)])
+        order = np.concatenate(self.global_indices())
         out = np.empty_like(order)
         out[order] = np.arange(len(order), dtype=np.int64)
         return out
