@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -57,21 +56,24 @@ MASKS: dict[str, Callable[[int], AttnMask]] = {
 }
 
 
-def time_ms(call: Callable[[], object], min_ms: float = 60.0) -> float:
-    """Median time of a call by device events, the L2 cache flushed before each."""
+def time_together(calls: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
+    """Median times in milliseconds, by device events over whole API calls, the L2 cache flushed before each.
+
+    The calls take turns, so that clocks and temperature are the same for all.
+    """
     flush = torch.empty(32 << 20, dtype=torch.int32, device="cuda")
-    call()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    while len(times) < 5 or (sum(times) < min_ms and len(times) < 30):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 2):
+        for name, call in calls.items():
+            flush.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if round_ >= 2:
+                times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(t) for name, t in times.items()}
 
 
 class Problem:
@@ -80,26 +82,34 @@ class Problem:
     def __init__(self, name: str, length: int) -> None:
         self.name, self.length = name, length
         self.mask = MASKS[name](length)
-        make = lambda heads: torch.randn(length, heads, HEAD_DIM, device="cuda").to(torch.bfloat16)  # noqa: E731
-        self.q, self.k, self.v, self.dout = make(HEADS_Q), make(HEADS_KV), make(HEADS_KV), make(HEADS_Q)
+        self.q, self.dout = (torch.randn(length, HEADS_Q, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
+        self.k, self.v = (torch.randn(length, HEADS_KV, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
         self.flops = 4.0 * self.mask.area * HEADS_Q * HEAD_DIM
 
-    def cudnn(self) -> dict[str, float]:
-        """TFLOP/s of torch's cuDNN attention; full and causal only."""
-        q, k, v, dout = (t.transpose(0, 1)[None].detach() for t in (self.q, self.k, self.v, self.dout))
+    def cudnn(self) -> dict[str, Callable[[], object]]:
+        """Calls of torch's cuDNN attention; causal where the mask is, else full."""
         causal = self.name == "causal"
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        call = torch.nn.functional.scaled_dot_product_attention
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            with torch.no_grad():
-                forward = time_ms(lambda: call(q, k, v, is_causal=causal, enable_gqa=True))
-            out = call(*leaves, is_causal=causal, enable_gqa=True)
-            backward = time_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-        return {"forward": self.flops / forward / 1e9, "backward": 2.5 * self.flops / backward / 1e9}
+        leaves = [t.transpose(0, 1)[None].detach().requires_grad_() for t in (self.q, self.k, self.v)]
+        dout = self.dout.transpose(0, 1)[None]
 
-    def ffa(self, backward: bool) -> dict[str, float]:
-        bands = self.mask.bands
-        options = make_options(self.q, None, 0.0, False, 0)
+        def forward():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+
+        out = forward()
+
+        def forward_only():
+            with torch.no_grad():
+                forward()
+
+        return {
+            "cudnn forward": forward_only,
+            "cudnn backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        }
+
+    def ffa(self) -> dict[str, Callable[[], object]]:
+        """Calls of the kernels here, allocations included."""
+        bands, options = self.mask.bands, make_options(self.q, None, 0.0, False, 0)
 
         def forward():
             out, lse = torch.empty_like(self.q), self.q.new_empty(self.q.shape[:2], dtype=torch.float32)
@@ -109,55 +119,57 @@ class Problem:
             )  # fmt: skip
             return out, lse
 
-        rates = {"forward": self.flops / time_ms(forward) / 1e9}
-        if backward:
-            out, lse = forward()
+        out, lse = forward()
 
-            def run():
-                delta = hopper.row_delta(self.dout, out)
-                grads = tuple(torch.empty_like(t) for t in (self.q, self.k, self.v))
-                hopper.backward(
-                    self.dout, self.q, self.k, self.v, lse, delta, bands, options, grads=grads, accumulate=False
-                )
-                return grads
+        def backward():
+            delta = hopper.row_delta(self.dout, out)
+            grads = tuple(torch.empty_like(t) for t in (self.q, self.k, self.v))
+            hopper.backward(
+                self.dout, self.q, self.k, self.v, lse, delta, bands, options, grads=grads, accumulate=False
+            )
 
-            rates["backward"] = 2.5 * self.flops / time_ms(run) / 1e9
-        return rates
+        return {"ffa forward": forward, "ffa backward": backward}
+
+
+def measure(name: str, length: int) -> list[dict]:
+    """One row for each provider: rates, and ratios to cuDNN's in the same turns."""
+    problem = Problem(name, length)
+    yardstick = problem if name in ("full", "causal") else Problem("full", length)
+    times = time_together(problem.ffa() | yardstick.cudnn(), rounds=9 if length <= 8192 else 5)
+    rows = []
+    for provider, flops in (("cudnn", yardstick.flops), ("ffa", problem.flops)):
+        row = {"mask": name, "length": length, "provider": provider}
+        for which, factor in (("forward", 1.0), ("backward", 2.5)):
+            rate = factor * flops / times[f"{provider} {which}"] / 1e9
+            base = factor * yardstick.flops / times[f"cudnn {which}"] / 1e9
+            row |= {f"{which}_ms": round(times[f"{provider} {which}"], 4), f"{which}_tflops": round(rate, 1)}
+            row[f"{which}_ratio"] = round(rate / base, 3)
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--masks", nargs="+", default=list(MASKS))
+    parser.add_argument("--masks", nargs="+", choices=list(MASKS), default=list(MASKS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 16384, 32768])
-    parser.add_argument("--forward-only", action="store_true")
-    parser.add_argument("--csv")
+    parser.add_argument("--csv", help="where to write the table, with where it comes from in its first lines")
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
-    rows, dense = [], {}
+    print(f"{'mask':>14} {'length':>7}  {'forward':>7} {'ratio':>6}  {'backward':>8} {'ratio':>6}")
+    rows = []
     for length in args.lengths:
-        for name in ["full"] + [m for m in args.masks if m != "full"]:
-            problem = Problem(name, length)
-            yardstick = dense.get(length)
-            if name in ("full", "causal"):
-                yardstick = problem.cudnn()
-                rows.append([name, length, "cudnn", *rate_columns(yardstick, yardstick)])
-                if name == "full":
-                    dense[length] = yardstick
-            if name in args.masks:
-                rates = problem.ffa(not args.forward_only)
-                rows.append([name, length, "ffa", *rate_columns(rates, yardstick)])
-                print(" ".join(f"{x:>14}" for x in rows[-1]), flush=True)
+        for name in args.masks:
+            rows += measure(name, length)
+            r = rows[-1]
+            print(
+                f"{name:>14} {length:>7}  {r['forward_tflops']:>7.0f} {r['forward_ratio']:>6.2f}  "
+                f"{r['backward_tflops']:>8.0f} {r['backward_ratio']:>6.2f}",
+                flush=True,
+            )
     if args.csv:
-        write_csv(args.csv, ["mask", "length", "provider", "forward", "ratio", "backward", "ratio"], rows)
-
-
-def rate_columns(rates: dict[str, float], yardstick: dict[str, float]) -> list[str]:
-    out = []
-    for which in ("forward", "backward"):
-        out += [f"{rates[which]:.0f}", f"{rates[which] / yardstick[which]:.3f}"] if which in rates else ["-", "-"]
-    return out
+        write_csv(args.csv, list(rows[0]), [list(row.values()) for row in rows])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -82,12 +82,21 @@ DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+DEVICE u32 load_shared(u32 smem) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(smem) : "memory");
+  return x;
+}
+
 DEVICE void store_shared_v4(u32 smem, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 // Ordinary writes to shared memory become visible to the tensor cores and the copy engine.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same between ordinary accesses and the copy engine's in global memory.
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- registers ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +29,9 @@ def random_bands(rng: np.random.Generator, num_rows: int, num_keys: int) -> np.n
     """Disjoint bands: random row cuts, in each random key intervals of all kinds, some left out."""
     rows = []
     cuts = np.unique(np.concatenate([[0, num_rows], rng.integers(0, num_rows + 1, rng.integers(0, 9))]))
-    for q0, q1 in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+    for q0, q1 in itertools.pairwise(cuts.tolist()):
         edges = np.unique(rng.integers(0, num_keys + 1, rng.integers(0, 6)))
-        for k0, k1 in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        for k0, k1 in itertools.pairwise(edges.tolist()):
             kind = rng.integers(0, 5)
             d = int(rng.integers(k0 - q1, k1 - q0 + 1))
             width = int(rng.integers(1, 300))

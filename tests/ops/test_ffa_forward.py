@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.options import AttnOptions
 from tests.ops.ffa_cases import (
+    FREE,
     MASKS,
     Inputs,
     assert_as_good,
@@ -16,6 +18,7 @@ from tests.ops.ffa_cases import (
     plain_attention,
     random_bands,
     run_forward,
+    table,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -48,7 +51,7 @@ def test_random_bands_match_fp64(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", list(hopper._FORWARD_WIDTHS))
+@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
@@ -101,3 +104,41 @@ def test_repeated_runs_are_bitwise_equal():
     for _ in range(100):
         again = run_forward(x)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("kind", ["ramp", "huge", "late"])
+@pytest.mark.parametrize("mask", ["full", "causal", "global_and_window"])
+def test_logits_that_outgrow_the_first_block_match_fp64(mask, kind, look):
+    """Exponentials relative to an early maximum grow large (ramp, late) or overflow (huge)."""
+    shape = (400, 1700)
+    x = make_inputs(MASKS[mask](*shape), *shape)
+    if kind == "ramp":
+        x.k.mul_(torch.linspace(0.1, 12, shape[1], device="cuda")[:, None, None])
+    elif kind == "late":
+        x.k[1500:].mul_(6)
+    else:
+        x.q.mul_(8)
+        x.k.mul_(8)
+    out, lse, _ = run_forward(x, return_max_logits=look)
+    want, want_lse, _ = exact_forward(x)
+    assert_as_good("out", out, plain_attention(x)[0], want)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)
+
+
+def test_offsets_past_2_to_the_31_reach_their_place():
+    """300,000 rows of 64 heads: the last rows lie past 2^31 elements."""
+    num, part = 300_000, 500
+    q = torch.randn(num, 64, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(num, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bands = table([[a, a + part, a, a + part, -FREE, 1] for a in (0, num - part)])
+    x = Inputs(q, k, v, q, bands, AttnOptions(128**-0.5))
+    out, lse, _ = run_forward(x)
+    for a in (0, num - part):
+        cut = slice(a, a + part)
+        piece = Inputs(q[cut], k[cut], v[cut], q[cut], table([[0, part, 0, part, -FREE, 1]]), x.options)
+        want, want_lse, _ = exact_forward(piece)
+        assert_as_good("out", out[cut], plain_attention(piece)[0], want)
+        torch.testing.assert_close(lse[cut].double(), want_lse, atol=2e-4, rtol=2e-4)
+    between = slice(part, num - part)
+    assert bool((out[between] == 0).all()) and bool((lse[between] == -torch.inf).all())

@@ -8,7 +8,8 @@
 // Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has a product of the
 // same warpgroup to hide under: dQ is drained under S, the exponentials run under dP, dS is formed under dV.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES.
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums of dQ in
+// the order of the tiles, so that results repeat bit by bit).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -34,7 +35,9 @@ struct BackwardParams {
   const float* delta;  // [num_heads, stats_row]: times softmax scale
   float* dq;           // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
   void *dk, *dv;
-  int* counter;                          // two words, zero before and after
+  int* counter;      // two words, zero before and after
+  const int* turns;  // ORDERED: of each visit of a query block, the visits before it
+  int* done;         // ORDERED: [num_heads, blocks, 8 warps], visits that have been added; zero before
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int num_tiles, num_rows, num_keys, num_heads_kv, group, splits, stats_row, store;
   float scale, scale_log2, softcap_factor;
@@ -156,8 +159,22 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
   wgmma_commit();
 }
 
+// Work items are started in their order, and wait only for earlier ones, so all of them get their turn.
+DEVICE void wait_turn(int* done, int turn) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
+  } while (now != turn);
+  fence_async_global();
+}
+
+DEVICE void next_turn(int* done, int turn) {
+  fence_async_global();
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(done), "r"(turn + 1) : "memory");
+}
+
 // A warp adds its accumulators to `to` through its piece of shared memory, by the copy engine.
-DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], int lane) {
+DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], int lane, int* done, int turn) {
   if (lane == 0) bulk_wait_read();
   __syncwarp();
 #pragma unroll
@@ -165,7 +182,14 @@ DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], i
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
   fence_async_proxy();
   __syncwarp();
-  if (lane == 0) add_floats(to, staging, kDqColumns * 64);
+  if (lane == 0) {
+    if (ORDERED) wait_turn(done, turn);
+    add_floats(to, staging, kDqColumns * 64);
+    if (ORDERED) {
+      bulk_wait();
+      next_turn(done, turn);
+    }
+  }
 }
 
 template <int kColumns>
@@ -213,7 +237,7 @@ struct Consumer {
   Ring<kStages> ring;
   int buffer = 0;  // of dS
   u32 kv_parity = 0;
-  const Operand k_own, v_own, k_half;
+  const Operand k_half;
   u32 ds_store;
 
   DEVICE Consumer(const BackwardParams& p, Shared& s, int warpgroup)
@@ -222,8 +246,6 @@ struct Consumer {
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
         row(warpgroup * kKeys + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
-        k_own(smem_address(s.k) + warpgroup * kKeys * 128),
-        v_own(smem_address(s.v) + warpgroup * kKeys * 128),
         k_half(
             smem_address(s.k) + warpgroup * kDqColumns / kPanel * kTileKeys * 128 + warpgroup * kDqColumns % kPanel * 2,
             kTileKeys * 128) {
@@ -236,14 +258,18 @@ struct Consumer {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], float (&slope)[SOFTCAP ? 32 : 1], bool masked,
-                         int first_query, const int2 (&bounds)[2]) {
+  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], float (&slope)[SOFTCAP ? 32 : 1],
+                         const BlockWalk<false>& walk) {
     if (SOFTCAP) {
       apply_softcap(logits, p.softcap_factor);
 #pragma unroll
       for (int i = 0; i < (SOFTCAP ? 32 : 1); ++i) slope[i] = 1.f - logits[i] * logits[i];
     }
-    if (masked) apply_mask(logits, first_query + 2 * (lane % 4), bounds);
+    if (walk.masked()) {
+      int2 bounds[2];
+      walk.load_bounds(bounds);
+      apply_mask(logits, walk.n * kQueries + 2 * (lane % 4), bounds);
+    }
     const float2* lse = reinterpret_cast<const float2*>(s.lse[ring.index]) + lane % 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -290,68 +316,76 @@ struct Consumer {
     auto& dq_acc = choose<kDqSharesDp>(y, own);
     u32 probs[16], ds[16];
     float slope[SOFTCAP ? 32 : 1];
-    int2 bounds[2];
     int head = item.y;
     const int end_head = item.y + p.group / p.splits;
-    BlockWalk walk(p.plan, item.z, item.w, warpgroup, row);
-    barrier_wait(smem_address(&s.kv_full), kv_parity);
-    kv_parity ^= 1;
-    barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-    issue_transposed_logits<kHeadDim>(x, k_own, Operand(smem_address(s.q[ring.index])));
-    wgmma_wait<0>();
-    pin(x);
+    BlockWalk<false> walk(p.plan, warpgroup, row);
+    walk.start(item.z, item.w);
     const int blocks = p.stats_row / kQueries;
     const int warp = uniform(threadIdx.x % 128 / 32);
     float* const dq = p.dq + (warpgroup * 4 + warp) * (kDqColumns * 16);
     const u32 staging = smem_address(s.dq[warpgroup * 4 + warp]);
-    while (true) {
-      const u32 q_at = smem_address(s.q[ring.index]), dout_at = smem_address(s.dout[ring.index]);
-      const Operand dout(dout_at), dout_turned(dout_at, kQueries * 128), q_turned(q_at, kQueries * 128);
+    const Operand k_own(smem_address(s.k) + warpgroup * kKeys * 128);
+    const Operand v_own(smem_address(s.v) + warpgroup * kKeys * 128);
+    barrier_wait(smem_address(&s.kv_full), kv_parity);
+    kv_parity ^= 1;
+    barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
+    issue_transposed_logits<kHeadDim>(x, k_own, Operand(smem_address(s.q[ring.index])));
+    barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
+    issue_transposed_logits<kHeadDimV>(y, v_own, Operand(smem_address(s.dout[ring.index])));
+    wgmma_wait<1>();
+    pin(x);
+    form_probs(x, probs, slope, walk);
+    wgmma_wait<0>();
+    pin(y);
+    // The loop opens with P and dP of its block in registers and no product under way: the assembler would serialise
+    // all products if one crossed the place where the loop closes.
+    bool more = true;
+    while (more) {
+      const int now = ring.index;
+      const Operand dout_turned(smem_address(s.dout[now]), kQueries * 128);
+      const Operand q_turned(smem_address(s.q[now]), kQueries * 128);
       const Operand ds_block(smem_address(s.ds) + buffer * sizeof(Shared::ds) / 2);
-      barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
-      issue_transposed_logits<kHeadDimV>(y, v_own, dout);
-      const bool masked = walk.masked();
-      if (masked) walk.load_bounds(bounds);
-      form_probs(x, probs, slope, masked, walk.n * kQueries, bounds);
       issue_key_gradient<kHeadDimV>(dv, probs, dout_turned);
-      wgmma_wait<1>();  // dP
-      pin(y);
       form_ds(x, y, slope, ds);
       store_ds(ds);
       issue_key_gradient<kHeadDim>(dk, ds, q_turned);
       wgmma_wait<1>();  // dV
       pin(probs);
       pin(dv);
-      release(s.dout_empty[ring.index]);
+      release(s.dout_empty[now]);
       float* const dq_block = dq + (static_cast<i64>(head) * blocks + walk.n) * (kQueries * kHeadDim);
-      bool more = walk.advance();
+      int* const done =
+          ORDERED ? p.done + (static_cast<i64>(head) * blocks + walk.n) * 8 + warpgroup * 4 + warp : nullptr;
+      const int turn = ORDERED ? walk.turn(p.turns) : 0;
+      more = walk.advance();
       if (!more && ++head < end_head) {
-        walk.start(item.z);
+        walk.start(item.z, item.w);
         more = true;
       }
       buffer ^= 1;
-      const int done = ring.index;
       ring.advance();
       named_sync(1, 128 * kGroups);  // dS of both warpgroups is there
       issue_dq(dq_acc, ds_block, k_half);
       wgmma_wait<1>();  // dK
       pin(dk);
       pin(ds);
-      release(s.q_empty[done]);
-      if (!more) {
-        wgmma_wait<0>();
-        pin(dq_acc);
-        add_dq(dq_block, staging, dq_acc, lane);
-        break;
-      }
-      const Operand next_q(smem_address(s.q[ring.index]));
-      barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
+      release(s.q_empty[now]);
+      // After the last block, S and dP are computed of what lies in k and v, for nobody: around a branch, too, the
+      // assembler would serialise.
+      const Operand next_q(smem_address(more ? &s.q[ring.index][0][0][0] : &s.k[0][0][0]));
+      const Operand next_dout(smem_address(more ? &s.dout[ring.index][0][0][0] : &s.v[0][0][0]));
+      if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
       issue_transposed_logits<kHeadDim>(x, k_own, next_q);
-      // Nothing may be under way where the loop closes: the assembler would serialise all products.
-      wgmma_wait<0>();
-      pin(x);
+      wgmma_wait<1>();  // dQ
       pin(dq_acc);
-      add_dq(dq_block, staging, dq_acc, lane);
+      add_dq(dq_block, staging, dq_acc, lane, done, turn);
+      if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
+      issue_transposed_logits<kHeadDimV>(y, v_own, next_dout);
+      wgmma_wait<1>();  // S
+      pin(x);
+      if (more) form_probs(x, probs, slope, walk);
+      wgmma_wait<0>();  // dP
+      pin(y);
     }
     release(s.kv_empty);
   }

@@ -144,6 +144,31 @@ DEVICE void pack_probs(u32 (&probs)[kBlockN / 4], const float (&s)[kBlockN / 2])
   for (int i = 0; i < kBlockN / 4; ++i) probs[i] = T::pack(s[2 * i], s[2 * i + 1]);
 }
 
+// The logits of this thread by ordinary arithmetic: slow, for the rare blocks whose exponentials overflow.
+DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int lane) {
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; ++i) s[i] = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < kHeadDim / 2; ++i) {
+    // Word i of a row, in the swizzled panels that the copy engine wrote.
+    const int panel = i / 32, piece = i % 32 / 4, word = i % 4 * 4;
+    u32 a[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      a[r] = load_shared(q + (panel * kRows + row + 8 * r) * 128 + ((piece ^ (row % 8)) << 4) + word);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 4; ++j) {
+      const int key = 8 * (j / 2) + 2 * (lane % 4) + j % 2;
+      const u32 b = load_shared(k + (panel * kBlockN + key) * 128 + ((piece ^ (key % 8)) << 4) + word);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float& sum = s[4 * (j / 2) + 2 * r + j % 2];
+        sum = fmaf(T::low(a[r]), T::low(b), fmaf(T::high(a[r]), T::high(b), sum));
+      }
+    }
+  }
+}
+
 DEVICE void store_output(const ForwardParams& p, float (&acc)[kHeadDimV / 2], const float (&factor)[2],
                          const float (&prior)[2], int row, int head, int lane) {
 #pragma unroll
@@ -249,42 +274,51 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   auto release = [&](u64& barrier) {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   };
-  while (true) {
+  BlockWalk<true> walk(p.plan, warpgroup, row);
+  auto take_item = [&] {
     barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
     const int4 item = s.item[slot.index];
     __syncwarp();
     release(s.item_empty[slot.index]);
     slot.advance();
-    if (item.x < 0) break;
-
+    walk.start(item.z, item.w);
+    return item;
+  };
+  int4 item = take_item();
+  while (item.x >= 0) {
     float out[kHeadDimV / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
     Softmax softmax;
     softmax.reset();
-    BlockWalk walk(p.plan, item.z, item.w, warpgroup, row);
     if (item.z < item.w) {
       float logits[kBlockN / 2];
       u32 probs[kBlockN / 4];
       float rescale[2];
-      int2 bounds[2];
-      const Operand q(smem_address(s.q[warpgroup]));
+      const u32 q_at = smem_address(s.q[warpgroup]);
+      const Operand q(q_at);
       auto keys = [&] { return Operand(smem_address(s.k[rk.index])); };
       auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
-      const int column = 2 * (lane % 4);
+      auto shape = [&](float (&x)[kBlockN / 2]) {
+        if (SOFTCAP) apply_softcap(x, p.softcap_factor);
+        if (walk.masked()) apply_mask(x, walk.n * kBlockN + 2 * (lane % 4), walk.bounds);
+      };
+      auto again = [&](float (&x)[kBlockN / 2]) {
+        recompute_logits(x, q_at, smem_address(s.k[rk.index]), row % kRows, lane);
+        shape(x);
+      };
+      const bool look = p.max_logits != nullptr;
 
       barrier_wait(smem_address(&s.q_full[warpgroup]), q_parity);
       q_parity ^= 1;
       barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
       issue_qk(logits, q, keys());
-      if (walk.masked()) walk.load_bounds(bounds);
       wgmma_wait<0>();
       pin(logits);
+      shape(logits);
+      softmax.update(logits, p.scale_log2, rescale, look, again);
       release(s.k_empty[rk.index]);
       rk.advance();
-      if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
-      if (walk.masked()) apply_mask(logits, walk.n * kBlockN + column, bounds);
-      softmax.update(logits, p.scale_log2, rescale);
       pack_probs(probs, logits);
 
       while (walk.advance()) {
@@ -295,16 +329,13 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
         barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
         issue_pv(out, probs, v);
         named_arrive(other_turn, 256);
-        const bool masked = walk.masked();
-        if (masked) walk.load_bounds(bounds);
         wgmma_wait<1>();
         pin(logits);
+        shape(logits);
+        const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
+        hold(softmax.sum[0] + softmax.sum[1]);
         release(s.k_empty[rk.index]);
         rk.advance();
-        if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
-        if (masked) apply_mask(logits, walk.n * kBlockN + column, bounds);
-        const bool grown = softmax.update(logits, p.scale_log2, rescale);
-        hold(softmax.sum[0] + softmax.sum[1]);
         wgmma_wait<0>();
         pin(out);
         pin(probs);
@@ -324,7 +355,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       release(s.v_empty[rv.index]);
       rv.advance();
     }
-    finish(p, out, softmax, item.x + row, item.y, lane);
+    const int first_row = item.x, head = item.y;
+    item = take_item();  // its tables arrive while the output is written
+    finish(p, out, softmax, first_row + row, head, lane);
   }
   if (warpgroup == 0) named_sync(my_turn, 256);
 }

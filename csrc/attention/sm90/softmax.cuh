@@ -35,20 +35,23 @@ DEVICE void apply_softcap(float (&s)[N], float factor) {
   for (int i = 0; i < N; ++i) s[i] = tanh_exact(s[i] * factor);
 }
 
-// Rows grow their reference only when the maximum passes it by this many powers of two: sums stay far from
-// overflow, and the output is rarely rescaled.
-constexpr float kGrowth = 8.f;
-
 // Of the 4 threads that share a row.
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// Online softmax with a lazy reference: exponentials are taken relative to some earlier maximum of the row, and the
+// reference is raised only when they become large. So most blocks need no maximum, and the output is rarely rescaled;
+// floating point keeps the precision, and sums stay far from overflow (2^13 also fits fp16).
+constexpr float kLarge = 8192.f, kTooLarge = 1e36f;
+constexpr float kGrowth = 8.f;  // in powers of two, where the maximum is known
+
 struct Softmax {
-  float max[2];        // largest raw logit of this thread's columns
-  float reference[2];  // in powers of two: exponentials are of logit * scale - reference
+  float max[2];        // largest raw logit of this thread's columns, of the blocks that looked for it
+  float reference[2];  // in powers of two: exponentials are of logit * scale - reference; -inf: none yet
   float sum[2];        // of this thread's columns
+  bool ready;          // all rows of the warp have a reference
 
   DEVICE void reset() {
 #pragma unroll
@@ -57,48 +60,89 @@ struct Softmax {
       reference[r] = -kInfinity;
       sum[r] = 0.f;
     }
+    ready = false;
   }
 
-  // Turns logits into exponentials. Returns whether the output must be rescaled by `rescale` (uniform in a warp).
-  template <int N>
-  DEVICE bool update(float (&s)[N], float scale_log2, float (&rescale)[2]) {
-    float top[2][2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) top[r][0] = max[r], top[r][1] = s[2 * r];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int r = (i >> 1) & 1, c = i & 1;
-      top[r][c] = fmaxf(top[r][c], s[i]);
-    }
-    bool grows = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      max[r] = fmaxf(top[r][0], top[r][1]);
-      grows |= max[r] * scale_log2 > reference[r] + kGrowth;
-    }
-    // Only growth needs the maximum of the whole row; the threads of a row then agree on a new reference.
-    const bool any = __any_sync(0xffffffffu, grows);
-    if (any) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float next = quad_max(max[r]) * scale_log2;
-        rescale[r] = reference[r] == -kInfinity ? 0.f : exp2_fast(reference[r] - next);
-        reference[r] = next;
-        sum[r] *= rescale[r];
+  // Turns logits into exponentials. `look`: keep `max`. `again` restores the logits, for the rare case that one of them
+  // is about 2^120 above the reference. Returns whether the output must be rescaled by `rescale`; uniform in a warp.
+  template <int N, typename Again>
+  DEVICE bool update(float (&s)[N], float scale_log2, float (&rescale)[2], bool look, Again again) {
+    float part[2];
+    if (ready && !look) {
+      exponentiate(s, scale_log2, part);
+      if (!__any_sync(0xffffffffu, !(fmaxf(part[0], part[1]) < kLarge))) {
+        sum[0] += part[0], sum[1] += part[1];
+        return false;
       }
+      if (!__any_sync(0xffffffffu, !(fmaxf(part[0], part[1]) < kTooLarge))) {
+        lower(s, part, rescale);
+        return true;
+      }
+      again(s);
     }
-    float shift[2];
+    const bool grown = raise(s, scale_log2, rescale);
+    exponentiate(s, scale_log2, part);
+    sum[0] += part[0], sum[1] += part[1];
+    return grown;
+  }
+
+ private:
+  template <int N>
+  DEVICE void exponentiate(float (&s)[N], float scale_log2, float (&part)[2]) const {
+    float shift[2], two[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
 #pragma unroll
     for (int r = 0; r < 2; ++r) shift[r] = reference[r] == -kInfinity ? 0.f : -reference[r];
-    float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const int r = (i >> 1) & 1, c = i & 1;
       s[i] = exp2_fast(fmaf(s[i], scale_log2, shift[r]));
-      part[r][c] += s[i];
+      two[r][c] += s[i];
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] += part[r][0] + part[r][1];
-    return any;
+    for (int r = 0; r < 2; ++r) part[r] = two[r][0] + two[r][1];
+  }
+
+  template <int N>
+  DEVICE static void find_max(const float (&s)[N], float (&top)[2]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) top[(i >> 1) & 1] = fmaxf(top[(i >> 1) & 1], s[i]);
+  }
+
+  // Raises the reference to the maximum of the logits where that is more than kGrowth above it.
+  template <int N>
+  DEVICE bool raise(const float (&s)[N], float scale_log2, float (&rescale)[2]) {
+    find_max(s, max);
+    float top[2] = {max[0], max[1]};
+    bool grows = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) grows |= top[r] * scale_log2 > reference[r] + kGrowth;
+    if (!__any_sync(0xffffffffu, grows)) return false;
+    bool unset = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float next = fmaxf(quad_max(top[r]) * scale_log2, reference[r]);
+      rescale[r] = reference[r] == -kInfinity ? 0.f : exp2_fast(reference[r] - next);
+      reference[r] = next;
+      sum[r] *= rescale[r];
+      unset |= next == -kInfinity;
+    }
+    ready = !__any_sync(0xffffffffu, unset);
+    return true;
+  }
+
+  // Raises the reference of rows with large exponentials, and scales these down.
+  template <int N>
+  DEVICE void lower(float (&s)[N], const float (&part)[2], float (&rescale)[2]) {
+    float top[2] = {1.f, 1.f};
+    find_max(s, top);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float powers = floorf(log2_fast(quad_max(top[r])));
+      rescale[r] = exp2_fast(-powers);
+      reference[r] += powers;
+      sum[r] = (sum[r] + part[r]) * rescale[r];
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] *= rescale[(i >> 1) & 1];
   }
 };

@@ -16,27 +16,29 @@ struct Ring {
 // The mask of all tiles; see hopper_tiles.py.
 struct TilePlan {
   const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of blocks
-  const int4* passes;  // two each: first and past-the-last block, then of each half tile its full blocks
+  const int4* passes;  // two each: first and past-the-last block, of each half tile its full blocks, blocks before it
   const int2* bounds;  // of each pass, 128 rows: first and past-the-last visible column
 };
 
-// Walks over the blocks of all passes of a tile, as one warpgroup sees them.
+// Walks over the blocks of all passes of a tile, as one warpgroup sees them. kEager: the bounds of this thread's rows
+// are fetched with each pass, before a masked block needs them; that takes four registers.
+template <bool kEager>
 struct BlockWalk {
   const TilePlan& plan;
   int pass, end_pass, warpgroup, row;
   int n, end, full_begin, full_end;
+  int2 bounds[kEager ? 2 : 1];
 
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
-  DEVICE BlockWalk(const TilePlan& plan, int first_pass, int end_pass, int warpgroup, int row)
-      : plan(plan), end_pass(end_pass), warpgroup(warpgroup), row(row) {
-    start(first_pass);
-  }
-  DEVICE void start(int first_pass) {
+  DEVICE BlockWalk(const TilePlan& plan, int warpgroup, int row) : plan(plan), warpgroup(warpgroup), row(row) {}
+  DEVICE void start(int first_pass, int past_pass) {
     pass = first_pass;
+    end_pass = past_pass;
     if (pass < end_pass) open();
   }
   DEVICE void open() {
     const int4 range = __ldg(plan.passes + 2 * pass), more = __ldg(plan.passes + 2 * pass + 1);
+    if constexpr (kEager) load_bounds(bounds);
     n = range.x;
     end = range.y;
     full_begin = warpgroup == 0 ? range.z : more.x;
@@ -47,6 +49,11 @@ struct BlockWalk {
     if (++pass >= end_pass) return false;
     open();
     return true;
+  }
+  DEVICE int turn(const int* turns) const {
+    const int2 first = __ldg(reinterpret_cast<const int2*>(plan.passes + 2 * pass));
+    const int4 more = __ldg(plan.passes + 2 * pass + 1);
+    return __ldg(turns + more.z + n - first.x);
   }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {

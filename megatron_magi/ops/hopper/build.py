@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "sm_90a"
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
-_SERIALISED = ("C7510", "C7519", "C7520", "wgmma.mma_async instructions are serialized")
+_SERIALISED = ("C7510", "C7512", "C7514", "C7515", "C7519", "C7520", "wgmma.mma_async instructions are serialized")
 
 
 def source_root() -> Path:
@@ -76,13 +76,13 @@ def build(source: str, defines: tuple[str, ...], cache_dir: Path | None = None) 
     if target.exists():
         return target.read_bytes()
     try:
-        return _compile_once(target, text, source, defines)
+        return _compile_once(target, source, defines)
     except OSError as error:
         logger.warning("%s cannot be written (%s): %s is compiled for this process alone", folder, error, source)
-        return _compile(text, source, defines)
+        return compile_kernel(source, defines)[0]
 
 
-def _compile_once(target: Path, text: str, source: str, defines: tuple[str, ...]) -> bytes:
+def _compile_once(target: Path, source: str, defines: tuple[str, ...]) -> bytes:
     """Compiles into ``target``, or waits for the process that does."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
@@ -92,7 +92,7 @@ def _compile_once(target: Path, text: str, source: str, defines: tuple[str, ...]
         # A warning, so that it is seen: the first step of a training run stands still for it.
         logger.warning("compiling %s (%s) for %s, kept in %s", source, " ".join(defines), ARCHITECTURE, target.parent)
         start = time.perf_counter()
-        image = _compile(text, source, defines)
+        image, _ = compile_kernel(source, defines)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
             file.write(image)
         os.replace(file.name, target)
@@ -123,18 +123,32 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"NVRTC {what}: {_nvrtc().nvrtcGetErrorString(status).decode()}")
 
 
-def _compile(text: str, source: str, defines: tuple[str, ...]) -> bytes:
+def compile_kernel(source: str, defines: tuple[str, ...]) -> tuple[bytes, str]:
+    """Compiles without the cache; needs no GPU.
+
+    Args:
+        source: path below `source_root`.
+        defines: macros, ``NAME=VALUE``.
+
+    Returns:
+        ``(image, report)``: the cubin, and what the assembler says of registers, stack and spills.
+
+    Raises:
+        RuntimeError: the compiler reports an error, or that it serialised matrix products.
+    """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    text = flatten_source(source_root() / source)
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None), "program")
-    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{d}" for d in defines)]
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v", *(f"-D{d}" for d in defines)]
     array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
-    status = nvrtc.nvrtcCompileProgram(program, len(options), array)
-    log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
-    if status or any(word in log for word in _SERIALISED):
-        raise RuntimeError(f"compiling {source} with {' '.join(defines)} failed:\n{log}")
-    image = _text(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return image
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+        report = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
+        if status or any(word in report for word in _SERIALISED):
+            raise RuntimeError(f"compiling {source} with {' '.join(defines)} failed:\n{report}")
+        return _text(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), report
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _text(program: ctypes.c_void_p, size_of, read) -> bytes:

@@ -22,7 +22,11 @@ PANEL = 64
 
 @cache
 def _libcuda() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, count = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
+    library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
+    return library
 
 
 def _check(status: int, what: str) -> None:
@@ -46,23 +50,13 @@ class Kernel:
     threads: int
     shared_bytes: int
 
-    def launch(self, num_blocks: int, stream: int, params: ctypes.Array | ctypes.Structure) -> None:
-        """Queues the kernel on a stream (its raw handle) with one struct as its parameter."""
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    def launch(self, num_blocks: int, stream: int, pointers: ctypes.Array) -> None:
+        """Queues the kernel on a stream (its raw handle); ``pointers`` holds the address of its parameter struct."""
         status = _libcuda().cuLaunchKernel(
-            self.handle,
-            num_blocks,
-            1,
-            1,
-            self.threads,
-            1,
-            1,
-            self.shared_bytes,
-            ctypes.c_void_p(stream),
-            pointers,
-            None,
+            self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None
         )
-        _check(status, "kernel launch")
+        if status:
+            _check(status, "kernel launch")
 
 
 def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int) -> Kernel:
@@ -80,10 +74,6 @@ def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int) -> Ker
     return Kernel(function, threads, shared_bytes)
 
 
-_maps: dict[tuple, bytes] = {}
-_MAX_MAPS = 4096
-
-
 def tensor_map(t: Tensor, box_rows: int) -> bytes:
     """A tensor map of ``[rows, heads, columns]``, boxes of one head, `PANEL` columns and ``box_rows`` rows.
 
@@ -93,26 +83,14 @@ def tensor_map(t: Tensor, box_rows: int) -> bytes:
     """
     rows, heads, columns = t.shape
     row_stride, head_stride, _ = t.stride()
-    key = (t.data_ptr(), rows, heads, columns, row_stride, head_stride, t.dtype, box_rows)
-    found = _maps.get(key)
-    if found is None:
-        found = _encode(key)
-        if len(_maps) >= _MAX_MAPS:
-            _maps.pop(next(iter(_maps)))
-        _maps[key] = found
-    return found
-
-
-def _encode(key: tuple) -> bytes:
-    address, rows, heads, columns, row_stride, head_stride, dtype, box_rows = key
-    size = dtype.itemsize
+    size = t.element_size()
     memory = ctypes.create_string_buffer(128 + 64)
     at = (ctypes.addressof(memory) + 63) // 64 * 64
     status = _libcuda().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
-        _MAP_DTYPES[dtype],
+        _MAP_DTYPES[t.dtype],
         3,
-        ctypes.c_void_p(address),
+        ctypes.c_void_p(t.data_ptr()),
         (ctypes.c_uint64 * 3)(columns, heads, rows),
         (ctypes.c_uint64 * 2)(
             (head_stride if heads > 1 else columns) * size, (row_stride if rows > 1 else heads * columns) * size
@@ -128,8 +106,20 @@ def _encode(key: tuple) -> bytes:
     return ctypes.string_at(at, 128)
 
 
+def move_tensor_map(at: int, address: int) -> None:
+    """Changes the address of the tensor that the tensor map at an address of host memory describes."""
+    status = _libcuda().cuTensorMapReplaceAddress(at, address)
+    if status:
+        _check(status, "moving a tensor map")
+
+
 def fits_tensor_map(t: Tensor) -> bool:
     """Whether `tensor_map` takes the tensor as it is."""
-    size = t.element_size()
-    strides = [s for n, s in zip(t.shape[:2], t.stride()[:2], strict=True) if n > 1]
-    return t.stride(2) == 1 and t.data_ptr() % 16 == 0 and all(s > 0 and s * size % 16 == 0 for s in strides)
+    row_stride, head_stride, column_stride = t.stride()
+    if column_stride != 1 or t.data_ptr() % 16:
+        return False
+    rows, heads, _ = t.shape
+    unit = 16 // t.element_size()
+    return (rows == 1 or (row_stride > 0 and row_stride % unit == 0)) and (
+        heads == 1 or (head_stride > 0 and head_stride % unit == 0)
+    )

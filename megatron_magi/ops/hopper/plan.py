@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.hopper.tiles import TilePlan, count_blocks, plan_tiles, transpose
+from megatron_magi.ops.hopper import tiles as hopper_tiles
+from megatron_magi.ops.hopper.tiles import TilePlan
 
 _MAX_PLANS = 256
 _plans: OrderedDict[tuple, DevicePlan] = OrderedDict()
@@ -25,10 +26,9 @@ class DevicePlan:
 
     Attributes:
         memory: one int32 tensor that holds all tables.
-        tiles, passes, bounds: their addresses.
+        tiles, passes, bounds, turns: their addresses; turns is valid if it was asked for.
         num_tiles: tiles of one head.
         num_blocks: blocks of one head.
-        block_n: columns of a block.
         costs: blocks of each tile, falling.
         splits: answers of `group_splits`.
     """
@@ -37,9 +37,9 @@ class DevicePlan:
     tiles: int
     passes: int
     bounds: int
+    turns: int
     num_tiles: int
     num_blocks: int
-    block_n: int
     costs: tuple[int, ...]
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
@@ -57,11 +57,11 @@ def content_digest(bands: np.ndarray) -> bytes:
 
 
 def device_plan(key: tuple, device: torch.device, make) -> DevicePlan:
-    """The plan ``make()`` builds, unless one with this key is kept for the device."""
+    """The plan that ``make()`` returns (with whether it needs turns), unless one with this key is kept."""
     full_key = (*key, device.index)
     plan = _plans.get(full_key)
     if plan is None:
-        plan = _upload(make(), device)
+        plan = _upload(*make(), device)
         _plans[full_key] = plan
         if len(_plans) > _MAX_PLANS:
             _plans.popitem(last=False)
@@ -70,53 +70,33 @@ def device_plan(key: tuple, device: torch.device, make) -> DevicePlan:
     return plan
 
 
-def _upload(plan: TilePlan, device: torch.device) -> DevicePlan:
-    parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
-    sizes = [len(p) for p in parts]
-    host = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)]))
-    memory = host.to(device)
-    at = memory.data_ptr()
+def _upload(plan: TilePlan, with_turns: bool, device: torch.device) -> DevicePlan:
+    turns = hopper_tiles.block_turns(plan) if with_turns else np.zeros(0, dtype=np.int32)
+    parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1), turns]
+    memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
+    addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
+    tiles, passes, bounds, turns_at = addresses.tolist()
     return DevicePlan(
-        memory,
-        tiles=at,
-        passes=at + 4 * sizes[0],
-        bounds=at + 4 * (sizes[0] + sizes[1]),
-        num_tiles=len(plan.tiles),
-        num_blocks=plan.num_blocks,
-        block_n=plan.block_n,
-        costs=tuple(plan.tiles[:, 3].tolist()),
+        memory, tiles, passes, bounds, turns_at, len(plan.tiles), plan.num_blocks, tuple(plan.tiles[:, 3].tolist())
     )
 
 
-def forward_plan(bands: np.ndarray, num_rows: int, num_keys: int, block_ns: tuple[int, ...], device) -> DevicePlan:
-    """Plan of 128-row tiles with the block width that promises the shortest time."""
-    digest = content_digest(bands)
+def forward_plan(bands: np.ndarray, num_rows: int, num_keys: int, block_n: int, device) -> DevicePlan:
+    """Plan of 128-row tiles over blocks of ``block_n`` keys."""
 
-    def make() -> TilePlan:
-        block_n = _cheapest_width(bands, num_rows, block_ns)
-        return plan_tiles(bands, num_rows, num_keys, 128, block_n)
+    def make() -> tuple[TilePlan, bool]:
+        return hopper_tiles.plan_tiles(bands, num_rows, num_keys, 128, block_n), False
 
-    return device_plan(("forward", digest, num_rows, num_keys, block_ns), device, make)
+    return device_plan(("forward", content_digest(bands), num_rows, num_keys, block_n), device, make)
 
 
-def backward_plan(bands: np.ndarray, num_rows: int, num_keys: int, device) -> DevicePlan:
-    """Plan of 128-key tiles over blocks of 64 queries: that of the transposed mask."""
+def backward_plan(bands: np.ndarray, num_rows: int, num_keys: int, ordered: bool, device) -> DevicePlan:
+    """Plan of 128-key tiles over blocks of 64 queries: that of the transposed mask. ``ordered``: with turns."""
 
-    def make() -> TilePlan:
-        return plan_tiles(transpose(bands), num_keys, num_rows, 128, 64)
+    def make() -> tuple[TilePlan, bool]:
+        return hopper_tiles.plan_tiles(hopper_tiles.transpose(bands), num_keys, num_rows, 128, 64), ordered
 
-    return device_plan(("backward", content_digest(bands), num_rows, num_keys), device, make)
-
-
-# Time of a block over that of one column of the widest: narrow blocks are less efficient.
-_WIDTH_OVERHEAD = 14
-
-
-def _cheapest_width(bands: np.ndarray, num_rows: int, block_ns: tuple[int, ...]) -> int:
-    if len(block_ns) == 1:
-        return block_ns[0]
-    costs = {n: count_blocks(bands, num_rows, 128, n) * (n + _WIDTH_OVERHEAD) for n in block_ns}
-    return min(block_ns, key=lambda n: costs[n])
+    return device_plan(("backward", content_digest(bands), num_rows, num_keys, ordered), device, make)
 
 
 # Cost of a backward item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.
@@ -126,7 +106,7 @@ _ENOUGH_ITEMS = 8
 
 
 def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to in the backward pass, so that all processors finish together.
+    """Parts that the query heads of a group are dealt to in the backward pass, so that no processor idles.
 
     Parts of a group add their dk and dv in fp32, so a group is split only for a gain.
     """

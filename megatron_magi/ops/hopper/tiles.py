@@ -38,8 +38,8 @@ class TilePlan:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, blocks to compute.
             Every tile of the tensor is there, also those that see nothing.
         passes: int32 ``[num_passes, 8]``: first and past-the-last block; for each half of the tile the
-            first and past-the-last block that all its rows see completely; and the blocks that
-            any of its rows sees, as two offsets packed in 16 bits each, first | past-the-last << 16.
+            first and past-the-last block that all its rows see completely; the number of blocks of
+            all passes before it; and 0.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
         block_m, block_n: rows and columns of a block.
     """
@@ -90,12 +90,23 @@ def plan_tiles(bands: bd.IntArray, num_rows: int, num_columns: int, block_m: int
     return TilePlan(tiles[order], passes, bounds, block_m, block_n)
 
 
-def count_blocks(bands: bd.IntArray, num_rows: int, block_m: int, block_n: int) -> int:
-    """Blocks that `plan_tiles` would compute if no row saw two intervals of one block range."""
-    pieces, tile = _pieces(bands, num_rows, block_m)
-    ranges = np.stack([pieces[:, bd.K0] // block_n, -(-pieces[:, bd.K1] // block_n)], axis=1)
-    merged, _ = bd.merge_ranges(ranges, tile)
-    return int((merged[:, 1] - merged[:, 0]).sum())
+def block_turns(plan: TilePlan) -> Int32Array:
+    """For each visit of a block, how many visits of the same block come before it in the order of the tiles.
+
+    Returns:
+        int32 ``[num_blocks]``, the blocks of all passes one pass after another (see ``passes[:, 6]``).
+    """
+    place = np.empty(len(plan.passes), dtype=np.int64)  # of a pass, in the order in which tiles are worked on
+    counts = (plan.tiles[:, 2] - plan.tiles[:, 1]).astype(np.int64)
+    _, passes = bd.expand(plan.tiles[:, 1].astype(np.int64), counts)
+    place[passes] = np.arange(len(passes))
+    widths = (plan.passes[:, 1] - plan.passes[:, 0]).astype(np.int64)
+    index, block = bd.expand(plan.passes[:, 0].astype(np.int64), widths)
+    order = np.lexsort((place[index], block))
+    sorted_block = block[order]
+    turns = np.empty(len(order), dtype=np.int32)
+    turns[order] = np.arange(len(order)) - np.searchsorted(sorted_block, sorted_block, side="left")
+    return turns
 
 
 def _pieces(bands: bd.IntArray, num_rows: int, block_m: int) -> tuple[bd.IntArray, bd.IntArray]:
@@ -218,18 +229,5 @@ def _describe_passes(pieces, pass_of_piece, bounds, num_passes: int, block_m: in
     full_end = np.clip(full_end, full_begin, end[:, None])
     for half in range(block_m // SUB_ROWS):
         passes[:, 2 + 2 * half], passes[:, 3 + 2 * half] = full_begin[:, half], full_end[:, half]
-    passes[:, 6], passes[:, 7] = _touched_blocks(halves, begin, end, block_n)
+    passes[1:, 6] = np.cumsum(end - begin)[:-1]
     return passes
-
-
-def _touched_blocks(halves, begin, end, block_n: int) -> tuple[bd.IntArray, bd.IntArray]:
-    """First and past-the-last block that a row of each half sees, relative to the pass."""
-    lo, hi = halves[..., 0].astype(np.int64), halves[..., 1].astype(np.int64)
-    real = (lo < hi) & (hi < EVERYTHING)
-    first = np.where(real, lo // block_n, 1 << 40).min(axis=2)
-    past = np.where(real, -(-hi // block_n), -1).max(axis=2)
-    width = (end - begin)[:, None]
-    first, past = np.clip(first - begin[:, None], 0, width), np.clip(past - begin[:, None], 0, width)
-    if first.shape[1] == 1:
-        first, past = np.repeat(first, 2, axis=1), np.repeat(past, 2, axis=1)
-    return tuple(np.minimum(first[:, h], 32767) | np.minimum(past[:, h], 32767) << 16 for h in range(2))

@@ -1,0 +1,56 @@
+"""What the forward and backward passes on Hopper GPUs share."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_magi.ops.hopper.driver import fits_tensor_map
+
+LOG2_E = 1.4426950408889634
+
+
+def loadable(t: Tensor) -> Tensor:
+    """The tensor as the copy engine can read it: itself, or a contiguous copy."""
+    return t if fits_tensor_map(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def has_kernels(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> bool:
+    """Whether kernels for tensors like q, with these head dims, exist."""
+    return dims in known and q.dtype in (torch.bfloat16, torch.float16) and _is_hopper(q.device)
+
+
+def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> None:
+    """Raises ValueError, naming what would work, unless kernels for these tensors exist."""
+    if not _is_hopper(q.device):
+        where = q.device.type if q.device.type != "cuda" else torch.cuda.get_device_name(q.device)
+        raise ValueError(f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'")
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"q: impl 'ffa' takes bf16 and fp16, got {q.dtype}; use impl 'torch'")
+    if dims not in known:
+        text = ", ".join(f"{a}/{b}" for a, b in known)
+        raise ValueError(f"q, v: impl 'ffa' takes head dims {text} (qk/v), got {dims[0]}/{dims[1]}; use impl 'torch'")
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
+    """Blocks of a kernel that deals items to itself."""
+    return max(1, min(num_items, num_processors(device) - sm_margin))
+
+
+@cache
+def work_counter(device: torch.device, stream: int) -> Tensor:
+    """Counters of a stream: kernels of one stream follow each other, and each leaves them at zero."""
+    return torch.zeros(8, dtype=torch.int32, device=device)

@@ -1,0 +1,78 @@
+"""Launches that are prepared once: a call only fills in addresses.
+
+Everything else about a launch (kernel, grid, shapes, strides, options, tensor maps but for their addresses) depends on
+the key that it is kept under.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megatron_magi.ops.hopper import driver as hopper_driver
+from megatron_magi.ops.hopper.driver import Kernel
+
+_MAP_BYTES = 128
+_MAX_LAUNCHES = 1024
+_launches: OrderedDict[tuple, Launch] = OrderedDict()
+
+
+class Launch:
+    """A kernel with its parameters in memory.
+
+    Args:
+        kernel: what runs.
+        num_blocks: grid.
+        params: parameter struct, which begins with its tensor maps.
+        maps: for each tensor map a tensor of the right shape, and the rows of its box.
+        keep: whatever the parameters point to.
+
+    Attributes:
+        params: the struct; set addresses in it while holding `lock`, then `fire`.
+        keep: as given.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        num_blocks: int,
+        params: ctypes.Structure,
+        maps: tuple[tuple[Tensor, int], ...] = (),
+        keep: object = None,
+    ) -> None:
+        size = ctypes.sizeof(params)
+        self._memory = ctypes.create_string_buffer(size + 64)  # tensor maps are aligned to 64 bytes
+        self._address = (ctypes.addressof(self._memory) + 63) // 64 * 64
+        ctypes.memmove(self._address, ctypes.addressof(params), size)
+        self.params = type(params).from_address(self._address)
+        for i, (tensor, box_rows) in enumerate(maps):
+            ctypes.memmove(self._address + i * _MAP_BYTES, hopper_driver.tensor_map(tensor, box_rows), _MAP_BYTES)
+        self._map_addresses = [tensor.data_ptr() for tensor, _ in maps]
+        self._kernel, self._num_blocks, self.keep = kernel, num_blocks, keep
+        self._pointers = (ctypes.c_void_p * 1)(self._address)
+        self.lock = threading.Lock()
+
+    def point_maps(self, *addresses: int) -> None:
+        """Sets the addresses of the tensor maps, in their order."""
+        for i, address in enumerate(addresses):
+            if address != self._map_addresses[i]:
+                hopper_driver.move_tensor_map(self._address + i * _MAP_BYTES, address)
+                self._map_addresses[i] = address
+
+    def fire(self, stream: int) -> None:
+        """Queues the kernel; the parameters are copied, and free to change after it."""
+        self._kernel.launch(self._num_blocks, stream, self._pointers)
+
+
+def prepared(key: tuple, make: Callable[[], Launch]) -> Launch:
+    """The launch kept under a key, made when it is first asked for."""
+    found = _launches.get(key)
+    if found is None:
+        found = _launches[key] = make()
+        if len(_launches) > _MAX_LAUNCHES:
+            _launches.popitem(last=False)
+    return found

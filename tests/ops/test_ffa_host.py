@@ -1,0 +1,144 @@
+"""The host side of the Hopper kernels, without a GPU: struct layouts, prepared launches, errors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper import backward as hopper_backward
+from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.ops.hopper import common as hopper_common
+from megatron_magi.ops.hopper import driver as hopper_driver
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper import launch as hopper_launch
+from megatron_magi.ops.hopper import params as hopper_params
+from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.options import AttnOptions
+
+STRUCTS = [
+    (
+        "forward",
+        "ForwardParams",
+        ("HEAD_DIM=64", "HEAD_DIM_V=64", "BLOCK_N=128", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0"),
+    ),
+    (
+        "backward",
+        "BackwardParams",
+        ("HEAD_DIM=64", "HEAD_DIM_V=64", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0", "ORDERED=0"),
+    ),
+    ("prepare", "PrepareParams", ()),
+    ("finish_dq", "FinishParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
+    ("row_delta", "RowDeltaParams", ("HEAD_DIM_V=64", "DTYPE=Bf16")),
+]
+
+
+@pytest.mark.parametrize(("source", "name", "defines"), STRUCTS)
+def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
+    pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
+    struct = getattr(hopper_params, name)
+    in_plan = ("tiles", "passes", "bounds") if source in ("forward", "backward") else ()
+    checks = []
+    for field, *_ in struct._fields_[:-1]:
+        member = f"plan.{field}" if field in in_plan else field
+        offset = getattr(struct, field).offset
+        checks.append(f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{field}");')
+    checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(struct)}, "size");')
+    flatten = hopper_build.flatten_source
+    monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + "\n".join(checks) + "\n")
+    hopper_build.compile_kernel(f"attention/sm90/{source}.cu", defines)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were queued, on a machine without any."""
+    names: list[str] = []
+    monkeypatch.setattr(hopper_common, "_is_hopper", lambda _device: True)
+    for module in (hopper_common, hopper_backward):
+        monkeypatch.setattr(module, "num_processors", lambda _device: 132)
+    monkeypatch.setattr(hopper_driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
+    monkeypatch.setattr(hopper_driver, "tensor_map", lambda _t, _rows: bytes(128))
+    monkeypatch.setattr(hopper_driver, "move_tensor_map", lambda *_: None)
+    monkeypatch.setattr(
+        hopper_kernels, "_load", lambda _d, name, _m, threads, size: hopper_driver.Kernel(name, threads, size)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: type("Stream", (), {"cuda_stream": 0})())
+    monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
+    for kernel in (hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.small_kernel):
+        kernel.cache_clear()
+    yield names
+    for kernel in (hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.small_kernel):
+        kernel.cache_clear()
+
+
+def tensors(dtype=torch.bfloat16):
+    q = torch.randn(300, 4, 128).to(dtype)
+    k, v = torch.randn(400, 2, 128).to(dtype), torch.randn(400, 2, 128).to(dtype)
+    bands = np.array([[0, 300, 0, 400, -bd.NO_DIAGONAL, 101]], dtype=np.int64)
+    return q, k, v, bands
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministic):
+    q, k, v, bands = tensors()
+    options = AttnOptions(0.1, deterministic=deterministic)
+    out, lse = torch.empty_like(q), torch.empty(300, 4)
+    for _ in range(3):
+        hopper.forward(
+            q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
+        )
+        delta = hopper.row_delta(q, out)
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
+    assert launched == ["forward", "row_delta", "prepare", "backward", "finish_dq"] * 3
+    assert len(hopper_launch._launches) == 5
+
+
+def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
+    moved = []
+    monkeypatch.setattr(hopper_driver, "move_tensor_map", lambda _at, address: moved.append(address))
+    q, k, v, bands = tensors()
+    out, lse = torch.empty_like(q), torch.empty(300, 4)
+    other = q.clone()
+    for x in (q, q, other):
+        hopper.forward(
+            x, k, v, bands, AttnOptions(0.1), out=out, lse=lse,
+            accumulate=False, sink_lse=None, return_max_logits=False,
+        )  # fmt: skip
+        (launch,) = hopper_launch._launches.values()
+        assert (launch.params.out, launch.params.lse) == (out.data_ptr(), lse.data_ptr())
+    assert moved == [other.data_ptr()]
+
+
+def test_nothing_runs_without_rows_and_gradients_without_keys_are_zero(launched):
+    q, k, v, bands = tensors()
+    options, empty = AttnOptions(0.1), bands[:0]
+    hopper.forward(
+        q[:0], k, v, empty, options, out=q[:0], lse=torch.empty(0, 4),
+        accumulate=False, sink_lse=None, return_max_logits=False,
+    )  # fmt: skip
+    grads = (torch.full_like(q, torch.nan), k[:0].clone(), v[:0].clone())
+    row = torch.zeros(300, 4)
+    hopper.backward(q, q, k[:0], v[:0], row, row, empty, options, grads=grads, accumulate=False)
+    assert launched == [] and bool((grads[0] == 0).all())
+
+
+def test_other_machines_dtypes_and_head_dims_are_refused_by_name(monkeypatch):
+    q, k, v, bands = tensors()
+
+    def run(q, k, v):
+        hopper.forward(
+            q, k, v, bands, AttnOptions(0.1), out=q, lse=torch.empty(300, 4),
+            accumulate=False, sink_lse=None, return_max_logits=False,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"impl: 'ffa' needs a Hopper GPU.*q is on cpu; use 'torch'"):
+        run(q, k, v)
+    monkeypatch.setattr(hopper_common, "_is_hopper", lambda _device: True)
+    with pytest.raises(ValueError, match=r"q: impl 'ffa' takes bf16 and fp16, got torch.float32"):
+        run(q.float(), k.float(), v.float())
+    with pytest.raises(ValueError, match=r"q, v: impl 'ffa' takes head dims 64/64, .*, got 96/128"):
+        run(q[..., :96], k[..., :96], v)
