@@ -24,9 +24,13 @@ constexpr int kKeys = 64;   // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kPanel = 64;    // columns of a swizzled panel
+constexpr int kDsBuffers = 3;
 constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
 using T = DTYPE;
+
+// Named barriers: two for the turns at the tensor cores, and for dS of each warpgroup two that alternate.
+constexpr u32 kMyTurn = 1, kDsThere = 3;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 
@@ -50,7 +54,7 @@ struct Shared {
   u16 v[kHeadDimV / kPanel][kTileKeys][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
-  u16 ds[2][kTileKeys][kQueries];
+  u16 ds[kDsBuffers][kTileKeys][kQueries];
   float dq[kGroups * 4][kDqColumns * 16];  // of each warp: 16 queries, as they lie in registers
   float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
@@ -185,10 +189,12 @@ DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane) 
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
-DEVICE void add_dq(float* to, u32 staging, int lane, int* done, int turn) {
+DEVICE void add_dq(const BackwardParams& p, i64 block, int warp, u32 staging, int lane, int turn) {
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) {
+    float* const to = p.dq + block * (kQueries * kHeadDim) + warp * (kDqColumns * 16);
+    int* const done = p.done + block * 8 + warp;
     if (ORDERED) wait_turn(done, turn);
     add_floats(to, staging, kDqColumns * 64);
     if (ORDERED) {
@@ -268,7 +274,9 @@ struct Consumer {
   Shared& s;
   const int warpgroup, lane, row;  // row: first of this thread's keys in the tile
   Ring<kStages> ring;
-  int buffer = 0;  // of dS
+  Ring<kDsBuffers> buffer;  // of dS, to be written next
+  u32 parity = 0;           // of the dS written last
+  int last_turn = 0;
   u32 kv_parity = 0;
   const Operand k_half;
   u32 ds_store;
@@ -286,6 +294,8 @@ struct Consumer {
     const int key = row - lane / 4 + (lane / 8 % 2) * 8 + lane % 8;
     ds_store = smem_address(s.ds) + key * 128;
   }
+
+  DEVICE int warp() const { return warpgroup * 4 + uniform(threadIdx.x % 128 / 32); }
 
   DEVICE void release(u64& barrier) {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
@@ -342,7 +352,7 @@ struct Consumer {
   }
 
   DEVICE void store_ds(const u32 (&ds)[16]) {
-    const u32 base = ds_store + buffer * sizeof(Shared::ds) / 2;
+    const u32 base = ds_store + buffer.index * (sizeof(Shared::ds) / kDsBuffers);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int chunk = 2 * i + lane / 16;
@@ -352,45 +362,44 @@ struct Consumer {
   }
 
   // One query block. Finds P in x and in `probs`, and dP in y, with no product under way, and leaves those of the next
-  // block there. Returns whether there is one.
+  // block there. dQ is a block behind: that of `previous` is added. Returns whether there is a next block.
   DEVICE bool step(Walk& at, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32], float (&y)[32],
-                   u32 (&probs)[16], Slope& slope) {
+                   u32 (&probs)[16], Slope& slope, i64& previous) {
     const int now = ring.index;
-    const Operand ds_block(smem_address(s.ds) + buffer * sizeof(Shared::ds) / 2);
-    const u32 there = 1 + 2 * buffer;  // barriers: this half of dS is there, one of each warpgroup and buffer
     u32 ds[16];
     float own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     form_ds(x, y, slope, ds);
     store_ds(ds);
-    named_arrive(there + warpgroup, 128 * kGroups);
-    issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
-    const i64 block = static_cast<i64>(at.head) * (p.stats_row / kQueries) + at.walk.n;
-    const int warp = warpgroup * 4 + uniform(threadIdx.x % 128 / 32);
-    const u32 staging = smem_address(s.dq[warp]);
-    int* const done = ORDERED ? p.done + block * 8 + warp : nullptr;
-    const int turn = ORDERED ? at.walk.turn(p.turns) : 0;
+    const i64 to_add = previous;
+    previous = static_cast<i64>(at.head) * (p.stats_row / kQueries) + at.walk.n;
+    const int turn = last_turn;
+    if (ORDERED) last_turn = at.walk.turn(p.turns);
     const bool more = at.advance();
-    buffer ^= 1;
     ring.advance();
-    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side
-    // of a branch, the assembler would serialise all of them.
     if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-    wgmma_wait<1>();  // dV
+    wgmma_wait<0>();  // dV
     pin(probs);
     pin(dv);
     release(s.dout_empty[now]);
-    named_sync(there + 1 - warpgroup, 128 * kGroups);
-    issue_dq(dq, ds_block, k_half);
+    issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
+    if (to_add >= 0) named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
+    issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
     wgmma_wait<1>();  // dK
-    pin(dk);
     pin(ds);
+    pin(dk);
     release(s.q_empty[now]);
+    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side of
+    // a branch, the assembler would serialise all of them.
     issue_s(x, more);
     wgmma_wait<1>();  // dQ
     pin(dq);
-    stage_dq(staging, dq, lane);
+    parity ^= 1;
+    buffer.advance();
+    named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
+    const u32 staging = smem_address(s.dq[warp()]);
+    if (to_add >= 0) stage_dq(staging, dq, lane);
     if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, more);
     float2 lse[8];
@@ -398,7 +407,7 @@ struct Consumer {
     wgmma_wait<1>();  // S
     pin(x);
     if (more) form_probs(x, probs, slope, at.walk, lse);
-    add_dq(p.dq + block * (kQueries * kHeadDim) + warp * (kDqColumns * 16), staging, lane, done, turn);
+    if (to_add >= 0) add_dq(p, to_add, warp(), staging, lane, turn);
     wgmma_wait<0>();  // dP
     pin(y);
     return more;
@@ -406,9 +415,11 @@ struct Consumer {
 
   // All query blocks of one work item.
   DEVICE void accumulate(int4 item, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
-    float x[32], y[32];
+    float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
+    auto& dq = choose<kDqSharesDp>(y, own);
     u32 probs[16];
     Slope slope;
+    i64 previous = -1;
     Walk at(p, item, warpgroup, row);
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
@@ -416,17 +427,24 @@ struct Consumer {
     issue_s(x, true);
     barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, true);
-    wgmma_wait<1>();
-    pin(x);
     float2 lse[8];
     load_row(lse, smem_address(s.lse[ring.index]));
+    wgmma_wait<1>();
+    pin(x);
     form_probs(x, probs, slope, at.walk, lse);
     wgmma_wait<0>();
     pin(y);
     // No product is under way where the loop closes: the assembler would serialise all of them.
-    while (step(at, dk, dv, x, y, probs, slope)) {
+    while (step(at, dk, dv, x, y, probs, slope, previous)) {
     }
+    named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
+    issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
+    wgmma_wait<0>();
+    pin(dq);
     release(s.kv_empty);
+    const u32 staging = smem_address(s.dq[warp()]);
+    stage_dq(staging, dq, lane);
+    add_dq(p, previous, warp(), staging, lane, last_turn);
   }
 
   DEVICE void run() {

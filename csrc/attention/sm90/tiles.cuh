@@ -11,6 +11,7 @@ struct Ring {
   DEVICE void advance() {
     if (++index == N) index = 0, parity ^= 1;
   }
+  DEVICE int before() const { return index == 0 ? N - 1 : index - 1; }
 };
 
 // The mask of all tiles; see hopper_tiles.py.
