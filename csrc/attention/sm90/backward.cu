@@ -29,8 +29,8 @@ constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
 using T = DTYPE;
 
-// Named barriers: two for the turns at the tensor cores, and for dS of each warpgroup two that alternate.
-constexpr u32 kMyTurn = 1, kDsThere = 3;
+// Named barriers: for dS of each warpgroup two that alternate.
+constexpr u32 kDsThere = 1;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 
@@ -39,13 +39,13 @@ struct BackwardParams {
   TilePlan plan;
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: -delta
-  float* dq;           // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
+  float* dq;           // sums, [num_heads, stats_row / 16, 2 halves, 16 queries as accumulators lie in registers]
   void *dk, *dv;
   int* counter;      // two words, zero before and after
-  const int* turns;  // ORDERED: of each visit of a query block, the visits before it
-  int* done;         // ORDERED: [num_heads, blocks, 8 warps], visits that have been added; zero before
+  const int* turns;  // ORDERED: of each visit of 16 queries, the visits before it
+  int* done;         // ORDERED: [num_heads, stats_row / 16, 2 halves], visits that have been added; zero before
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  int num_tiles, num_rows, num_keys, num_heads_kv, group, splits, stats_row, store;
+  int num_tiles, num_heads_kv, group, splits, head_section, heads_inner, stats_row, store;
   float scale, scale_log2, softcap_factor;
 };
 
@@ -60,7 +60,7 @@ struct Shared {
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
-  int4 item[2];  // first key (-1: no more), first query head, first pass, past-the-last pass
+  int4 item[2];
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
@@ -68,12 +68,15 @@ constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * sizeof(float);
 
+// Items of a section of heads, tile by tile; its head is the first of the query heads.
 DEVICE int4 decode_item(const BackwardParams& p, int item) {
-  const int per_tile = p.num_heads_kv * p.splits;
-  if (item >= p.num_tiles * per_tile) return make_int4(-1, 0, 0, 0);
-  const int tile = item / per_tile, part = item - tile * per_tile;
-  const int4 t = __ldg(p.plan.tiles + tile);
-  return make_int4(t.x, part * (p.group / p.splits), t.y, t.z);
+  const int heads = p.num_heads_kv * p.splits;  // as far as items go
+  if (item >= p.num_tiles * heads) return make_int4(-1, 0, 0, 0);
+  const int per_section = p.num_tiles * p.head_section;
+  const int section = item / per_section, rest = item - section * per_section;
+  const int tile = rest / p.head_section;
+  const int head = section * p.head_section + rest - tile * p.head_section;
+  return pack_item(__ldg(p.plan.tiles + tile), head * (p.group / p.splits));
 }
 
 // ---- producer: one thread ----
@@ -102,33 +105,40 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     if (item.x < 0) break;
     next = gridDim.x + atomicAdd(p.counter, 1);
     if (item.z >= item.w) continue;
-    const int head_kv = item.y / p.group;
+    const int first_head = item_head(item), heads = p.group / p.splits, head_kv = first_head / p.group;
     barrier_wait(smem_address(&s.kv_empty), kv_parity);
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kTileKeys * 128, item.x, head_kv, kv);
     load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kTileKeys * 128, item.x, head_kv, kv);
-    for (int h = 0; h < p.group / p.splits; ++h) {
-      const int head = item.y + h;
-      for (int pass = item.z; pass < item.w; ++pass) {
-        const int4 range = __ldg(p.plan.passes + 2 * pass);
-        for (int n = range.x; n < range.y; ++n) {
-          const int i = ring.index, row = n * kQueries;
-          u32 bar = smem_address(&s.q_full[i]);
-          barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesQ + kBytesRow);
-          load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
-          const i64 at = static_cast<i64>(head) * p.stats_row + row;
-          load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
-          bar = smem_address(&s.dout_full[i]);
-          barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesDout + kBytesRow);
-          load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
-          load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
-          ring.advance();
-        }
+    int pass = item.z, n = 0, h = 0;
+    int4 range = __ldg(p.plan.passes + 2 * pass);
+    while (true) {
+      const int i = ring.index, row = range.x + n * static_cast<int>(p.plan.step), head = first_head + h;
+      u32 bar = smem_address(&s.q_full[i]);
+      barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
+      barrier_expect_bytes(bar, kBytesQ + kBytesRow);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
+      const i64 at = static_cast<i64>(head) * p.stats_row + row;
+      load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
+      bar = smem_address(&s.dout_full[i]);
+      barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
+      barrier_expect_bytes(bar, kBytesDout + kBytesRow);
+      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
+      load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
+      ring.advance();
+      if (p.heads_inner) {
+        if (++h < heads) continue;
+        h = 0;
       }
+      if (++n < range.y) continue;
+      n = 0;
+      if (++pass == item.w) {
+        if (p.heads_inner || ++h == heads) break;
+        pass = item.z;
+      }
+      range = __ldg(p.plan.passes + 2 * pass);
     }
   }
   leave(p.counter);
@@ -189,12 +199,12 @@ DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane) 
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
-DEVICE void add_dq(const BackwardParams& p, i64 block, int warp, u32 staging, int lane, int turn) {
+DEVICE void add_dq(const BackwardParams& p, i64 piece, u32 staging, int lane, int turn) {
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) {
-    float* const to = p.dq + block * (kQueries * kHeadDim) + warp * (kDqColumns * 16);
-    int* const done = p.done + block * 8 + warp;
+    float* const to = p.dq + piece * (kDqColumns * 16);
+    int* const done = p.done + piece;
     if (ORDERED) wait_turn(done, turn);
     add_floats(to, staging, kDqColumns * 64);
     if (ORDERED) {
@@ -248,22 +258,36 @@ struct Slope {
   float of[SOFTCAP ? 32 : 1];
 };
 
-// The query blocks of a work item: all blocks of its tile for one query head after another.
+struct RowData {
+  float2 lse[8];   // of this thread's queries
+  int2 bounds[2];  // of its keys, where the block is masked
+};
+
+// The query blocks of a work item, for all of its query heads; see `produce` for the order.
 struct Walk {
   BlockWalk<false> walk;
-  int head, heads_left, first_pass, past_pass;
+  const BackwardParams& p;
+  int first_head, h, first_pass, past_pass;
   DEVICE Walk(const BackwardParams& p, int4 item, int warpgroup, int row)
       : walk(p.plan, warpgroup, row),
-        head(uniform(item.y)),
-        heads_left(p.group / p.splits),
+        p(p),
+        first_head(uniform(item_head(item))),
+        h(0),
         first_pass(uniform(item.z)),
         past_pass(uniform(item.w)) {
     walk.start(first_pass, past_pass);
   }
+  // Where statistics and sums of the block begin, in units of 16 queries.
+  DEVICE i64 unit() const { return static_cast<i64>(first_head + h) * (p.stats_row / 16) + walk.column / 16; }
   DEVICE bool advance() {
+    const int heads = p.group / p.splits;
+    if (p.heads_inner) {
+      if (++h < heads) return true;
+      h = 0;
+      return walk.advance();
+    }
     if (walk.advance()) return true;
-    if (--heads_left == 0) return false;
-    ++head;
+    if (++h == heads) return false;
     walk.start(first_pass, past_pass);
     return true;
   }
@@ -295,16 +319,19 @@ struct Consumer {
     ds_store = smem_address(s.ds) + key * 128;
   }
 
-  DEVICE int warp() const { return warpgroup * 4 + uniform(threadIdx.x % 128 / 32); }
+  DEVICE int warp() const { return uniform(threadIdx.x % 128 / 32); }
+  DEVICE u32 staging() const { return smem_address(s.dq[warpgroup * 4 + warp()]); }
 
   DEVICE void release(u64& barrier) {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   }
 
-  // The values of this thread's queries.
-  DEVICE void load_row(float2 (&x)[8], u32 values) const {
+  // What the exponentials of a block need beside its logits; fetched before these arrive.
+  DEVICE void load_rows(RowData& x, const BlockWalk<false>& walk) const {
+    if (walk.masked()) walk.load_bounds(x.bounds);
+    const u32 values = smem_address(s.lse[ring.index]) + lane % 4 * 8;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j + lane % 4 * 8);
+    for (int j = 0; j < 8; ++j) x.lse[j] = load_shared_v2(values + 32 * j);
   }
 
   DEVICE void issue_s(float (&x)[32], bool real) {
@@ -320,20 +347,16 @@ struct Consumer {
   }
 
   DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const BlockWalk<false>& walk,
-                         const float2 (&lse)[8]) {
+                         const RowData& at) {
     if (SOFTCAP) {
       apply_softcap(logits, p.softcap_factor);
 #pragma unroll
       for (int i = 0; i < (SOFTCAP ? 32 : 0); ++i) slope.of[i] = 1.f - logits[i] * logits[i];
     }
-    if (walk.masked()) {
-      int2 bounds[2];
-      walk.load_bounds(bounds);
-      apply_mask(logits, walk.n * kQueries + 2 * (lane % 4), bounds);
-    }
+    if (walk.masked()) apply_mask(logits, walk.column + 2 * (lane % 4), at.bounds);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const float2 two = lse[i / 4];
+      const float2 two = at.lse[i / 4];
       logits[i] = exp2_fast(fmaf(logits[i], p.scale_log2, i % 2 ? -two.y : -two.x));
     }
 #pragma unroll
@@ -362,7 +385,7 @@ struct Consumer {
   }
 
   // One query block. Finds P in x and in `probs`, and dP in y, with no product under way, and leaves those of the next
-  // block there. dQ is a block behind: that of `previous` is added. Returns whether there is a next block.
+  // block there. dQ is a block behind: that of the piece `previous` is added. Returns whether there is a next block.
   DEVICE bool step(Walk& at, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32], float (&y)[32],
                    u32 (&probs)[16], Slope& slope, i64& previous) {
     const int now = ring.index;
@@ -373,9 +396,9 @@ struct Consumer {
     form_ds(x, y, slope, ds);
     store_ds(ds);
     const i64 to_add = previous;
-    previous = static_cast<i64>(at.head) * (p.stats_row / kQueries) + at.walk.n;
+    previous = 2 * (at.unit() + warp()) + warpgroup;
     const int turn = last_turn;
-    if (ORDERED) last_turn = at.walk.turn(p.turns);
+    if (ORDERED) last_turn = at.walk.turn(p.turns, warp());
     const bool more = at.advance();
     ring.advance();
     if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
@@ -390,24 +413,23 @@ struct Consumer {
     pin(ds);
     pin(dk);
     release(s.q_empty[now]);
-    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side of
-    // a branch, the assembler would serialise all of them.
+    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side
+    // of a branch, the assembler would serialise all of them.
     issue_s(x, more);
     wgmma_wait<1>();  // dQ
     pin(dq);
     parity ^= 1;
     buffer.advance();
     named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
-    const u32 staging = smem_address(s.dq[warp()]);
-    if (to_add >= 0) stage_dq(staging, dq, lane);
+    if (to_add >= 0) stage_dq(staging(), dq, lane);
     if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, more);
-    float2 lse[8];
-    load_row(lse, smem_address(s.lse[ring.index]));
+    RowData rows;
+    load_rows(rows, at.walk);
     wgmma_wait<1>();  // S
     pin(x);
-    if (more) form_probs(x, probs, slope, at.walk, lse);
-    if (to_add >= 0) add_dq(p, to_add, warp(), staging, lane, turn);
+    if (more) form_probs(x, probs, slope, at.walk, rows);
+    if (to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
     wgmma_wait<0>();  // dP
     pin(y);
     return more;
@@ -427,11 +449,11 @@ struct Consumer {
     issue_s(x, true);
     barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, true);
-    float2 lse[8];
-    load_row(lse, smem_address(s.lse[ring.index]));
+    RowData rows;
+    load_rows(rows, at.walk);
     wgmma_wait<1>();
     pin(x);
-    form_probs(x, probs, slope, at.walk, lse);
+    form_probs(x, probs, slope, at.walk, rows);
     wgmma_wait<0>();
     pin(y);
     // No product is under way where the loop closes: the assembler would serialise all of them.
@@ -442,9 +464,8 @@ struct Consumer {
     wgmma_wait<0>();
     pin(dq);
     release(s.kv_empty);
-    const u32 staging = smem_address(s.dq[warp()]);
-    stage_dq(staging, dq, lane);
-    add_dq(p, previous, warp(), staging, lane, last_turn);
+    stage_dq(staging(), dq, lane);
+    add_dq(p, previous, staging(), lane, last_turn);
   }
 
   DEVICE void run() {
@@ -466,8 +487,8 @@ struct Consumer {
       else if (p.store == kAddFloat)
         continue;
       const i64 key = item.x + row;
-      bool valid[2] = {key < p.num_keys, key + 8 < p.num_keys};
-      const int head_kv = item.y / p.group;
+      bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
+      const int head_kv = item_head(item) / p.group;
       store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale, lane);
       store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
     }
