@@ -33,9 +33,9 @@ class BackwardParams(ctypes.Structure):
         ("counter", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("done", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64),
         ("dv_head", ctypes.c_int64),
-        ("num_tiles", ctypes.c_int32), ("num_heads_kv", ctypes.c_int32), ("group", ctypes.c_int32),
-        ("splits", ctypes.c_int32), ("head_section", ctypes.c_int32), ("heads_inner", ctypes.c_int32),
-        ("stats_row", ctypes.c_int32), ("store", ctypes.c_int32),
+        ("num_tiles", ctypes.c_int32), ("num_items", ctypes.c_int32), ("group", ctypes.c_int32),
+        ("heads", ctypes.c_int32), ("head_section", ctypes.c_int32), ("heads_inner", ctypes.c_int32),
+        ("stats_row", ctypes.c_int32), ("units", ctypes.c_int32), ("store", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
