@@ -89,6 +89,7 @@ def _draw_panel(panel, rows: Sequence[Row], which: str, masks: Sequence[str], pr
             panel.plot([x - 0.45, x + 0.45], [base, base], color="black", ls=":", lw=1)
             top = max(top, base)
     panel.set_xticks(range(len(masks)), [MASK_TITLES[m] for m in masks], fontsize=8)
+    panel.set_ylabel("TFLOP/s", fontsize=8)
     panel.tick_params(axis="y", labelsize=8)
     panel.set_ylim(0, top * 1.22)
     panel.set_xlim(-0.55, len(masks) - 0.45)

@@ -209,6 +209,10 @@ class Flex(_HeadsFirst):
             self._block_mask = create_block_mask(visibility(case, device), None, None, n, n, device=device)
         self._gqa = self.problem.shape.num_heads_q != self.problem.shape.num_heads_kv
 
+    def forward(self) -> None:
+        """A forward pass whose graph is dropped: without gradients it would be compiled once more."""
+        self._attend(*self._leaves)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attention(q, k, v, block_mask=self._block_mask, enable_gqa=self._gqa)
 
