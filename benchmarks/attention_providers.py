@@ -280,11 +280,20 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 def _import_one(names: tuple[str, ...]) -> ModuleType:
     """The first of these modules that can be imported."""
-    why = []
+    module, why = _first_module(names)
+    if module is None:
+        raise Unavailable(why)
+    return module
+
+
+@cache
+def _first_module(names: tuple[str, ...]) -> tuple[ModuleType | None, str]:
+    why = "not installed"
     for name in names:
         try:
-            return importlib.import_module(name)
+            return importlib.import_module(name), ""
         except Exception as error:  # noqa: BLE001  (a peer may fail to load in any way; it is then left out)
-            missing = isinstance(error, ModuleNotFoundError) and name.split(".")[0] == error.name
-            why.append("not installed" if missing else f"{name}: {error}")
-    raise Unavailable(next((w for w in why if w != "not installed"), why[0]))
+            missing = isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name))
+            if not missing:
+                why = f"{name}: {type(error).__name__}: {error}"
+    return None, why

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import MASKS, Shape
 from attention_checks import exact_sample, key_gradients, mismatch, sample_rows, visible_keys
-from attention_providers import FFA, PROVIDERS, Flex, make_problem
+from attention_providers import FFA, PROVIDERS, Flex, Unavailable, make_problem
 from provenance import write_csv
 
 from megatron_magi.mask.dense import dense_mask
@@ -19,6 +19,35 @@ TIMES = {"ffa forward": 2.0, "ffa backward": 4.0, "fa3 forward": 1.0, "fa3 backw
 
 class Here(FFA):
     impl = "torch"
+
+
+class Failing(Here):
+    def backward(self):
+        raise RuntimeError("no kernel for this")
+
+
+class AllKeys(Here):
+    """Forgets the mask."""
+
+    def _prepare(self, case):
+        super()._prepare(MASKS["full"](case.length))
+
+
+class Missing(Here):
+    def _prepare(self, case):
+        raise Unavailable("not installed")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The whole benchmark, with a clock that says 1, 2, 3, ... ms and implementations that run anywhere."""
+    providers = {"cudnn": Here, "flex": Missing, "ffa": Here, "fa3": AllKeys, "fa4": Failing, "magi": Here}
+    make = bench_attention.make_problem
+    monkeypatch.setattr(bench_attention, "PROVIDERS", providers)
+    monkeypatch.setattr(bench_attention, "make_problem", lambda *args: make(*args, "cpu"))
+    monkeypatch.setattr(bench_attention, "time_together", lambda calls, _: {n: i + 1.0 for i, n in enumerate(calls)})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return bench_attention.Settings(SMALL, torch.float32, tuple(providers), (1024,), 1.0)
 
 
 def by_provider(rows):
@@ -90,6 +119,7 @@ def test_a_wrong_tensor_is_named(which, name):
     assert mismatch(sample, results, trusted) == f"wrong: {name} is not finite"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_computes_the_mask(monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -134,3 +164,56 @@ def test_every_mask_and_provider_has_a_title_and_a_color():
     assert set(MASKS) == set(attention_charts.MASK_TITLES)
     assert list(PROVIDERS) == list(attention_charts.TITLES)
     assert set(PROVIDERS) == set(attention_charts.COLORS)
+
+
+def test_a_provider_that_fails_or_is_wrong_costs_the_others_nothing(on_cpu, tmp_path, capsys):
+    path = tmp_path / "attention.csv"
+    bench_attention.run(on_cpu, ["causal", "window"], [1024], 60.0, str(path))
+    _, rows = attention_charts.read_results(path)
+    causal = by_provider(r for r in rows if r["mask"] == "causal")
+    assert list(causal) == ["cudnn", "ffa", "fa3", "fa4", "magi"], "what is not installed has no row"
+    assert causal["fa3"]["note"].startswith("wrong: out of token")
+    assert causal["fa4"]["note"] == "failed: RuntimeError: no kernel for this"
+    assert causal["fa3"]["forward_ms"] == causal["fa4"]["forward_ms"] == ""
+    assert float(causal["ffa"]["forward_tflops"]) > 0 and float(causal["magi"]["backward_ratio"]) > 0
+    printed = capsys.readouterr().out
+    assert "flex, causal 1024: skipped: not installed" in printed
+    assert "fa4, causal 1024: failed" in printed and "ffa" in printed
+
+
+def test_a_lost_device_ends_the_run_with_what_was_measured(on_cpu, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "attention.csv"
+    measure = bench_attention.measure
+
+    def then_lose(case, settings, known):
+        if case.name == "window":
+            raise bench_attention.DeviceLost("illegal address")
+        return measure(case, settings, known)
+
+    monkeypatch.setattr(bench_attention, "measure", then_lose)
+    with pytest.raises(SystemExit) as ended:
+        bench_attention.run(on_cpu, ["causal", "window", "full"], [1024], 60.0, str(path))
+    assert ended.value.code == 3
+    assert "illegal address" in capsys.readouterr().out
+    assert {r["mask"] for r in attention_charts.read_results(path)[1]} == {"causal"}
+
+
+def test_what_there_is_no_time_for_is_named(on_cpu, capsys):
+    assert bench_attention.run(on_cpu, ["causal"], [1024, 2048], 0.0, None) == []
+    assert "causal 1024, causal 2048" in capsys.readouterr().out
+
+
+def test_the_dense_rate_of_a_long_length_is_measured_once(on_cpu, monkeypatch):
+    timed = []
+
+    def clock(calls, _):
+        timed.append(list(calls))
+        return dict.fromkeys(calls, 2.0)
+
+    monkeypatch.setattr(bench_attention, "time_together", clock)
+    monkeypatch.setattr(bench_attention, "MAX_YARDSTICK_LENGTH", 512)
+    known = {}
+    for name in ("causal", "full", "window", "short_full"):
+        bench_attention.measure(MASKS[name](1024), on_cpu, known)
+    assert known == {1024: (2.0, 2.0)}
+    assert not any(n.startswith("dense") for names in timed for n in names)
