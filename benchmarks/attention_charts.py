@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,13 +58,15 @@ def draw(path: str | Path, rows: Sequence[Row], which: str, source: Mapping[str,
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[p], label=TITLES[p]) for p in providers]
     if any(r["yardstick"] != "same mask" for r in rows):
         handles.append(plt.Line2D([], [], color="black", ls=":", lw=1, label="cuDNN, dense, same length"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    columns = min(len(handles), int(width / 1.7))
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
     shown = [source[name] for name in ("device", "software", "commit", "date") if name in source]
-    figure.supxlabel(
+    text = (
         f"{which} TFLOP/s of the mask's area; over each bar the ratio to cuDNN: of the same mask for full and causal, "
-        f"else of its dense rate\n{' · '.join(shown)}",
-        fontsize=8,
+        "else of its dense rate"
     )
+    lines = [*textwrap.wrap(text, int(width * 15)), *textwrap.wrap(" · ".join(shown), int(width * 15))]
+    figure.supxlabel("\n".join(lines), fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
