@@ -16,6 +16,7 @@ FORWARD_WIDTH = {(64, 64): 128, (128, 128): 128, (192, 128): 128, (256, 256): 64
 BACKWARD_DIMS = ((64, 64), (128, 128))
 _STAGES = 2
 _SPARE_BYTES = 1024  # barriers and the like
+_SHARED_BYTES = 227 << 10  # that a block may have
 
 
 def element(dtype: torch.dtype) -> str:
@@ -27,11 +28,13 @@ def element(dtype: torch.dtype) -> str:
 def forward_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention forward."""
     block_n = FORWARD_WIDTH[dims]
+    queries, keys = 2 * 128 * dims[0], 2 * _STAGES * block_n * sum(dims)
+    q_buffers = 2 if 2 * queries + keys + _SPARE_BYTES <= _SHARED_BYTES else 1
     defines = (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"BLOCK_N={block_n}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}",
+        f"Q_BUFFERS={q_buffers}", element(dtype), f"SOFTCAP={int(softcap)}",
     )  # fmt: skip
-    shared = 2 * (128 * dims[0] + _STAGES * block_n * sum(dims)) + _SPARE_BYTES
+    shared = q_buffers * queries + keys + _SPARE_BYTES
     return _load(device, "forward", defines, 384, shared)
 
 
