@@ -17,12 +17,12 @@ struct Ring {
 struct TilePlan {
   const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of blocks
   const int4* passes;  // two each: first and past-the-last block, of each half tile its full blocks, blocks before it
-  const int2* bounds;  // of each pass, 128 rows: first and past-the-last visible column
+  const int2* bounds;  // of each pass, its rows: first and past-the-last visible column
 };
 
 // Walks over the blocks of all passes of a tile, as one warpgroup sees them. kEager: the bounds of this thread's rows
 // are fetched with each pass, before a masked block needs them; that takes four registers.
-template <bool kEager>
+template <bool kEager, int kTileRows = 128>
 struct BlockWalk {
   const TilePlan& plan;
   int pass, end_pass, warpgroup, row;
@@ -57,7 +57,7 @@ struct BlockWalk {
   }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {
-    const int2* b = plan.bounds + static_cast<i64>(pass) * 128 + row;
+    const int2* b = plan.bounds + static_cast<i64>(pass) * kTileRows + row;
     bounds[0] = __ldg(b);
     bounds[1] = __ldg(b + 8);
   }
