@@ -90,13 +90,15 @@ def forward_plan(bands: np.ndarray, num_rows: int, num_keys: int, block_n: int, 
     return device_plan(("forward", content_digest(bands), num_rows, num_keys, block_n), device, make)
 
 
-def backward_plan(bands: np.ndarray, num_rows: int, num_keys: int, ordered: bool, device) -> DevicePlan:
-    """Plan of 128-key tiles over blocks of 64 queries: that of the transposed mask. ``ordered``: with turns."""
+def backward_plan(
+    bands: np.ndarray, num_rows: int, num_keys: int, ordered: bool, device, tile_keys: int = 128
+) -> DevicePlan:
+    """Plan of tiles of keys over blocks of 64 queries: that of the transposed mask. ``ordered``: with turns."""
 
     def make() -> tuple[TilePlan, bool]:
-        return hopper_tiles.plan_tiles(hopper_tiles.transpose(bands), num_keys, num_rows, 128, 64), ordered
+        return hopper_tiles.plan_tiles(hopper_tiles.transpose(bands), num_keys, num_rows, tile_keys, 64), ordered
 
-    return device_plan(("backward", content_digest(bands), num_rows, num_keys, ordered), device, make)
+    return device_plan(("backward", content_digest(bands), num_rows, num_keys, ordered, tile_keys), device, make)
 
 
 # Cost of a backward item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.
