@@ -24,7 +24,7 @@ struct BackwardWideParams {
   TensorMap q, k, v, dout;
   TilePlan plan;       // of keys: the transposed mask; of queries: the mask
   const float* lse;    // [num_heads, stats_row]: times log2 e
-  const float* delta;  // [num_heads, stats_row]: times softmax scale
+  const float* delta;  // [num_heads, stats_row]: negated
   void *dq, *dk, *dv;
   int* counter;                                           // two words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
@@ -63,10 +63,10 @@ DEVICE void issue_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kDepth / 4
 // The derivative of the softcap where its tanh is x; 0 where x is -inf, that is hidden.
 DEVICE float softcap_slope(float x) { return fmaxf(fmaf(-x, x, 1.f), 0.f); }
 
-// Writes or adds the accumulators of 64 rows. `offset`: element of this thread's first row, first column.
+// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row.
 template <int kColumns>
 DEVICE void store_gradient(int store, void* to, i64 offset, i64 row_stride, const bool (&valid)[2],
-                           const float (&acc)[kColumns / 2], int lane) {
+                           const float (&acc)[kColumns / 2], float factor, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const i64 at = offset + 8 * r * row_stride;
@@ -77,7 +77,7 @@ DEVICE void store_gradient(int store, void* to, i64 offset, i64 row_stride, cons
       u32 word[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float x = acc[4 * (4 * g + j) + 2 * r], y = acc[4 * (4 * g + j) + 2 * r + 1];
+        float x = factor * acc[4 * (4 * g + j) + 2 * r], y = factor * acc[4 * (4 * g + j) + 2 * r + 1];
         const int column = 32 * g + 8 * j;
         if (store == kAddFloat) {
           if (valid[r]) add_global_v2(out32 + column, x, y);

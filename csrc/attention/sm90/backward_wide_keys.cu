@@ -173,8 +173,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * j + 2 * r;
-        ds[2 * j + r] = T::pack(T::low(ds[2 * j + r]) * fmaf(dp[i], p.scale, -two.x),
-                                T::high(ds[2 * j + r]) * fmaf(dp[i + 1], p.scale, -two.y));
+        ds[2 * j + r] = T::pack(T::low(ds[2 * j + r]) * (dp[i] + two.x), T::high(ds[2 * j + r]) * (dp[i + 1] + two.y));
       }
     }
   }
@@ -251,7 +250,7 @@ struct Consumer {
       const int head_kv = item.y / p.group;
       const i64 row_stride = kOfValues ? p.dv_row : p.dk_row, head_stride = kOfValues ? p.dv_head : p.dk_head;
       store_gradient<kColumns>(p.store, kOfValues ? p.dv : p.dk, key * row_stride + head_kv * head_stride, row_stride,
-                               valid, gradient, lane);
+                               valid, gradient, kOfValues ? 1.f : p.scale, lane);
     }
   }
 };

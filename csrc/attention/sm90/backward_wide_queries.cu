@@ -135,8 +135,7 @@ struct Consumer {
   DEVICE void form_ds(const float (&probs)[kKeys / 2], const float (&dp)[kKeys / 2], u32 (&ds)[kKeys / 4]) {
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i)
-      ds[i] = T::pack(probs[2 * i] * fmaf(dp[2 * i], p.scale, -delta[i & 1]),
-                      probs[2 * i + 1] * fmaf(dp[2 * i + 1], p.scale, -delta[i & 1]));
+      ds[i] = T::pack(probs[2 * i] * (dp[2 * i] + delta[i & 1]), probs[2 * i + 1] * (dp[2 * i + 1] + delta[i & 1]));
   }
 
   // All key blocks of one work item.
@@ -212,7 +211,7 @@ struct Consumer {
         continue;
       const i64 at = item.x + row;
       const bool valid[2] = {at < p.num_rows, at + 8 < p.num_rows};
-      store_gradient<kHeadDim>(p.store, p.dq, at * p.dq_row + item.y * p.dq_head, p.dq_row, valid, dq, lane);
+      store_gradient<kHeadDim>(p.store, p.dq, at * p.dq_row + item.y * p.dq_head, p.dq_row, valid, dq, p.scale, lane);
     }
   }
 };

@@ -55,9 +55,7 @@ def backward_kernel(
 
 
 @cache
-def backward_wide_keys_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool
-) -> Kernel:
+def backward_wide_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention backward of `WIDE_DIMS`: dk and dv."""
     defines = (*_wide_defines(dtype, dims, softcap), f"STAGES={_STAGES}")
     tiles = WIDE_BLOCK * ((1 + _STAGES) * sum(dims) + WIDE_BLOCK)  # k and v, q and dout, P
