@@ -41,18 +41,18 @@ def check(x: Inputs) -> None:
 
 
 # 64/64 is the kernel of 128/128 with other numbers.
-KERNEL_DIMS = [(128, 128), *hopper_kernels.WIDE_DIMS]
+KERNEL_DIMS = [(128, 128), *hopper_kernels.WIDE_TILES]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dims", KERNEL_DIMS)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
 def test_gradients_match_fp64(dims, mask, shape):
     check(make_inputs(MASKS[mask](*shape), *shape, dims=dims))
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("dims", KERNEL_DIMS)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
 def test_random_bands_match_fp64(dims, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_keys = rng.integers(1, 900, 2).tolist()
@@ -61,21 +61,21 @@ def test_random_bands_match_fp64(dims, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS)
+@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS, ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
         check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
 
 
-@pytest.mark.parametrize("dims", KERNEL_DIMS)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
 def test_long_sequences_and_many_heads_match_fp64(dims):
     check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2), dims=dims))
     check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128), dims=dims))
     check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(128, 32), dims=dims))
 
 
-@pytest.mark.parametrize("dims", KERNEL_DIMS)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
 def test_gradients_add_to_given_fp32_and_bf16(dims):
     x = make_inputs(MASKS["causal"](300, 400), 300, 400, dims=dims)
     out, lse, _ = run_forward(x)
@@ -89,7 +89,7 @@ def test_gradients_add_to_given_fp32_and_bf16(dims):
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dims", KERNEL_DIMS)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
 def test_gradients_of_a_dtype_are_written_whole(dims, grad_dtype):
     x = make_inputs(MASKS["documents"](390, 400), 390, 400, dims=dims)
     out, lse, _ = run_forward(x)
@@ -98,7 +98,7 @@ def test_gradients_of_a_dtype_are_written_whole(dims, grad_dtype):
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
 
 
-@pytest.mark.parametrize("dims", KERNEL_DIMS)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
 def test_lse_of_more_keys_gives_the_part_of_these_keys(dims):
     whole = make_inputs(MASKS["causal"](500, 700), 500, 700, dims=dims)
     out, lse, _ = run_forward(whole)
@@ -130,7 +130,7 @@ def test_row_delta_is_the_row_sum_and_ignores_garbage_where_out_is_zero():
 
 
 @pytest.mark.parametrize("mask", ["causal", "global_and_window"])
-@pytest.mark.parametrize("dims", KERNEL_DIMS)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
 def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
     x = make_inputs(MASKS[mask](1500, 1500), 1500, 1500, heads=(8, 2), dims=dims)
     x.options = AttnOptions(x.options.softmax_scale, deterministic=True)
@@ -143,7 +143,7 @@ def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS)
+@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS, ids=str)
 def test_autograd_through_views_of_one_projection_matches_fp64(dims, deterministic):
     x = make_inputs(MASKS["causal"](300, 300), 300, 300, dims=dims)
     columns = dims[0], dims[0], dims[1]

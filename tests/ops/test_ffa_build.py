@@ -26,7 +26,7 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
     seen: list[tuple[str, tuple[str, ...]]] = []
     monkeypatch.setattr(hopper_kernels, "_load", lambda _device, name, defines, *_: seen.append((name, defines)))
     hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, softcap)
-    if dims in hopper_kernels.WIDE_DIMS:
+    if dims in hopper_kernels.WIDE_TILES:
         hopper_kernels.backward_wide_keys_kernel.__wrapped__(None, dtype, dims, softcap)
         hopper_kernels.backward_wide_queries_kernel.__wrapped__(None, dtype, dims, softcap)
     else:

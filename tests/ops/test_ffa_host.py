@@ -34,7 +34,16 @@ STRUCTS = [
         (
             f"backward_wide_{part}",
             "BackwardWideParams",
-            ("HEAD_DIM=192", "HEAD_DIM_V=128", "WIDTH=64", "STAGES=2", "STAGES_V=2", "DTYPE=Bf16", "SOFTCAP=0"),
+            (
+                "HEAD_DIM=192",
+                "HEAD_DIM_V=128",
+                "WIDTH=64",
+                "STAGES=2",
+                "STAGES_V=2",
+                "DTYPE=Bf16",
+                "SOFTCAP=0",
+                "EAGER=0",
+            ),
         )
         for part in ("keys", "queries")
     ),
@@ -48,7 +57,7 @@ STRUCTS = [
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
     struct = getattr(hopper_params, name)
-    in_plan = ("tiles", "passes", "bounds") if source.startswith(("forward", "backward")) else ()
+    in_plan = ("tiles", "passes", "bounds", "step") if source.startswith(("forward", "backward")) else ()
     checks = []
     for field, *_ in struct._fields_[:-1]:
         member = f"plan.{field}" if field in in_plan else field
@@ -110,7 +119,7 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", hopper_kernels.WIDE_DIMS)
+@pytest.mark.parametrize("dims", list(hopper_kernels.WIDE_TILES))
 def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, deterministic):
     q, k, v, bands = tensors(dims=dims)
     options, dout, row = (

@@ -28,8 +28,9 @@ struct BackwardWideParams {
   void *dq, *dk, *dv;
   int* counter;                                           // two words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  int num_tiles, num_rows, num_keys, num_heads, group, stats_row, store;
+  int num_tiles, num_heads, group, stats_row, store;
   int splits;        // of a group of query heads, for keys
+  int heads_inner;   // for keys: a block is visited for all query heads before the next block, not head by head
   int head_section;  // query heads that are worked on together, for queries
   float scale, scale_log2, softcap_factor;
 };

@@ -26,7 +26,7 @@ struct Shared {
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 probs_full[4], probs_empty[4];  // of each pair of warps
   u64 item_full[2], item_empty[2];
-  int4 item[2];  // first key (-1: no more), first query head, first pass, past-the-last pass
+  int4 item[2];
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
@@ -34,12 +34,12 @@ constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * sizeof(float);
 
+// Its head is the first of the query heads.
 DEVICE int4 decode_item(const BackwardWideParams& p, int item) {
   const int per_tile = p.num_heads / p.group * p.splits;
   if (item >= p.num_tiles * per_tile) return make_int4(-1, 0, 0, 0);
   const int tile = item / per_tile, part = item - tile * per_tile;
-  const int4 t = __ldg(p.plan.tiles + tile);
-  return make_int4(t.x, part * (p.group / p.splits), t.y, t.z);
+  return pack_item(__ldg(p.plan.tiles + tile), part * (p.group / p.splits));
 }
 
 // ---- producer: one thread ----
@@ -62,33 +62,40 @@ DEVICE void produce(const BackwardWideParams& p, Shared& s) {
     if (item.x < 0) break;
     next = gridDim.x + atomicAdd(p.counter, 1);
     if (item.z >= item.w) continue;
-    const int head_kv = item.y / p.group;
+    const int first_head = item_head(item), heads = p.group / p.splits, head_kv = first_head / p.group;
     barrier_wait(smem_address(&s.kv_empty), kv_parity);
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kRows * 128, item.x, head_kv, kv);
     load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kRows * 128, item.x, head_kv, kv);
-    for (int h = 0; h < p.group / p.splits; ++h) {
-      const int head = item.y + h;
-      for (int pass = item.z; pass < item.w; ++pass) {
-        const int4 range = __ldg(p.plan.passes + 2 * pass);
-        for (int n = range.x; n < range.y; ++n) {
-          const int i = ring.index, row = n * kQueries;
-          u32 bar = smem_address(&s.q_full[i]);
-          barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesQ + kBytesRow);
-          load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
-          const i64 at = static_cast<i64>(head) * p.stats_row + row;
-          load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
-          bar = smem_address(&s.dout_full[i]);
-          barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesDout + kBytesRow);
-          load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
-          load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
-          ring.advance();
-        }
+    int pass = item.z, n = 0, h = 0;
+    int4 range = __ldg(p.plan.passes + 2 * pass);
+    while (true) {
+      const int i = ring.index, row = range.x + n * static_cast<int>(p.plan.step), head = first_head + h;
+      u32 bar = smem_address(&s.q_full[i]);
+      barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
+      barrier_expect_bytes(bar, kBytesQ + kBytesRow);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
+      const i64 at = static_cast<i64>(head) * p.stats_row + row;
+      load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
+      bar = smem_address(&s.dout_full[i]);
+      barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
+      barrier_expect_bytes(bar, kBytesDout + kBytesRow);
+      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
+      load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
+      ring.advance();
+      if (p.heads_inner) {
+        if (++h < heads) continue;
+        h = 0;
       }
+      if (++n < range.y) continue;
+      n = 0;
+      if (++pass == item.w) {
+        if (p.heads_inner || ++h == heads) break;
+        pass = item.z;
+      }
+      range = __ldg(p.plan.passes + 2 * pass);
     }
   }
   leave(p.counter);
@@ -140,7 +147,7 @@ struct Consumer {
     if (walk.masked()) {
       int2 bounds[2];
       walk.load_bounds(bounds);
-      apply_mask(x, walk.n * kQueries + 2 * (lane % 4), bounds);
+      apply_mask(x, walk.column + 2 * (lane % 4), bounds);
     }
     const float2* lse = reinterpret_cast<const float2*>(s.lse[ring.index]) + lane % 4;
     u32 sloped[kQueries / 4];
@@ -187,13 +194,27 @@ struct Consumer {
     release(logits_empty(ring.index), lane);
   }
 
+  // To the next block, in the order of `produce`; false after the last.
+  DEVICE bool advance(BlockWalk<false, kRows>& walk, int& h, int4 item) const {
+    const int heads = p.group / p.splits;
+    if (p.heads_inner) {
+      if (++h < heads) return true;
+      h = 0;
+      return walk.advance();
+    }
+    if (walk.advance()) return true;
+    if (++h == heads) return false;
+    walk.start(item.z, item.w);
+    return true;
+  }
+
   // All query blocks of one work item.
   DEVICE void accumulate(int4 item, float (&gradient)[kColumns / 2]) {
     float x[kQueries / 2];
     u32 word[kQueries / 4];
-    int heads = p.group / p.splits;
     BlockWalk<false, kRows> walk(p.plan, 0, row);
     walk.start(item.z, item.w);
+    int h = 0;
     const Operand own(own_keys());
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
@@ -208,11 +229,7 @@ struct Consumer {
     while (more) {
       const int now = ring.index;
       const u32 now_parity = ring.parity;
-      more = walk.advance();
-      if (!more && --heads > 0) {
-        walk.start(item.z, item.w);
-        more = true;
-      }
+      more = advance(walk, h, item);
       ring.advance();
       // After the last block the product is computed of what lies in k or v, for nobody: around a branch, too, the
       // assembler would serialise.
@@ -265,8 +282,8 @@ struct Consumer {
       else if (p.store == kAddFloat)
         continue;
       const i64 key = item.x + row;
-      const bool valid[2] = {key < p.num_keys, key + 8 < p.num_keys};
-      const int head_kv = item.y / p.group;
+      const bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
+      const int head_kv = item_head(item) / p.group;
       const i64 row_stride = kOfValues ? p.dv_row : p.dk_row, head_stride = kOfValues ? p.dv_head : p.dk_head;
       store_gradient<kColumns>(p.store, kOfValues ? p.dv : p.dk, key * row_stride + head_kv * head_stride, row_stride,
                                valid, gradient, kOfValues ? 1.f : p.scale, lane);

@@ -18,7 +18,7 @@ struct Shared {
   u64 rows_full[kGroups], rows_empty[kGroups];
   u64 k_full[kStages], k_empty[kStages], v_full[kStagesV], v_empty[kStagesV];
   u64 item_full[2], item_empty[2];
-  int4 item[2];  // first row (-1: no more), head, first pass, past-the-last pass
+  int4 item[2];
 };
 
 constexpr u32 kBytesRows = (sizeof(Shared::q) + sizeof(Shared::dout)) / kGroups;
@@ -31,8 +31,7 @@ DEVICE int4 decode_item(const BackwardWideParams& p, int item) {
   const int section = item / per_section, rest = item - section * per_section;
   const int tile = rest / p.head_section;
   const int head = section * p.head_section + rest - tile * p.head_section;
-  const int4 t = __ldg(p.plan.tiles + tile);
-  return make_int4(t.x, head, t.y, t.z);
+  return pack_item(__ldg(p.plan.tiles + tile), head);
 }
 
 // ---- producer: one thread ----
@@ -65,23 +64,24 @@ DEVICE void produce(const BackwardWideParams& p, Shared& s) {
     slot.advance();
     if (item.x < 0) break;
     next = gridDim.x + atomicAdd(p.counter, 1);
-    const int head_kv = item.y / p.group;
+    const int head = item_head(item), head_kv = head / p.group;
     bool first = true;
     for (int pass = item.z; pass < item.w; ++pass) {
       const int4 range = __ldg(p.plan.passes + 2 * pass);
-      for (int n = range.x; n < range.y; ++n) {
+      for (int n = 0; n < range.y; ++n) {
+        const int key = range.x + n * static_cast<int>(p.plan.step);
         u32 bar = smem_address(&s.k_full[rk.index]);
         barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
         barrier_expect_bytes(bar, kBytesK);
-        load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kKeys * 128, n * kKeys, head_kv, bar);
+        load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kKeys * 128, key, head_kv, bar);
         rk.advance();
-        if (first) load_rows(p, s, item.x, item.y, rows_parity);
+        if (first) load_rows(p, s, item.x, head, rows_parity);
         if (first) rows_parity ^= 1;
         first = false;
         bar = smem_address(&s.v_full[rv.index]);
         barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
         barrier_expect_bytes(bar, kBytesV);
-        load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v[rv.index]), kKeys * 128, n * kKeys, head_kv, bar);
+        load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v[rv.index]), kKeys * 128, key, head_kv, bar);
         rv.advance();
       }
     }
@@ -107,13 +107,13 @@ struct Consumer {
         lane(threadIdx.x % 32),
         row(warpgroup * kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
 
-  DEVICE void load_stats(int first_row, int head) {
+  DEVICE void load_stats(int4 item) {
+    const i64 from = static_cast<i64>(item_head(item)) * p.stats_row + item.x + row;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = first_row + row + 8 * r;
-      const i64 from = static_cast<i64>(head) * p.stats_row + at;
-      lse[r] = at < p.num_rows ? __ldg(p.lse + from) : 0.f;
-      delta[r] = at < p.num_rows ? __ldg(p.delta + from) : 0.f;
+      const bool valid = row + 8 * r < item_rows(item);
+      lse[r] = valid ? __ldg(p.lse + from + 8 * r) : 0.f;
+      delta[r] = valid ? __ldg(p.delta + from + 8 * r) : 0.f;
     }
   }
 
@@ -123,7 +123,7 @@ struct Consumer {
     if (walk.masked()) {
       int2 bounds[2];
       walk.load_bounds(bounds);
-      apply_mask(x, walk.n * kKeys + 2 * (lane % 4), bounds);
+      apply_mask(x, walk.column + 2 * (lane % 4), bounds);
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
@@ -144,7 +144,7 @@ struct Consumer {
     u32 ds[kKeys / 4];
     BlockWalk<false> walk(p.plan, warpgroup, row);
     walk.start(item.z, item.w);
-    load_stats(item.x, item.y);
+    load_stats(item);
     const Operand q(smem_address(s.q[warpgroup])), dout(smem_address(s.dout[warpgroup]));
     barrier_wait(smem_address(&s.rows_full[warpgroup]), rows_parity);
     rows_parity ^= 1;
@@ -210,8 +210,9 @@ struct Consumer {
       else if (p.store >= kAddFloat)
         continue;
       const i64 at = item.x + row;
-      const bool valid[2] = {at < p.num_rows, at + 8 < p.num_rows};
-      store_gradient<kHeadDim>(p.store, p.dq, at * p.dq_row + item.y * p.dq_head, p.dq_row, valid, dq, p.scale, lane);
+      const bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
+      store_gradient<kHeadDim>(p.store, p.dq, at * p.dq_row + item_head(item) * p.dq_head, p.dq_row, valid, dq, p.scale,
+                               lane);
     }
   }
 };

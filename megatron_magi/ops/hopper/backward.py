@@ -20,6 +20,7 @@ from megatron_magi.ops.hopper.common import (
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardParams, FinishParams, PrepareParams, RowDeltaParams
+from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
 _QUERIES = 64  # of a block
@@ -55,16 +56,14 @@ def backward(
     check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
     q, k, v, dout = map(loadable, (q, k, v, dout.to(q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    wide = dims in hopper_kernels.WIDE_DIMS
-    plan = hopper_plan.backward_plan(
-        bands, q.shape[0], k.shape[0], options.deterministic and not wide, q.device,
-        hopper_kernels.WIDE_BLOCK if wide else 128,
-    )  # fmt: skip
+    wide = dims in hopper_kernels.WIDE_TILES
+    shape = hopper_kernels.WIDE_TILES.get(dims, (128, _QUERIES))
+    plan = hopper_plan.backward_plan(bands, k.shape[0], options.deterministic and not wide, q.device, shape)
     splits = 1
     if not options.deterministic:
         processors = num_processors(q.device) - options.sm_margin
         splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
-    stats = _row_stats(lse, delta, stream)
+    stats = _row_stats(lse, delta, shape[1], stream)
     store, dk, dv = _key_gradients(grads[1:], q.dtype, accumulate, splits)
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
@@ -95,7 +94,7 @@ def _run_backward(
     )  # fmt: skip
     done = None
     if options.deterministic:
-        done = torch.zeros((q.shape[1], stats.shape[2] // _QUERIES, 8), dtype=torch.int32, device=q.device)
+        done = torch.zeros((q.shape[1], stats.shape[2] // UNIT, 2), dtype=torch.int32, device=q.device)
     with launch.lock:
         launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
         params = launch.params
@@ -107,14 +106,15 @@ def _run_backward(
 
 
 def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, store: int, dk, dv, stream) -> Launch:
-    (num_rows, num_heads, _), (num_keys, num_heads_kv, _) = q.shape, k.shape
+    (num_rows, num_heads, _), num_heads_kv = q.shape, k.shape[1]
     softcap, scale = options.softcap, options.softmax_scale
     params = BackwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, turns=plan.turns,
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step, turns=plan.turns,
         counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-        num_tiles=plan.num_tiles, num_rows=num_rows, num_keys=num_keys, num_heads_kv=num_heads_kv,
-        group=num_heads // num_heads_kv, splits=splits, stats_row=_padded(num_rows), store=store,
+        num_tiles=plan.num_tiles, num_heads_kv=num_heads_kv, group=num_heads // num_heads_kv, splits=splits,
+        head_section=num_heads_kv * splits, heads_inner=int(plan.heads_inner),
+        stats_row=_padded(num_rows, _QUERIES), store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(
@@ -149,14 +149,15 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def _padded(num_rows: int) -> int:
-    return -(-num_rows // _QUERIES) * _QUERIES
+def _padded(num_rows: int, block: int) -> int:
+    """Rows with what the last block reads behind them."""
+    return -(-num_rows // 32) * 32 + block
 
 
-def _row_stats(lse: Tensor, delta: Tensor, stream: int) -> Tensor:
+def _row_stats(lse: Tensor, delta: Tensor, block: int, stream: int) -> Tensor:
     """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``."""
     (num_rows, num_heads), device = lse.shape, lse.device
-    padded = _padded(num_rows)
+    padded = _padded(num_rows, block)
     stats = torch.empty((2, num_heads, padded), dtype=torch.float32, device=device)
     lse, delta = lse.to(torch.float32), delta.to(torch.float32)
 
@@ -167,7 +168,7 @@ def _row_stats(lse: Tensor, delta: Tensor, stream: int) -> Tensor:
         )  # fmt: skip
         return Launch(hopper_kernels.small_kernel(device, "prepare", ()), padded // 32 * -(-num_heads // 32), params)
 
-    launch = prepared(("prepare", device, lse.shape, lse.stride(), delta.stride()), make)
+    launch = prepared(("prepare", device, padded, lse.shape, lse.stride(), delta.stride()), make)
     with launch.lock:
         params = launch.params
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
@@ -190,14 +191,15 @@ def _finish_dq(sums: Tensor, dq: Tensor, dtype: torch.dtype, scale: float, store
     num_rows, num_heads, head_dim = dq.shape
 
     def make() -> Launch:
-        blocks = sums.shape[1] // _QUERIES
+        blocks = -(-num_rows // _QUERIES)
         params = FinishParams(
-            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks, store=store, scale=scale
+            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
+            units=sums.shape[1] // UNIT, store=store, scale=scale,
         )  # fmt: skip
         defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
         return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
 
-    launch = prepared(("finish_dq", dq.device, dtype, store, scale, dq.shape, dq.stride()), make)
+    launch = prepared(("finish_dq", dq.device, dtype, store, scale, sums.shape, dq.shape, dq.stride()), make)
     with launch.lock:
         launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
         launch.fire(stream)

@@ -32,23 +32,24 @@ def key_gradients(
 
     Args:
         stats: lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``.
-        plan: of the transposed mask, tiles of `WIDE_BLOCK` keys.
+        plan: of the transposed mask, tiles as in `WIDE_TILES`.
         splits: parts that the query heads of a group are dealt to; with more than one, ``store`` adds.
         store: how gradients are written, as the kernels number it.
     """
-    q, k, v, _ = inputs
+    q, k, v, dout = inputs
     dk, dv = grads
+    keys, block = hopper_kernels.WIDE_TILES[q.shape[2], v.shape[2]]
 
     def make() -> Launch:
         params = _params(inputs, stats, options, plan, store, stream)
-        params.splits = splits
+        params.splits, params.heads_inner = splits, int(plan.heads_inner)
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
         kernel = hopper_kernels.backward_wide_keys_kernel(
             q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0
         )
         grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-        return Launch(kernel, grid, params, _boxes(inputs), keep=plan)
+        return Launch(kernel, grid, params, ((q, block), (k, keys), (v, keys), (dout, block)), keep=plan)
 
     launch = prepared((*_key("backward_wide_keys", inputs, bands, options, store, grads), stream), make)
     with launch.lock:
@@ -60,11 +61,11 @@ def query_gradient(
     inputs: Inputs, stats: Tensor, bands: np.ndarray, options: AttnOptions, store: int, grad: Tensor, stream: int
 ) -> None:
     """Writes dq, or adds to it; arguments as in `key_gradients`."""
-    q, k, v, _ = inputs
-    num_heads, block = q.shape[1], hopper_kernels.WIDE_BLOCK
+    q, k, v, dout = inputs
+    num_heads, block = q.shape[1], hopper_kernels.WIDE_KEYS
 
     def make() -> Launch:
-        plan = hopper_plan.forward_plan(bands, q.shape[0], k.shape[0], block, q.device)
+        plan = hopper_plan.forward_plan(bands, q.shape[0], block, q.device)
         params = _params(inputs, stats, options, plan, store, stream)
         params.head_section = head_section(num_heads, params.group, k, v)
         params.dq_row, params.dq_head = grad.stride()[:2]
@@ -72,7 +73,7 @@ def query_gradient(
             q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0
         )
         grid = grid_size(q.device, plan.num_tiles * num_heads, options.sm_margin)
-        return Launch(kernel, grid, params, _boxes(inputs), keep=plan)
+        return Launch(kernel, grid, params, ((q, 64), (k, block), (v, block), (dout, 64)), keep=plan)
 
     launch = prepared((*_key("backward_wide_queries", inputs, bands, options, store, (grad,)), stream), make)
     with launch.lock:
@@ -85,19 +86,15 @@ def _params(
 ) -> BackwardWideParams:
     """What both kernels are told; addresses of tensors come with the launch."""
     q, k, _, _ = inputs
-    (num_rows, num_heads, _), (num_keys, num_heads_kv, _) = q.shape, k.shape
+    num_heads = q.shape[1]
     softcap, scale = options.softcap, options.softmax_scale
     return BackwardWideParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, counter=work_counter(q.device, stream).data_ptr(),
-        num_tiles=plan.num_tiles, num_rows=num_rows, num_keys=num_keys, num_heads=num_heads,
-        group=num_heads // num_heads_kv, stats_row=stats.shape[2], store=store,
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
+        counter=work_counter(q.device, stream).data_ptr(),
+        num_tiles=plan.num_tiles, num_heads=num_heads, group=num_heads // k.shape[1],
+        stats_row=stats.shape[2], store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
-
-
-def _boxes(inputs: Inputs) -> tuple[tuple[Tensor, int], ...]:
-    """Rows that one copy loads: all blocks, and the rows of a warpgroup, are as long."""
-    return tuple((t, hopper_kernels.WIDE_BLOCK) for t in inputs)
 
 
 def _key(name: str, inputs: Inputs, bands: np.ndarray, options: AttnOptions, store: int, grads) -> tuple:
