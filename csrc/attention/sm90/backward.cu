@@ -19,16 +19,9 @@
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kStages = STAGES;  // of q, and of dout
-#ifndef QSTAGES
-#define QSTAGES 3
-#endif
 #ifndef TURNS
 #define TURNS 0
 #endif
-#ifndef ORDER
-#define ORDER 0
-#endif
-constexpr int kQStages = QSTAGES;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kKeys = 64;   // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
@@ -71,22 +64,24 @@ struct BlockInfo {
 struct Shared {
   alignas(1024) u16 k[kHeadDim / kPanel][kTileKeys][kPanel];
   u16 v[kHeadDimV / kPanel][kTileKeys][kPanel];
-  u16 q[kQStages][kHeadDim / kPanel][kQueries][kPanel];
+  u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
   u16 ds[kDsBuffers][kTileKeys][kQueries];
   float dq[kGroups * 4][kDqColumns * 16];  // of each warp: 16 queries, as they lie in registers
-  float lse[kQStages][kQueries], delta[kStages][kQueries];
+  float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
-  u64 q_full[kQStages], q_empty[kQStages], dout_full[kStages], dout_empty[kStages];
+  u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
   int4 item[2];
-  int4 info[kQStages];  // BlockInfo
+  int4 info[kStages];               // BlockInfo
+  int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
-constexpr u32 kBytesQ = sizeof(Shared::q) / kQStages;
+constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * sizeof(float);
+constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 
 // Items of a section of heads, tile by tile; its head is the first of the query heads.
 DEVICE int4 decode_item(const BackwardParams& p, int item) {
@@ -111,8 +106,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
   prefetch_map(&p.dout);
-  Ring<kQStages> q_ring;
-  Ring<kStages> dout_ring;
+  Ring<kStages> ring;
   Ring<2> slot;
   u32 kv_parity = 1;
   int next = blockIdx.x;
@@ -150,22 +144,23 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
         }
       }
       info.w += last;
-      int i = q_ring.index;
+      const int i = ring.index;
       u32 bar = smem_address(&s.q_full[i]);
-      barrier_wait(smem_address(&s.q_empty[i]), q_ring.parity ^ 1);
+      barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
       s.info[i] = info;
-      barrier_expect_bytes(bar, kBytesQ + kBytesRow);
+      barrier_expect_bytes(bar, kBytesQ + kBytesRow + (masked ? kBytesBounds : 0));
+      if (masked)
+        load_bytes(smem_address(s.bounds[i]), p.plan.bounds + static_cast<i64>(info.z / 4) * kTileKeys, kBytesBounds,
+                   bar);
       load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
       const i64 at = static_cast<i64>(head) * p.stats_row + row;
       load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
-      q_ring.advance();
-      i = dout_ring.index;
       bar = smem_address(&s.dout_full[i]);
-      barrier_wait(smem_address(&s.dout_empty[i]), dout_ring.parity ^ 1);
+      barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
       barrier_expect_bytes(bar, kBytesDout + kBytesRow);
       load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
       load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
-      dout_ring.advance();
+      ring.advance();
     }
   }
   leave(p.counter);
@@ -285,20 +280,11 @@ struct Slope {
   float of[SOFTCAP ? 32 : 1];
 };
 
-// What the exponentials of a block need beside its logits.
-struct RowData {
-  float2 lse[8];  // of this thread's queries
-  bool masked;
-  int column;      // where masked: the first query of this thread
-  int2 bounds[2];  // and what its keys see
-};
-
 struct Consumer {
   const BackwardParams& p;
   Shared& s;
   const int warpgroup, lane, row;  // row: first of this thread's keys in the tile
-  Ring<kQStages> q_ring;
-  Ring<kStages> dout_ring;
+  Ring<kStages> ring;
   Ring<kDsBuffers> buffer;  // of dS, to be written next
   u32 parity = 0;           // of the dS written last
   int last_turn = 0;
@@ -327,58 +313,55 @@ struct Consumer {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   }
 
-  // Fetched before the logits arrive.
-  DEVICE void load_rows(RowData& x, const BlockInfo& info) const {
-    x.masked = info.pass_masked & (1 << warpgroup);
-    if (x.masked) {
-      x.column = info.column + 2 * (lane % 4);
-      const int2* bounds = p.plan.bounds + static_cast<i64>(info.pass_masked / 4) * kTileKeys + row;
-      x.bounds[0] = __ldg(bounds);
-      x.bounds[1] = __ldg(bounds + 8);
-    }
-    const u32 values = smem_address(s.lse[q_ring.index]) + lane % 4 * 8;
+  // One value each query, those of this thread.
+  DEVICE void load_values(float2 (&x)[8], u32 values) const {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x.lse[j] = load_shared_v2(values + 32 * j);
+    for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j + lane % 4 * 8);
   }
 
   DEVICE BlockInfo block_info() const {
-    const int4 x = s.info[q_ring.index];
-    return {x.x, x.y, x.z, x.w};
+    const int4 x = s.info[ring.index];
+    return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
   }
 
   DEVICE void issue_s(float (&x)[32], bool real) {
     const Operand k_own(smem_address(s.k) + warpgroup * kKeys * 128);
-    const Operand q(smem_address(real ? &s.q[q_ring.index][0][0][0] : &s.k[0][0][0]));
+    const Operand q(smem_address(real ? &s.q[ring.index][0][0][0] : &s.k[0][0][0]));
     issue_transposed_logits<kHeadDim>(x, k_own, q);
   }
 
   DEVICE void issue_dp(float (&y)[32], bool real) {
     const Operand v_own(smem_address(s.v) + warpgroup * kKeys * 128);
-    const Operand dout(smem_address(real ? &s.dout[dout_ring.index][0][0][0] : &s.v[0][0][0]));
+    const Operand dout(smem_address(real ? &s.dout[ring.index][0][0][0] : &s.v[0][0][0]));
     issue_transposed_logits<kHeadDimV>(y, v_own, dout);
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const RowData& at) {
+  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const float2 (&lse)[8],
+                         const BlockInfo& info) {
     if (SOFTCAP) {
       apply_softcap(logits, p.softcap_factor);
 #pragma unroll
       for (int i = 0; i < (SOFTCAP ? 32 : 0); ++i) slope.of[i] = 1.f - logits[i] * logits[i];
     }
-    if (at.masked) apply_mask(logits, at.column, at.bounds);
+    if (info.pass_masked & (1 << warpgroup)) {
+      const int2* of_key = s.bounds[ring.index] + row;
+      const int2 bounds[2] = {of_key[0], of_key[8]};
+      apply_mask(logits, info.column + 2 * (lane % 4), bounds);
+    }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const float2 two = at.lse[i / 4];
+      const float2 two = lse[i / 4];
       logits[i] = exp2_fast(fmaf(logits[i], p.scale_log2, i % 2 ? -two.y : -two.x));
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
   }
 
-  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, u32 (&ds)[16]) {
-    const float2* delta = reinterpret_cast<const float2*>(s.delta[dout_ring.index]) + lane % 4;
+  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float2 (&delta)[8], const Slope& slope,
+                      u32 (&ds)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 two = delta[4 * (i / 2)];
+      const float2 two = delta[i / 2];
       float x = probs[2 * i] * (dp[2 * i] + two.x), y = probs[2 * i + 1] * (dp[2 * i + 1] + two.y);
       if (SOFTCAP) x *= slope.of[SOFTCAP ? 2 * i : 0], y *= slope.of[SOFTCAP ? 2 * i + 1 : 0];
       ds[i] = T::pack(x, y);
@@ -398,25 +381,24 @@ struct Consumer {
   // One query block. Finds P in x and in `probs`, and dP in y, with no product under way, and leaves those of the next
   // block there. dQ is a block behind: that of the piece `previous` is added. Returns whether there is a next block.
   DEVICE bool step(BlockInfo& info, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32],
-                   float (&y)[32], u32 (&probs)[16], Slope& slope, int& previous) {
-    const int now = q_ring.index, dout_now = dout_ring.index;
+                   float (&y)[32], float2 (&delta)[8], u32 (&probs)[16], Slope& slope, int& previous) {
+    const int now = ring.index;
     u32 ds[16];
     float own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);
-    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[dout_now]), kQueries * 128));
-    form_ds(x, y, slope, ds);
+    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
+    form_ds(x, y, delta, slope, ds);
     store_ds(ds);
     const int to_add = previous, turn = last_turn;
     previous = 2 * (info.unit + warp()) + warpgroup;
     if (ORDERED) last_turn = __ldg(p.turns + info.turn_last / 2 + warp());
     const bool more = !(info.turn_last & 1);
-    q_ring.advance();
-    dout_ring.advance();
-    if (more) barrier_wait(smem_address(&s.q_full[q_ring.index]), q_ring.parity);
+    ring.advance();
+    if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
     wgmma_wait<0>();  // dV
     pin(probs);
     pin(dv);
-    release(s.dout_empty[dout_now]);
+    release(s.dout_empty[now]);
     if (TURNS) named_sync(5 + warpgroup, 128 * kGroups);
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
     if (to_add >= 0) named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
@@ -429,21 +411,22 @@ struct Consumer {
     // of a branch, the assembler would serialise all of them.
     issue_s(x, more);
     if (TURNS) named_arrive(6 - warpgroup, 128 * kGroups);
+    if (more) info = block_info();
+    float2 lse[8];
+    load_values(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();  // dQ
     pin(dq);
     parity ^= 1;
     buffer.advance();
     named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
     if (to_add >= 0) stage_dq(staging(), dq, lane);
-    if (more) barrier_wait(smem_address(&s.dout_full[dout_ring.index]), dout_ring.parity);
+    if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, more);
-    RowData rows;
-    if (more) info = block_info();
-    load_rows(rows, info);
+    if (to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
     wgmma_wait<1>();  // S
     pin(x);
-    if (more) form_probs(x, probs, slope, rows);
-    if (to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
+    if (more) form_probs(x, probs, slope, lse, info);
+    load_values(delta, smem_address(s.delta[ring.index]));
     wgmma_wait<0>();  // dP
     pin(y);
     return more;
@@ -458,20 +441,21 @@ struct Consumer {
     int previous = -1;
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
-    barrier_wait(smem_address(&s.q_full[q_ring.index]), q_ring.parity);
+    barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
     issue_s(x, true);
-    barrier_wait(smem_address(&s.dout_full[dout_ring.index]), dout_ring.parity);
+    barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, true);
-    RowData rows;
+    float2 lse[8], delta[8];
     BlockInfo info = block_info();
-    load_rows(rows, info);
+    load_values(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();
     pin(x);
-    form_probs(x, probs, slope, rows);
+    form_probs(x, probs, slope, lse, info);
+    load_values(delta, smem_address(s.delta[ring.index]));
     wgmma_wait<0>();
     pin(y);
     // No product is under way where the loop closes: the assembler would serialise all of them.
-    while (step(info, dk, dv, x, y, probs, slope, previous)) {
+    while (step(info, dk, dv, x, y, delta, probs, slope, previous)) {
     }
     named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
     issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
@@ -487,20 +471,20 @@ struct Consumer {
     Ring<2> slot;
     while (true) {
       barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
-      const int4 item = s.item[slot.index];
-      __syncwarp();
-      release(s.item_empty[slot.index]);
-      slot.advance();
-      if (item.x < 0) break;
+      // The item stays there until its gradients are written: registers are scarce meanwhile.
+      const bool some = s.item[slot.index].z < s.item[slot.index].w;
+      if (s.item[slot.index].x < 0) break;
       float dk[kHeadDim / 2], dv[kHeadDimV / 2];
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
-      if (item.z < item.w)
-        accumulate(dk, dv);
-      else if (p.store == kAddFloat)
-        continue;
+      if (some) accumulate(dk, dv);
+      const int4 item = s.item[slot.index];
+      __syncwarp();
+      release(s.item_empty[slot.index]);
+      slot.advance();
+      if (!some && p.store == kAddFloat) continue;
       const i64 key = item.x + row;
       bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
       const int head_kv = item_head(item) / p.group;
@@ -522,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
       barrier_init(smem_address(&s.dout_full[i]), 1);
       barrier_init(smem_address(&s.dout_empty[i]), 4 * kGroups);
     }
-    for (int i = 0; i < kQStages; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       barrier_init(smem_address(&s.q_full[i]), 1);
       barrier_init(smem_address(&s.q_empty[i]), 4 * kGroups);
     }

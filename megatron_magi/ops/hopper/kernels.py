@@ -49,8 +49,8 @@ def backward_kernel(
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
         element(dtype), f"SOFTCAP={int(softcap)}", f"ORDERED={int(ordered)}",
     )  # fmt: skip
-    tiles = (128 + 64 * _STAGES) * sum(dims) + 64 * dims[0] + 3 * 128 * 64  # k, v, dout, q; three of dS
-    shared = 2 * tiles + 4 * 64 * dims[0] + (2 * _STAGES + 1) * 256 + _SPARE_BYTES
+    tiles = (128 + 64 * _STAGES) * sum(dims) + 3 * 128 * 64  # k, v, q, dout; three of dS
+    shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 
 
