@@ -107,14 +107,14 @@ def _run_backward(
 
 def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, store: int, dk, dv, stream) -> Launch:
     (num_rows, num_heads, _), num_heads_kv = q.shape, k.shape[1]
-    softcap, scale = options.softcap, options.softmax_scale
+    softcap, scale, padded = options.softcap, options.softmax_scale, _padded(num_rows, _QUERIES)
     params = BackwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step, turns=plan.turns,
         counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-        num_tiles=plan.num_tiles, num_heads_kv=num_heads_kv, group=num_heads // num_heads_kv, splits=splits,
-        head_section=num_heads_kv * splits, heads_inner=int(plan.heads_inner),
-        stats_row=_padded(num_rows, _QUERIES), store=store,
+        num_tiles=plan.num_tiles, num_items=plan.num_tiles * num_heads_kv * splits, group=num_heads // num_heads_kv,
+        heads=num_heads // (num_heads_kv * splits), head_section=num_heads_kv * splits,
+        heads_inner=int(plan.heads_inner), stats_row=padded, units=padded // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(
