@@ -108,7 +108,6 @@ template <bool kOfValues>
 struct Consumer {
   static constexpr int kDepth = kOfValues ? kHeadDim : kHeadDimV;
   static constexpr int kColumns = kOfValues ? kHeadDimV : kHeadDim;
-  static constexpr bool kEager = EAGER & (kOfValues ? 1 : 2);
 
   const BackwardWideParams& p;
   Shared& s;
@@ -228,31 +227,13 @@ struct Consumer {
     bool more = true;
     while (more) {
       const int now = ring.index;
-      const u32 now_parity = ring.parity;
+      barrier_wait(smem_address(&gradient_full(now)), ring.parity);
+      issue_gradient<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
       more = advance(walk, h, item);
       ring.advance();
       // After the last block the product is computed of what lies in k or v, for nobody: around a branch, too, the
       // assembler would serialise.
       const Operand next(more ? logits_block(ring.index) : own_keys());
-      if (kEager) {
-        u32 next_word[kQueries / 4];
-        if (more) barrier_wait(smem_address(&logits_full(ring.index)), ring.parity);
-        issue_logits<kDepth, kQueries>(x, own, next);
-        barrier_wait(smem_address(&gradient_full(now)), now_parity);
-        issue_gradient<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
-        wgmma_wait<1>();
-        pin(x);
-        if (more) form(x, next_word, walk);
-        wgmma_wait<0>();
-        pin(gradient);
-        pin(word);
-        release(gradient_empty(now), lane);
-#pragma unroll
-        for (int i = 0; i < kQueries / 4; ++i) word[i] = next_word[i];
-        continue;
-      }
-      barrier_wait(smem_address(&gradient_full(now)), now_parity);
-      issue_gradient<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
       if (more) barrier_wait(smem_address(&logits_full(ring.index)), ring.parity);
       issue_logits<kDepth, kQueries>(x, own, next);
       wgmma_wait<1>();

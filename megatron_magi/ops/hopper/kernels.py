@@ -58,7 +58,7 @@ def backward_kernel(
 def backward_wide_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention backward of `WIDE_TILES`: dk and dv."""
     keys, queries = WIDE_TILES[dims]
-    defines = (*_wide_defines(dtype, dims, softcap, queries), f"STAGES={_STAGES}", "EAGER=0")
+    defines = (*_wide_defines(dtype, dims, softcap, queries), f"STAGES={_STAGES}")
     tiles = (keys + _STAGES * queries) * sum(dims) + keys * queries  # k and v, q and dout, P
     return _load(device, "backward_wide_keys", defines, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
 
