@@ -42,7 +42,6 @@ STRUCTS = [
                 "STAGES_V=2",
                 "DTYPE=Bf16",
                 "SOFTCAP=0",
-                "EAGER=0",
             ),
         )
         for part in ("keys", "queries")
