@@ -7,8 +7,9 @@
 //
 // Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has products of the
 // same warpgroup to hide under: dS is formed under dV; S and dP of the next block are queued behind dQ, and while they
-// run dQ is drained and the exponentials are taken. The sums of S start at -lse / scale and those of dP at -delta, so
-// that neither costs arithmetic; the softmax scale is left out of dS and multiplies dQ and dK at the end.
+// run dQ is drained and the exponentials are taken. The softmax
+// scale is left out of dS and multiplies dQ and dK at the end. dQ lags a block behind, so that neither warpgroup waits for
+// the other's dS.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums of dQ in
 // the order of the tiles, so that results repeat bit by bit).
@@ -19,23 +20,8 @@
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kStages = STAGES;  // of q, and of dout
-#ifndef TURNS
-#define TURNS 0
-#endif
-#ifndef LSE_POS
-#define LSE_POS 0
-#endif
-#ifndef DELTA_POS
-#define DELTA_POS 0
-#endif
-#ifndef ADD_POS
-#define ADD_POS 0
-#endif
-#ifndef RED
-#define RED 0
-#endif
-constexpr int kGroups = 2;  // consumer warpgroups
-constexpr int kKeys = 64;   // keys of a warpgroup
+constexpr int kGroups = 2;       // consumer warpgroups
+constexpr int kKeys = 64;        // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kPanel = 64;    // columns of a swizzled panel
@@ -44,8 +30,8 @@ constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
 using T = DTYPE;
 
-// Named barriers: for dS of each warpgroup two that alternate.
-constexpr u32 kDsThere = 1;
+// Named barriers: two for the turns at the tensor cores, and for dS of each warpgroup two that alternate.
+constexpr u32 kMyTurn = 1, kDsThere = 3;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 
@@ -225,14 +211,11 @@ DEVICE void next_turn(int* done, int turn) {
 
 // A warp adds its accumulators to device memory through its piece of shared memory, by the copy engine: first they are
 // staged, and later, when the stores have long landed, handed over.
-DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane, float* to) {
-#pragma unroll
-  for (int i = kDqColumns / 8 - RED; i < kDqColumns / 8; ++i)
-    add_global_v4(to + i * 128 + lane * 4, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane) {
   if (lane == 0) bulk_wait_read();
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kDqColumns / 8 - RED; ++i)
+  for (int i = 0; i < kDqColumns / 8; ++i)
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
@@ -243,7 +226,7 @@ DEVICE void add_dq(const BackwardParams& p, int piece, u32 staging, int lane, in
     float* const to = p.dq + static_cast<i64>(piece) * (kDqColumns * 16);
     int* const done = p.done + piece;
     if (ORDERED) wait_turn(done, turn);
-    add_floats(to, staging, kDqColumns * 64 - RED * 512);
+    add_floats(to, staging, kDqColumns * 64);
     if (ORDERED) {
       bulk_wait();
       next_turn(done, turn);
@@ -372,8 +355,9 @@ struct Consumer {
     for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
   }
 
-  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float2 (&delta)[8], const Slope& slope,
-                      u32 (&ds)[16]) {
+  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, u32 (&ds)[16]) {
+    float2 delta[8];
+    load_values(delta, smem_address(s.delta[ring.index]));
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 two = delta[i / 2];
@@ -396,14 +380,13 @@ struct Consumer {
   // One query block. Finds P in x and in `probs`, and dP in y, with no product under way, and leaves those of the next
   // block there. dQ is a block behind: that of the piece `previous` is added. Returns whether there is a next block.
   DEVICE bool step(BlockInfo& info, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32],
-                   float (&y)[32], float2 (&delta)[8], u32 (&probs)[16], Slope& slope, int& previous) {
+                   float (&y)[32], u32 (&probs)[16], Slope& slope, int& previous) {
     const int now = ring.index;
     u32 ds[16];
     float own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
-    if (DELTA_POS == 1) load_values(delta, smem_address(s.delta[ring.index]));
-    form_ds(x, y, delta, slope, ds);
+    form_ds(x, y, slope, ds);
     store_ds(ds);
     const int to_add = previous, turn = last_turn;
     previous = 2 * (info.unit + warp()) + warpgroup;
@@ -415,10 +398,11 @@ struct Consumer {
     pin(probs);
     pin(dv);
     release(s.dout_empty[now]);
-    if (TURNS == 1) named_sync(5 + warpgroup, 128 * kGroups);
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
     if (to_add >= 0) named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
-    if (TURNS == 2) named_sync(5 + warpgroup, 128 * kGroups);
+    // The warpgroups take turns at the products that have both operands in shared memory, dQ, S and dP: one at a time
+    // reads all that shared memory gives, while the other is at its exponentials, dS, dV and dK.
+    named_sync(kMyTurn + warpgroup, 128 * kGroups);
     issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
     wgmma_wait<1>();  // dK
     pin(ds);
@@ -427,26 +411,22 @@ struct Consumer {
     // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side
     // of a branch, the assembler would serialise all of them.
     issue_s(x, more);
-    if (TURNS == 1) named_arrive(6 - warpgroup, 128 * kGroups);
     if (more) info = block_info();
     float2 lse[8];
-    if (LSE_POS == 0) load_values(lse, smem_address(s.lse[ring.index]));
+    load_values(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();  // dQ
     pin(dq);
     parity ^= 1;
     buffer.advance();
     named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
-    if (to_add >= 0) stage_dq(staging(), dq, lane, p.dq + static_cast<i64>(to_add) * (kDqColumns * 16));
+    if (to_add >= 0) stage_dq(staging(), dq, lane);
     if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, more);
-    if (TURNS == 2) named_arrive(6 - warpgroup, 128 * kGroups);
-    if (LSE_POS == 1) load_values(lse, smem_address(s.lse[ring.index]));
-    if (ADD_POS == 0 && to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
+    named_arrive(kMyTurn + 1 - warpgroup, 128 * kGroups);
+    if (to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
     wgmma_wait<1>();  // S
     pin(x);
     if (more) form_probs(x, probs, slope, lse, info);
-    if (ADD_POS == 1 && to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
-    if (DELTA_POS == 0) load_values(delta, smem_address(s.delta[ring.index]));
     wgmma_wait<0>();  // dP
     pin(y);
     return more;
@@ -465,29 +445,28 @@ struct Consumer {
     issue_s(x, true);
     barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, true);
-    float2 lse[8], delta[8];
+    float2 lse[8];
     BlockInfo info = block_info();
     load_values(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();
     pin(x);
     form_probs(x, probs, slope, lse, info);
-    load_values(delta, smem_address(s.delta[ring.index]));
     wgmma_wait<0>();
     pin(y);
     // No product is under way where the loop closes: the assembler would serialise all of them.
-    while (step(info, dk, dv, x, y, delta, probs, slope, previous)) {
+    while (step(info, dk, dv, x, y, probs, slope, previous)) {
     }
     named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
     issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
     wgmma_wait<0>();
     pin(dq);
     release(s.kv_empty);
-    stage_dq(staging(), dq, lane, p.dq + static_cast<i64>(previous) * (kDqColumns * 16));
+    stage_dq(staging(), dq, lane);
     add_dq(p, previous, staging(), lane, last_turn);
   }
 
   DEVICE void run() {
-    if (TURNS && warpgroup == 1) named_arrive(5, 128 * kGroups);
+    if (warpgroup == 1) named_arrive(kMyTurn, 128 * kGroups);
     Ring<2> slot;
     while (true) {
       barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
