@@ -9,6 +9,7 @@ import torch
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
+from megatron_magi.ops.slice_attention import slice_attention
 from tests.ops.ffa_cases import (
     MASKS,
     Inputs,
@@ -39,36 +40,44 @@ def check(x: Inputs) -> None:
         assert bool((got[unseen] == 0).all()), f"{name} of tokens in no pair is not zero"
 
 
+# 64/64 is the kernel of 128/128 with other numbers.
+KERNEL_DIMS = [(128, 128), *hopper_kernels.WIDE_TILES]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_gradients_match_fp64(mask, shape):
-    check(make_inputs(MASKS[mask](*shape), *shape))
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+def test_gradients_match_fp64(dims, mask, shape):
+    check(make_inputs(MASKS[mask](*shape), *shape, dims=dims))
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_bands_match_fp64(seed):
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+def test_random_bands_match_fp64(dims, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_keys = rng.integers(1, 900, 2).tolist()
     heads = [(4, 2), (1, 1), (8, 1), (3, 3), (6, 2)][seed % 5]
-    check(make_inputs(random_bands(rng, num_rows, num_keys), num_rows, num_keys, heads=heads, seed=seed))
+    check(make_inputs(random_bands(rng, num_rows, num_keys), num_rows, num_keys, heads=heads, dims=dims, seed=seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS)
+@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS, ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
         check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
 
 
-def test_long_sequences_and_many_heads_match_fp64():
-    check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2)))
-    check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128)))
-    check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(128, 32)))
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+def test_long_sequences_and_many_heads_match_fp64(dims):
+    check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2), dims=dims))
+    check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128), dims=dims))
+    check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(128, 32), dims=dims))
 
 
-def test_gradients_add_to_given_fp32_and_bf16():
-    x = make_inputs(MASKS["causal"](300, 400), 300, 400)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+def test_gradients_add_to_given_fp32_and_bf16(dims):
+    x = make_inputs(MASKS["causal"](300, 400), 300, 400, dims=dims)
     out, lse, _ = run_forward(x)
     exact = exact_backward(x)
     for dtype, allowed in ((torch.float32, 6e-3), (torch.bfloat16, 1e-2)):
@@ -79,17 +88,19 @@ def test_gradients_add_to_given_fp32_and_bf16():
             assert float((a.double() - want).norm() / want.norm()) < allowed
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_a_dtype_are_written_whole(grad_dtype):
-    x = make_inputs(MASKS["documents"](390, 400), 390, 400)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+def test_gradients_of_a_dtype_are_written_whole(dims, grad_dtype):
+    x = make_inputs(MASKS["documents"](390, 400), 390, 400, dims=dims)
     out, lse, _ = run_forward(x)
     for got, want in zip(run_backward(x, out, lse, grad_dtype=grad_dtype), exact_backward(x), strict=True):
         assert got.dtype == grad_dtype
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
 
 
-def test_lse_of_more_keys_gives_the_part_of_these_keys():
-    whole = make_inputs(MASKS["causal"](500, 700), 500, 700)
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+def test_lse_of_more_keys_gives_the_part_of_these_keys(dims):
+    whole = make_inputs(MASKS["causal"](500, 700), 500, 700, dims=dims)
     out, lse, _ = run_forward(whole)
     exact = exact_backward(whole)
     dq = torch.zeros(whole.q.shape, device="cuda")
@@ -119,8 +130,9 @@ def test_row_delta_is_the_row_sum_and_ignores_garbage_where_out_is_zero():
 
 
 @pytest.mark.parametrize("mask", ["causal", "global_and_window"])
-def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(mask):
-    x = make_inputs(MASKS[mask](1500, 1500), 1500, 1500, heads=(8, 2))
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
+    x = make_inputs(MASKS[mask](1500, 1500), 1500, 1500, heads=(8, 2), dims=dims)
     x.options = AttnOptions(x.options.softmax_scale, deterministic=True)
     check(x)
     out, lse, _ = run_forward(x)
@@ -128,3 +140,22 @@ def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(mask):
     for _ in range(100):
         again = run_backward(x, out, lse)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS, ids=str)
+def test_autograd_through_views_of_one_projection_matches_fp64(dims, deterministic):
+    x = make_inputs(MASKS["causal"](300, 300), 300, 300, dims=dims)
+    columns = dims[0], dims[0], dims[1]
+    heads = 4, 2, 2
+    widths = [h * c for h, c in zip(heads, columns, strict=True)]
+    packed = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], dim=1).requires_grad_()
+    parts = packed.split(widths, dim=1)
+    q, k, v = (t.view(300, h, c) for t, h, c in zip(parts, heads, columns, strict=True))
+    out, _ = slice_attention(q, k, v, x.bands, deterministic=deterministic, impl="ffa")
+    out.backward(x.dout)
+    grads = packed.grad.split(widths, dim=1)
+    for name, got, plain, exact in zip(
+        ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
+    ):
+        assert_as_good(name, got, plain.flatten(1), exact.flatten(1))

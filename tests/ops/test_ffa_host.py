@@ -30,6 +30,22 @@ STRUCTS = [
         "BackwardParams",
         ("HEAD_DIM=64", "HEAD_DIM_V=64", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0", "ORDERED=0"),
     ),
+    *(
+        (
+            f"backward_wide_{part}",
+            "BackwardWideParams",
+            (
+                "HEAD_DIM=192",
+                "HEAD_DIM_V=128",
+                "WIDTH=64",
+                "STAGES=2",
+                "STAGES_V=2",
+                "DTYPE=Bf16",
+                "SOFTCAP=0",
+            ),
+        )
+        for part in ("keys", "queries")
+    ),
     ("prepare", "PrepareParams", ()),
     ("finish_dq", "FinishParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
     ("row_delta", "RowDeltaParams", ("HEAD_DIM_V=64", "DTYPE=Bf16")),
@@ -40,7 +56,7 @@ STRUCTS = [
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
     struct = getattr(hopper_params, name)
-    in_plan = ("tiles", "passes", "bounds", "step") if source in ("forward", "backward") else ()
+    in_plan = ("tiles", "passes", "bounds", "step") if source.startswith(("forward", "backward")) else ()
     checks = []
     for field, *_ in struct._fields_[:-1]:
         member = f"plan.{field}" if field in in_plan else field
@@ -67,16 +83,20 @@ def launched(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: type("Stream", (), {"cuda_stream": 0})())
     monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
-    for kernel in (hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.small_kernel):
+    kernels = (
+        hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.backward_wide_keys_kernel,
+        hopper_kernels.backward_wide_queries_kernel, hopper_kernels.small_kernel,
+    )  # fmt: skip
+    for kernel in kernels:
         kernel.cache_clear()
     yield names
-    for kernel in (hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.small_kernel):
+    for kernel in kernels:
         kernel.cache_clear()
 
 
-def tensors(dtype=torch.bfloat16):
-    q = torch.randn(300, 4, 128).to(dtype)
-    k, v = torch.randn(400, 2, 128).to(dtype), torch.randn(400, 2, 128).to(dtype)
+def tensors(dtype=torch.bfloat16, dims=(128, 128)):
+    q = torch.randn(300, 4, dims[0]).to(dtype)
+    k, v = torch.randn(400, 2, dims[0]).to(dtype), torch.randn(400, 2, dims[1]).to(dtype)
     bands = np.array([[0, 300, 0, 400, -bd.NO_DIAGONAL, 101]], dtype=np.int64)
     return q, k, v, bands
 
@@ -95,6 +115,28 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
         hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
     assert launched == ["forward", "row_delta", "prepare", "backward", "finish_dq"] * 3
     assert len(hopper_launch._launches) == 5
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", list(hopper_kernels.WIDE_TILES))
+def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, deterministic):
+    q, k, v, bands = tensors(dims=dims)
+    options, dout, row = (
+        AttnOptions(0.1, deterministic=deterministic),
+        torch.randn(300, 4, dims[1]),
+        torch.zeros(300, 4),
+    )
+    for _ in range(2):
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        hopper.backward(dout, q, k, v, row, row, bands, options, grads=grads, accumulate=False)
+    assert launched == ["prepare", "backward_wide_keys", "backward_wide_queries"] * 2
+    by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    keys, queries = by_name["backward_wide_keys"], by_name["backward_wide_queries"]
+    assert (keys.dk, keys.dk_row, keys.dk_head) == (grads[1].data_ptr(), 2 * dims[0], dims[0])
+    assert (keys.dv, keys.dv_row, keys.dv_head) == (grads[2].data_ptr(), 2 * dims[1], dims[1])
+    assert (queries.dq, queries.dq_row, queries.dq_head) == (grads[0].data_ptr(), 4 * dims[0], dims[0])
+    assert (keys.num_tiles, queries.num_tiles, queries.head_section) == (7, 3, 4)
+    assert keys.splits == 1 or not deterministic
 
 
 def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):

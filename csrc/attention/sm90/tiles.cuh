@@ -18,7 +18,7 @@ struct Ring {
 struct TilePlan {
   const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of rows
   const int4* passes;  // two each: first column, number of blocks, of each half tile its full blocks, blocks before it
-  const int2* bounds;  // of each pass, 128 rows: first and past-the-last visible column
+  const int2* bounds;  // of each pass, its rows: first and past-the-last visible column
   i64 step;            // columns from the begin of one block to that of the next
 };
 
@@ -29,7 +29,7 @@ DEVICE int item_rows(const int4& item) { return item.y >> 16; }
 
 // Walks over the blocks of all passes of a tile, as one warpgroup sees them. kEager: the bounds of this thread's rows
 // are fetched with each pass, before a masked block needs them; that takes four registers.
-template <bool kEager>
+template <bool kEager, int kTileRows = 128>
 struct BlockWalk {
   const TilePlan& plan;
   int pass, end_pass, warpgroup, row;
@@ -66,7 +66,7 @@ struct BlockWalk {
   }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {
-    const int2* b = plan.bounds + static_cast<i64>(pass) * 128 + row;
+    const int2* b = plan.bounds + static_cast<i64>(pass) * kTileRows + row;
     bounds[0] = __ldg(b);
     bounds[1] = __ldg(b + 8);
   }

@@ -1,4 +1,4 @@
-"""The backward pass on Hopper GPUs: four kernels, of which the second does the work."""
+"""The backward pass on Hopper GPUs: statistics of rows, the kernel that does the work (two for wide heads), and dq."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.ops.hopper import backward_wide as hopper_wide
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.common import (
@@ -41,7 +42,7 @@ def backward(
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
-    Beside the gradients it takes one fp32 dq of device memory.
+    Beside the gradients it takes one fp32 dq of device memory, for wide heads none.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -51,17 +52,39 @@ def backward(
             for grad in grads:
                 grad.zero_()
         return
-    check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
+    dims = (q.shape[2], v.shape[2])
+    check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
     q, k, v, dout = map(loadable, (q, k, v, dout.to(q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    plan = hopper_plan.backward_plan(bands, k.shape[0], options.deterministic, q.device)
+    wide = dims in hopper_kernels.WIDE_TILES
+    shape = hopper_kernels.WIDE_TILES.get(dims, (128, _QUERIES))
+    plan = hopper_plan.backward_plan(bands, k.shape[0], options.deterministic and not wide, q.device, shape)
     splits = 1
     if not options.deterministic:
         processors = num_processors(q.device) - options.sm_margin
         splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
-    stats = _row_stats(lse, delta, stream)
-    sums = torch.zeros((q.shape[1], stats.shape[2], q.shape[2]), dtype=torch.float32, device=q.device)
+    stats = _row_stats(lse, delta, shape[1], stream)
     store, dk, dv = _key_gradients(grads[1:], q.dtype, accumulate, splits)
+    dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
+    inputs = (q, k, v, dout)
+    if wide:
+        hopper_wide.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
+        hopper_wide.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
+    else:
+        sums = _run_backward(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
+        _finish_dq(sums, dq, q.dtype, options.softmax_scale, dq_store, stream)
+    for grad, buffer in zip(grads, (dq, dk, dv), strict=True):
+        if buffer is not grad:
+            grad.copy_(grad + buffer if accumulate else buffer)
+
+
+def _run_backward(
+    inputs, stats: Tensor, bands, options: AttnOptions, plan, splits: int, store: int, grads, stream: int
+) -> Tensor:
+    """Writes dk and dv; returns the sums of dq, which lie as `_finish_dq` wants them."""
+    q, k, v, dout = inputs
+    dk, dv = grads
+    sums = torch.zeros((q.shape[1], stats.shape[2], q.shape[2]), dtype=torch.float32, device=q.device)
     launch = prepared(
         (
             "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
@@ -79,22 +102,19 @@ def backward(
         params.dq, params.dk, params.dv = sums.data_ptr(), dk.data_ptr(), dv.data_ptr()
         params.done = 0 if done is None else done.data_ptr()
         launch.fire(stream)
-    _finish_dq(sums, grads[0], q.dtype, options.softmax_scale, accumulate, stream)
-    for grad, buffer in zip(grads[1:], (dk, dv), strict=True):
-        if buffer is not grad:
-            grad.copy_(grad + buffer if accumulate else buffer)
+    return sums
 
 
 def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, store: int, dk, dv, stream) -> Launch:
     (num_rows, num_heads, _), num_heads_kv = q.shape, k.shape[1]
-    softcap, scale = options.softcap, options.softmax_scale
+    softcap, scale, padded = options.softcap, options.softmax_scale, _padded(num_rows, _QUERIES)
     params = BackwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step, turns=plan.turns,
         counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         num_tiles=plan.num_tiles, num_items=plan.num_tiles * num_heads_kv * splits, group=num_heads // num_heads_kv,
         heads=num_heads // (num_heads_kv * splits), head_section=num_heads_kv * splits,
-        heads_inner=int(plan.heads_inner), stats_row=_padded(num_rows), units=_padded(num_rows) // UNIT, store=store,
+        heads_inner=int(plan.heads_inner), stats_row=padded, units=padded // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(
@@ -129,15 +149,15 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def _padded(num_rows: int) -> int:
+def _padded(num_rows: int, block: int) -> int:
     """Rows with what the last block reads behind them."""
-    return -(-num_rows // 32) * 32 + _QUERIES
+    return -(-num_rows // 32) * 32 + block
 
 
-def _row_stats(lse: Tensor, delta: Tensor, stream: int) -> Tensor:
+def _row_stats(lse: Tensor, delta: Tensor, block: int, stream: int) -> Tensor:
     """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``."""
     (num_rows, num_heads), device = lse.shape, lse.device
-    padded = _padded(num_rows)
+    padded = _padded(num_rows, block)
     stats = torch.empty((2, num_heads, padded), dtype=torch.float32, device=device)
     lse, delta = lse.to(torch.float32), delta.to(torch.float32)
 
@@ -148,7 +168,7 @@ def _row_stats(lse: Tensor, delta: Tensor, stream: int) -> Tensor:
         )  # fmt: skip
         return Launch(hopper_kernels.small_kernel(device, "prepare", ()), padded // 32 * -(-num_heads // 32), params)
 
-    launch = prepared(("prepare", device, lse.shape, lse.stride(), delta.stride()), make)
+    launch = prepared(("prepare", device, padded, lse.shape, lse.stride(), delta.stride()), make)
     with launch.lock:
         params = launch.params
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
@@ -157,31 +177,32 @@ def _row_stats(lse: Tensor, delta: Tensor, stream: int) -> Tensor:
     return stats
 
 
-def _finish_dq(sums: Tensor, grad: Tensor, dtype: torch.dtype, scale: float, accumulate: bool, stream: int) -> None:
-    """Writes scale times the sums to the gradient of q, or adds them to it."""
-    num_rows, num_heads, head_dim = grad.shape
-    direct = grad.dtype in (dtype, torch.float32) and fits_tensor_map(grad)
-    target = grad if direct else torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
-    store = _STORE_FLOAT if target.dtype == torch.float32 else _STORE_HALF
-    if direct and accumulate:
-        store = _ADD_FLOAT if store == _STORE_FLOAT else _ADD_HALF
+def _query_gradient(grad: Tensor, dtype: torch.dtype, accumulate: bool) -> tuple[int, Tensor]:
+    """How dq is written, and where to: the gradient itself, or what is yet to be put there."""
+    if grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
+        return _STORE_FLOAT, torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+    if grad.dtype == torch.float32:
+        return _ADD_FLOAT if accumulate else _STORE_FLOAT, grad
+    return _ADD_HALF if accumulate else _STORE_HALF, grad
+
+
+def _finish_dq(sums: Tensor, dq: Tensor, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
+    """Writes scale times the sums to dq, or adds them to it."""
+    num_rows, num_heads, head_dim = dq.shape
 
     def make() -> Launch:
         blocks = -(-num_rows // _QUERIES)
         params = FinishParams(
-            dq_row=target.stride(0), dq_head=target.stride(1), num_rows=num_rows, blocks=blocks,
-            units=sums.shape[1] // UNIT, store=store,
-            scale=scale,
+            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
+            units=sums.shape[1] // UNIT, store=store, scale=scale,
         )  # fmt: skip
         defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
-        return Launch(hopper_kernels.small_kernel(grad.device, "finish_dq", defines), num_heads * blocks, params)
+        return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
 
-    launch = prepared(("finish_dq", grad.device, dtype, store, scale, grad.shape, target.stride()), make)
+    launch = prepared(("finish_dq", dq.device, dtype, store, scale, sums.shape, dq.shape, dq.stride()), make)
     with launch.lock:
-        launch.params.sums, launch.params.dq = sums.data_ptr(), target.data_ptr()
+        launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
         launch.fire(stream)
-    if target is not grad:
-        grad.copy_(grad + target if accumulate else target)
 
 
 def _key_gradients(grads, dtype: torch.dtype, accumulate: bool, splits: int) -> tuple[int, Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 
 LOG2_E = 1.4426950408889634
+_L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together
 
 
 def loadable(t: Tensor) -> Tensor:
@@ -54,3 +55,12 @@ def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
 def work_counter(device: torch.device, stream: int) -> Tensor:
     """Counters of a stream: kernels of one stream follow each other, and each leaves them at zero."""
     return torch.zeros(8, dtype=torch.int32, device=device)
+
+
+def head_section(num_heads: int, group: int, k: Tensor, v: Tensor) -> int:
+    """Heads worked on together: whole groups whose keys and values fit in the L2 cache."""
+    bytes_per_head = k.shape[0] * (k.shape[2] + v.shape[2]) * k.element_size()
+    groups = max(1, min(num_heads // group, _L2_BYTES // bytes_per_head))
+    while (num_heads // group) % groups:
+        groups -= 1
+    return groups * group

@@ -13,7 +13,12 @@ from megatron_magi.ops.hopper.driver import Kernel
 FORWARD_WIDTH = {(64, 64): 128, (128, 128): 128, (192, 128): 128, (256, 256): 64}
 """Keys of a block by head dims (qk, v): the kernels that there are."""
 
-BACKWARD_DIMS = ((64, 64), (128, 128))
+BACKWARD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+WIDE_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
+"""Head dims whose backward is two kernels: for keys, with keys of a tile and queries of a block, and for queries."""
+
+WIDE_KEYS = 64
+"""Keys of a block of the kernel for queries."""
 _STAGES = 2
 _SPARE_BYTES = 1024  # barriers and the like
 _SHARED_BYTES = 227 << 10  # that a block may have
@@ -50,6 +55,33 @@ def backward_kernel(
     tiles = (128 + 64 * _STAGES) * sum(dims) + 3 * 128 * 64  # k, v, q, dout; three of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
+
+
+@cache
+def backward_wide_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
+    """Attention backward of `WIDE_TILES`: dk and dv."""
+    keys, queries = WIDE_TILES[dims]
+    defines = (*_wide_defines(dtype, dims, softcap, queries), f"STAGES={_STAGES}")
+    tiles = (keys + _STAGES * queries) * sum(dims) + keys * queries  # k and v, q and dout, P
+    return _load(device, "backward_wide_keys", defines, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
+
+
+@cache
+def backward_wide_queries_kernel(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool
+) -> Kernel:
+    """Attention backward of `WIDE_TILES`: dq."""
+    stages_v = 1 if dims[1] == 256 else 2  # a second one would not fit
+    defines = (*_wide_defines(dtype, dims, softcap, WIDE_KEYS), f"STAGES={_STAGES}", f"STAGES_V={stages_v}")
+    tiles = 128 * sum(dims) + WIDE_KEYS * (_STAGES * dims[0] + stages_v * dims[1])
+    return _load(device, "backward_wide_queries", defines, 384, 2 * tiles + _SPARE_BYTES)
+
+
+def _wide_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:
+    return (
+        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"WIDTH={width}",
+        element(dtype), f"SOFTCAP={int(softcap)}",
+    )  # fmt: skip
 
 
 @cache

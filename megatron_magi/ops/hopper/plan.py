@@ -99,22 +99,24 @@ def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, device: torch.d
     return _device_plan(("forward", content_digest(bands), num_rows, block_n), device, make)
 
 
-def backward_plan(bands: np.ndarray, num_keys: int, ordered: bool, device: torch.device) -> DevicePlan:
-    """Plan of 128-key tiles over blocks of 64 queries: that of the transposed mask. ``ordered``: with turns."""
+def backward_plan(
+    bands: np.ndarray, num_keys: int, ordered: bool, device: torch.device, shape: tuple[int, int] = (128, 64)
+) -> DevicePlan:
+    """Plan of tiles of keys over blocks of queries, ``shape``: that of the transposed mask. ``ordered``: with turns."""
 
     def make() -> DevicePlan:
         turned = hopper_tiles.transpose(bands)
-        plan = hopper_tiles.plan_tiles(turned, num_keys, 128, 64, align=hopper_tiles.UNIT, hide_tail=True)
+        plan = hopper_tiles.plan_tiles(turned, num_keys, *shape, align=hopper_tiles.UNIT, hide_tail=True)
         starts, ends = hopper_tiles.drift(plan)
         if ends < starts:
             plan = hopper_tiles.plan_tiles(
-                turned, num_keys, 128, 64, align=hopper_tiles.UNIT, hide_tail=True, descending=True
+                turned, num_keys, *shape, align=hopper_tiles.UNIT, hide_tail=True, descending=True
             )
         turns = hopper_tiles.block_turns(plan) if ordered else np.zeros(0, dtype=np.int32)
         heads_inner = min(starts, ends) < _SMALL_DRIFT < max(starts, ends)
         return _upload(plan, turns, heads_inner, device)
 
-    return _device_plan(("backward", content_digest(bands), num_keys, ordered), device, make)
+    return _device_plan(("backward", content_digest(bands), num_keys, ordered, shape), device, make)
 
 
 _SMALL_DRIFT = 32

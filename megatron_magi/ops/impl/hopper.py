@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs: the kernels of ``csrc/attention/sm90``.
 
-Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256 forward, the first two backward.
+Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256.
 Row statistics and sums are fp32. Values of tokens that share a tile with visible ones must be finite.
 """
 
@@ -13,15 +13,21 @@ from torch import Tensor
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import backward, row_delta
-from megatron_magi.ops.hopper.common import LOG2_E, check_support, grid_size, has_kernels, loadable, work_counter
+from megatron_magi.ops.hopper.common import (
+    LOG2_E,
+    check_support,
+    grid_size,
+    has_kernels,
+    head_section,
+    loadable,
+    work_counter,
+)
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import ForwardParams
 from megatron_magi.ops.options import AttnOptions
 
 __all__ = ["backward", "forward", "is_supported", "row_delta"]
-
-_L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together
 
 
 def forward(
@@ -96,7 +102,7 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
         counter=work_counter(q.device, stream).data_ptr(),
         out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
         num_tiles=plan.num_tiles, num_heads=num_heads, group=group,
-        head_section=_head_section(num_heads, group, k, v), logit_scale=softcap or scale,
+        head_section=head_section(num_heads, group, k, v), logit_scale=softcap or scale,
         scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
         accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
     )  # fmt: skip
@@ -105,12 +111,3 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0)
     grid = grid_size(q.device, plan.num_tiles * num_heads, options.sm_margin)
     return Launch(kernel, grid, params, ((q, 64), (k, block_n), (v, block_n)), keep=plan)
-
-
-def _head_section(num_heads: int, group: int, k: Tensor, v: Tensor) -> int:
-    """Heads worked on together: whole groups whose keys and values fit in the L2 cache."""
-    bytes_per_head = k.shape[0] * (k.shape[2] + v.shape[2]) * k.element_size()
-    groups = max(1, min(num_heads // group, _L2_BYTES // bytes_per_head))
-    while (num_heads // group) % groups:
-        groups -= 1
-    return groups * group
