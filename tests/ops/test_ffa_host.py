@@ -23,7 +23,7 @@ STRUCTS = [
     (
         "forward",
         "ForwardParams",
-        ("HEAD_DIM=64", "HEAD_DIM_V=64", "BLOCK_N=128", "STAGES=2", "Q_BUFFERS=2", "DTYPE=Bf16", "SOFTCAP=0"),
+        ("HEAD_DIM=64", "HEAD_DIM_V=64", "BLOCK_N=128", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0"),
     ),
     (
         "backward",

@@ -5,9 +5,7 @@
 // a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside the
 // sub-range that all rows see completely apply the mask.
 //
-// While the output of an item is written, the first product of the next one runs.
-//
-// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, Q_BUFFERS (1 or 2), DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -15,7 +13,6 @@
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES;
-constexpr int kQBuffers = Q_BUFFERS;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kRows = 64;   // query rows of a warpgroup
 constexpr int kPanel = 64;  // columns of a swizzled panel
@@ -40,16 +37,16 @@ struct ForwardParams {
 };
 
 struct Shared {
-  alignas(1024) u16 q[kQBuffers][kGroups][kHeadDim / kPanel][kRows][kPanel];
+  alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kRows][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
-  u64 q_full[kQBuffers][kGroups], q_empty[kQBuffers][kGroups];
+  u64 q_full[kGroups], q_empty[kGroups];
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 item_full[2], item_empty[2];
   int4 item[2];
 };
 
-constexpr u32 kBytesQ = sizeof(Shared::q) / (kQBuffers * kGroups);
+constexpr u32 kBytesQ = sizeof(Shared::q) / kGroups;
 constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 constexpr u32 kBytesV = sizeof(Shared::v) / kStages;
 
@@ -74,7 +71,7 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
   Ring<kStages> rk, rv;
-  Ring<kQBuffers> rq;
+  u32 q_parity = 1;
   auto load_k = [&](int key, int head) {
     barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
     load_block(&p.k, smem_address(s.k[rk.index]), kHeadDim / kPanel, key, head, smem_address(&s.k_full[rk.index]),
@@ -87,16 +84,20 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
                kBytesV);
     rv.advance();
   };
-  int next = blockIdx.x;
+  int4 item = decode_item(p, blockIdx.x);
   Ring<2> slot;
   while (true) {
-    const int4 item = decode_item(p, next);
     barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
     s.item[slot.index] = item;
     barrier_arrive(smem_address(&s.item_full[slot.index]));
     slot.advance();
     if (item.x < 0) break;
-    next = gridDim.x + atomicAdd(p.counter, 1);
+    int4 next_item;
+    bool fetched = false;
+    auto fetch_next = [&] {  // early enough to hide how long it takes
+      if (!fetched) next_item = decode_item(p, gridDim.x + atomicAdd(p.counter, 1));
+      fetched = true;
+    };
     const int head = item_head(item), head_kv = head / p.group;
     int previous = -1;
     for (int pass = item.z; pass < item.w; ++pass) {
@@ -106,13 +107,14 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
         load_k(key, head_kv);
         if (previous < 0) {
           for (int w = 0; w < kGroups; ++w) {
-            barrier_wait(smem_address(&s.q_empty[rq.index][w]), rq.parity ^ 1);
-            const u32 bar = smem_address(&s.q_full[rq.index][w]);
+            barrier_wait(smem_address(&s.q_empty[w]), q_parity);
+            const u32 bar = smem_address(&s.q_full[w]);
             barrier_expect_bytes(bar, kBytesQ);
             for (int i = 0; i < kHeadDim / kPanel; ++i)
-              load_box(smem_address(s.q[rq.index][w][i]), &p.q, i * kPanel, head, item.x + w * kRows, bar);
+              load_box(smem_address(s.q[w][i]), &p.q, i * kPanel, head, item.x + w * kRows, bar);
           }
-          rq.advance();
+          q_parity ^= 1;
+          fetch_next();
         } else {
           load_v(previous, head_kv);
         }
@@ -120,6 +122,8 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
       }
     }
     if (previous >= 0) load_v(previous, head_kv);
+    fetch_next();
+    item = next_item;
   }
   leave(p.counter);
 }
@@ -267,150 +271,101 @@ DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax&
   store_output(p, acc, factor, prior, row, end_row, head, lane);
 }
 
-// The output of rows that see nothing.
-DEVICE void finish_empty(const ForwardParams& p, int row, int end_row, int head, int lane) {
-#pragma unroll 1
-  for (int at = row; at <= row + 8; at += 8) {
-    const bool valid = at < end_row;
-    float* lse = p.lse + at * p.lse_row + head * p.lse_head;
-    float total = -kInfinity, prior = 0.f;
-    if (valid) {
-      if (p.sink_lse) total = __ldg(p.sink_lse + at * p.sink_row + head * p.sink_head);
-      if (p.accumulate) {
-        const float before = *lse;
-        total = log_add(total, before);
-        prior = weight(before, total);
-      }
-    }
-    __syncwarp();  // all threads of a row have read before one writes
-    if (!valid) continue;
-    if (lane % 4 == 0) *lse = total;
-    const i64 offset = at * p.out_row + head * p.out_head + 2 * (lane % 4);
-#pragma unroll 1
-    for (int column = 0; column < kHeadDimV; column += 8) {
-      if (p.out_fp32) {
-        float2* out = reinterpret_cast<float2*>(static_cast<float*>(p.out) + offset + column);
-        *out = prior > 0.f ? make_float2(out->x * prior, out->y * prior) : make_float2(0.f, 0.f);
-      } else {
-        u32* out = reinterpret_cast<u32*>(static_cast<u16*>(p.out) + offset + column);
-        *out = prior > 0.f ? T::pack(T::low(*out) * prior, T::high(*out) * prior) : 0u;
-      }
-    }
-  }
-}
-
 DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int row = warpgroup * kRows + (thread / 32) * 16 + lane / 4;
   Ring<kStages> rk, rv;
-  Ring<kQBuffers> rq;
   Ring<2> slot;
+  u32 q_parity = 0;
   const u32 my_turn = 1 + warpgroup, other_turn = 2 - warpgroup;
   if (warpgroup == 1) named_arrive(other_turn, 256);
   auto release = [&](u64& barrier) {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   };
   BlockWalk<true> walk(p.plan, warpgroup, row);
-  // The next item that sees something, or the last.
   auto take_item = [&] {
-    while (true) {
-      barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
-      const int4 item = s.item[slot.index];
-      __syncwarp();
-      release(s.item_empty[slot.index]);
-      slot.advance();
-      if (item.x < 0) return item;
-      if (item.z < item.w) {
-        walk.start(item.z, item.w);
-        return item;
-      }
-      finish_empty(p, item.x + row, item.x + item_rows(item), item_head(item), lane);
-    }
+    barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
+    const int4 item = s.item[slot.index];
+    __syncwarp();
+    release(s.item_empty[slot.index]);
+    slot.advance();
+    walk.start(item.z, item.w);
+    return item;
   };
-  auto queries = [&] { return smem_address(s.q[rq.index][warpgroup]); };
-  auto keys = [&] { return Operand(smem_address(s.k[rk.index])); };
-  auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
-  auto shape = [&](float (&x)[kBlockN / 2]) {
-    if (SOFTCAP) apply_softcap(x, p.softcap_factor);
-    if (walk.masked()) apply_mask(x, walk.column + 2 * (lane % 4), walk.bounds);
-  };
-  auto again = [&](float (&x)[kBlockN / 2]) {
-    recompute_logits(x, queries(), smem_address(s.k[rk.index]), row % kRows, lane);
-    shape(x);
-  };
-  const bool look = p.max_logits != nullptr;
-  float out[kHeadDimV / 2], logits[kBlockN / 2], rescale[2];
-  u32 probs[kBlockN / 4];
-  Softmax softmax;
-
   int4 item = take_item();
-  if (item.x >= 0) {
-    barrier_wait(smem_address(&s.q_full[rq.index][warpgroup]), rq.parity);
-    barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-    issue_qk(logits, Operand(queries()), keys());
-    wgmma_wait<0>();
-    pin(logits);
-  }
   while (item.x >= 0) {
-    // The logits of the first block are there.
+    float out[kHeadDimV / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
+    Softmax softmax;
     softmax.reset();
-    shape(logits);
-    softmax.update(logits, p.scale_log2, rescale, look, again);
-    release(s.k_empty[rk.index]);
-    rk.advance();
-    pack_probs(probs, logits);
-    const Operand q(queries());
-    while (walk.advance()) {
-      const Operand k = keys(), v = values();
+    if (item.z < item.w) {
+      float logits[kBlockN / 2];
+      u32 probs[kBlockN / 4];
+      float rescale[2];
+      const u32 q_at = smem_address(s.q[warpgroup]);
+      const Operand q(q_at);
+      auto keys = [&] { return Operand(smem_address(s.k[rk.index])); };
+      auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
+      auto shape = [&](float (&x)[kBlockN / 2]) {
+        if (SOFTCAP) apply_softcap(x, p.softcap_factor);
+        if (walk.masked()) apply_mask(x, walk.column + 2 * (lane % 4), walk.bounds);
+      };
+      auto again = [&](float (&x)[kBlockN / 2]) {
+        recompute_logits(x, q_at, smem_address(s.k[rk.index]), row % kRows, lane);
+        shape(x);
+      };
+      const bool look = p.max_logits != nullptr;
+
+      barrier_wait(smem_address(&s.q_full[warpgroup]), q_parity);
+      q_parity ^= 1;
       barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-      named_sync(my_turn, 256);
-      issue_qk(logits, q, k);
-      barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
-      issue_pv(out, probs, v);
-      named_arrive(other_turn, 256);
-      wgmma_wait<1>();
+      issue_qk(logits, q, keys());
+      wgmma_wait<0>();
       pin(logits);
       shape(logits);
-      const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
-      hold(softmax.sum[0] + softmax.sum[1]);
+      softmax.update(logits, p.scale_log2, rescale, look, again);
       release(s.k_empty[rk.index]);
       rk.advance();
+      pack_probs(probs, logits);
+
+      while (walk.advance()) {
+        const Operand k = keys(), v = values();
+        barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
+        named_sync(my_turn, 256);
+        issue_qk(logits, q, k);
+        barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
+        issue_pv(out, probs, v);
+        named_arrive(other_turn, 256);
+        wgmma_wait<1>();
+        pin(logits);
+        shape(logits);
+        const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
+        hold(softmax.sum[0] + softmax.sum[1]);
+        release(s.k_empty[rk.index]);
+        rk.advance();
+        wgmma_wait<0>();
+        pin(out);
+        pin(probs);
+        release(s.v_empty[rv.index]);
+        rv.advance();
+        if (grown) {
+#pragma unroll
+          for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
+        }
+        pack_probs(probs, logits);
+      }
+      release(s.q_empty[warpgroup]);
+      barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
+      issue_pv(out, probs, values());
       wgmma_wait<0>();
       pin(out);
-      pin(probs);
       release(s.v_empty[rv.index]);
       rv.advance();
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
-      }
-      pack_probs(probs, logits);
     }
-    release(s.q_empty[rq.index][warpgroup]);
-    rq.advance();
     const int first_row = item.x, end_row = first_row + item_rows(item), head = item_head(item);
-    item = take_item();
-    if (item.x >= 0) {
-      barrier_wait(smem_address(&s.q_full[rq.index][warpgroup]), rq.parity);
-      barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-    }
-    barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
-    named_sync(my_turn, 256);
-    issue_pv(out, probs, values());
-    // After the last item it multiplies what is still there, for nobody: on one side of a branch it would be
-    // serialised.
-    issue_qk(logits, Operand(queries()), keys());
-    named_arrive(other_turn, 256);
-    wgmma_wait<1>();  // the output
-    pin(out);
-    pin(probs);
-    release(s.v_empty[rv.index]);
-    rv.advance();
+    item = take_item();  // its tables arrive while the output is written
     finish(p, out, softmax, first_row + row, end_row, head, lane);
-    wgmma_wait<0>();
-    pin(logits);
   }
   if (warpgroup == 0) named_sync(my_turn, 256);
 }
@@ -421,10 +376,8 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kGroups; ++i) {
-      for (int j = 0; j < kQBuffers; ++j) {
-        barrier_init(smem_address(&s.q_full[j][i]), 1);
-        barrier_init(smem_address(&s.q_empty[j][i]), 4);
-      }
+      barrier_init(smem_address(&s.q_full[i]), 1);
+      barrier_init(smem_address(&s.q_empty[i]), 4);
     }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(smem_address(&s.k_full[i]), 1);

@@ -21,7 +21,6 @@ WIDE_KEYS = 64
 """Keys of a block of the kernel for queries."""
 _STAGES = 2
 _SPARE_BYTES = 1024  # barriers and the like
-_SHARED_BYTES = 227 << 10  # that a block may have
 
 
 def element(dtype: torch.dtype) -> str:
@@ -33,13 +32,11 @@ def element(dtype: torch.dtype) -> str:
 def forward_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention forward."""
     block_n = FORWARD_WIDTH[dims]
-    queries, keys = 2 * 128 * dims[0], 2 * _STAGES * block_n * sum(dims)
-    q_buffers = 2 if 2 * queries + keys + _SPARE_BYTES <= _SHARED_BYTES else 1
     defines = (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"BLOCK_N={block_n}", f"STAGES={_STAGES}",
-        f"Q_BUFFERS={q_buffers}", element(dtype), f"SOFTCAP={int(softcap)}",
+        element(dtype), f"SOFTCAP={int(softcap)}",
     )  # fmt: skip
-    shared = q_buffers * queries + keys + _SPARE_BYTES
+    shared = 2 * (128 * dims[0] + _STAGES * block_n * sum(dims)) + _SPARE_BYTES
     return _load(device, "forward", defines, 384, shared)
 
 
