@@ -11,11 +11,11 @@ import torch
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import build as hopper_build
-from megatron_magi.ops.hopper import common as hopper_common
 from megatron_magi.ops.hopper import driver as hopper_driver
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import launch as hopper_launch
 from megatron_magi.ops.hopper import params as hopper_params
+from megatron_magi.ops.hopper import support as hopper_support
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 
@@ -72,8 +72,8 @@ def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, na
 def launched(monkeypatch):
     """Names of the kernels that were queued, on a machine without any."""
     names: list[str] = []
-    monkeypatch.setattr(hopper_common, "_is_hopper", lambda _device: True)
-    for module in (hopper_common, hopper_backward):
+    monkeypatch.setattr(hopper_support, "_is_hopper", lambda _device: True)
+    for module in (hopper_support, hopper_backward):
         monkeypatch.setattr(module, "num_processors", lambda _device: 132)
     monkeypatch.setattr(hopper_driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
     monkeypatch.setattr(hopper_driver, "tensor_map", lambda _t, _rows: bytes(128))
@@ -179,7 +179,7 @@ def test_other_machines_dtypes_and_head_dims_are_refused_by_name(monkeypatch):
 
     with pytest.raises(ValueError, match=r"impl: 'ffa' needs a Hopper GPU.*q is on cpu; use 'torch'"):
         run(q, k, v)
-    monkeypatch.setattr(hopper_common, "_is_hopper", lambda _device: True)
+    monkeypatch.setattr(hopper_support, "_is_hopper", lambda _device: True)
     with pytest.raises(ValueError, match=r"q: impl 'ffa' takes bf16 and fp16, got torch.float32"):
         run(q.float(), k.float(), v.float())
     with pytest.raises(ValueError, match=r"q, v: impl 'ffa' takes head dims 64/64, .*, got 96/128"):

@@ -8,8 +8,8 @@
 // Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has products of the
 // same warpgroup to hide under: dS is formed under dV; S and dP of the next block are queued behind dQ, and while they
 // run dQ is drained and the exponentials are taken. The softmax
-// scale is left out of dS and multiplies dQ and dK at the end. dQ lags a block behind, so that neither warpgroup waits for
-// the other's dS.
+// scale is left out of dS and multiplies dQ and dK at the end. dQ lags a block behind, so that neither warpgroup waits
+// for the other's dS.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums of dQ in
 // the order of the tiles, so that results repeat bit by bit).

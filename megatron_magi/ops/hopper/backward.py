@@ -9,7 +9,10 @@ from torch import Tensor
 from megatron_magi.ops.hopper import backward_wide as hopper_wide
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.common import (
+from megatron_magi.ops.hopper.driver import fits_tensor_map
+from megatron_magi.ops.hopper.launch import Launch, prepared
+from megatron_magi.ops.hopper.params import BackwardParams, FinishParams, PrepareParams, RowDeltaParams
+from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
     grid_size,
@@ -17,9 +20,6 @@ from megatron_magi.ops.hopper.common import (
     num_processors,
     work_counter,
 )
-from megatron_magi.ops.hopper.driver import fits_tensor_map
-from megatron_magi.ops.hopper.launch import Launch, prepared
-from megatron_magi.ops.hopper.params import BackwardParams, FinishParams, PrepareParams, RowDeltaParams
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.common import LOG2_E, grid_size, head_section, work_counter
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardWideParams
 from megatron_magi.ops.hopper.plan import DevicePlan
+from megatron_magi.ops.hopper.support import LOG2_E, grid_size, head_section, work_counter
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]

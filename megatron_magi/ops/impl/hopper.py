@@ -13,7 +13,10 @@ from torch import Tensor
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import backward, row_delta
-from megatron_magi.ops.hopper.common import (
+from megatron_magi.ops.hopper.driver import fits_tensor_map
+from megatron_magi.ops.hopper.launch import Launch, prepared
+from megatron_magi.ops.hopper.params import ForwardParams
+from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
     grid_size,
@@ -22,9 +25,6 @@ from megatron_magi.ops.hopper.common import (
     loadable,
     work_counter,
 )
-from megatron_magi.ops.hopper.driver import fits_tensor_map
-from megatron_magi.ops.hopper.launch import Launch, prepared
-from megatron_magi.ops.hopper.params import ForwardParams
 from megatron_magi.ops.options import AttnOptions
 
 __all__ = ["backward", "forward", "is_supported", "row_delta"]
