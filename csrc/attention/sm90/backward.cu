@@ -107,16 +107,18 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   Ring<kStages> ring;
   Ring<2> slot;
   u32 kv_parity = 1;
-  int next = blockIdx.x;
-  while (true) {
-    const int4 item = decode_item(p, next);
+  int4 item = decode_item(p, blockIdx.x), next_item;
+  for (;; item = next_item) {
     barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
     s.item[slot.index] = item;
     barrier_arrive(smem_address(&s.item_full[slot.index]));
     slot.advance();
     if (item.x < 0) break;
-    next = gridDim.x + atomicAdd(p.counter, 1);
-    if (item.z >= item.w) continue;
+    auto fetch_next = [&] { next_item = decode_item(p, gridDim.x + atomicAdd(p.counter, 1)); };
+    if (item.z >= item.w) {
+      fetch_next();
+      continue;
+    }
     const int first_head = item_head(item), head_kv = first_head / p.group;
     barrier_wait(smem_address(&s.kv_empty), kv_parity);
     kv_parity ^= 1;
@@ -125,7 +127,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kTileKeys * 128, item.x, head_kv, kv);
     load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kTileKeys * 128, item.x, head_kv, kv);
     int pass = item.z, n = 0, h = 0;
-    bool last = false;
+    bool first = true, last = false;
     while (!last) {
       const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
       const int row = range.x + n * static_cast<int>(p.plan.step), head = first_head + h;
@@ -159,6 +161,8 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
       load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
       load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
       ring.advance();
+      if (first) fetch_next();  // early, for it takes long
+      first = false;
     }
   }
   leave(p.counter);

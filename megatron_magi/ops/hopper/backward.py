@@ -113,7 +113,8 @@ def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, st
         counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         num_tiles=plan.num_tiles, num_items=plan.num_tiles * num_heads_kv * splits, group=num_heads // num_heads_kv,
-        heads=num_heads // (num_heads_kv * splits), head_section=num_heads_kv * splits,
+        heads=num_heads // (num_heads_kv * splits),
+        head_section=_head_section(plan, num_heads_kv, splits, num_processors(q.device)),
         heads_inner=int(plan.heads_inner), stats_row=padded, units=padded // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
@@ -203,6 +204,13 @@ def _finish_dq(sums: Tensor, dq: Tensor, dtype: torch.dtype, scale: float, store
     with launch.lock:
         launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
         launch.fire(stream)
+
+
+def _head_section(plan: hopper_plan.DevicePlan, num_heads_kv: int, splits: int, processors: int) -> int:
+    """Heads worked on together: one where its tiles keep all processors busy and are of one size, so that they read
+    the same queries; else all, so that the longest tiles come first."""
+    even = plan.num_tiles >= processors and max(plan.costs) * plan.num_tiles <= 1.1 * sum(plan.costs)
+    return 1 if even and splits == 1 else num_heads_kv * splits
 
 
 def _key_gradients(grads, dtype: torch.dtype, accumulate: bool, splits: int) -> tuple[int, Tensor, Tensor]:
