@@ -17,6 +17,7 @@ from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask
 
 _PACKED_COLUMNS = 5
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 _MAX_MASKS = 256
 _MAX_BYTES = 64 << 20
 
@@ -53,7 +54,7 @@ def mask_of_ranges(ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> At
         _check_ranges(name, tensor)
     if all(_is_on_device(t) for t in ranges):
         return _device_ranges.mask(ranges, num_rows, num_keys)
-    return mask_of_arrays([t.detach().cpu().numpy() for t in ranges], num_rows, num_keys)
+    return mask_of_arrays([t.numpy(force=True) for t in ranges], num_rows, num_keys)
 
 
 def mask_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -> AttnMask:
@@ -62,6 +63,15 @@ def mask_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -
     Raises:
         ValueError: numbers of entries disagree, or as `AttnMask`.
     """
+    key = (num_rows, num_keys, *((array.tobytes(), array.dtype, array.shape) for array in ranges))
+    mask = _masks.get(key)
+    if mask is None:
+        mask = AttnMask(_slice_table(ranges), num_rows, num_keys)
+        _masks.put(key, mask, 4 * mask.table.nbytes)
+    return mask
+
+
+def _slice_table(ranges: Sequence[np.ndarray]) -> np.ndarray:
     lengths = [len(array) for array in ranges]
     if len(set(lengths)) > 1:
         if len(lengths) == 2:
@@ -71,12 +81,7 @@ def mask_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -
     for columns, array in zip((slice(0, 2), slice(2, 4), 4), ranges, strict=False):
         if lengths[0]:
             table[:, columns] = array
-    key = (table.tobytes(), num_rows, num_keys)
-    mask = _masks.get(key)
-    if mask is None:
-        mask = AttnMask(table, num_rows, num_keys)
-        _masks.put(key, mask, 4 * table.nbytes)
-    return mask
+    return table
 
 
 class DeviceRanges:
@@ -131,7 +136,7 @@ def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def _check_ranges(name: str, t: Tensor) -> None:
-    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+    if t.dtype not in _INTEGERS:
         raise ValueError(f"{name}: expected integers, got {t.dtype}")
     is_types = name == "attn_type_map"
     if t.numel() and (t.ndim != 1 if is_types else t.ndim != 2 or t.shape[1] != 2):

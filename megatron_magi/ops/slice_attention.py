@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 
 import numpy as np
@@ -105,28 +106,52 @@ def slice_attention_forward(
     module = resolve_impl(impl, q, v, deterministic)
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
-    shape, dtype = (*q.shape[:2], v.shape[2]), accumulate_dtype(q.dtype)
-    accumulate = out is not None
     if out is None or lse is None:
-        out_dtype = q.dtype if out_dtype is None else out_dtype
-        if out_dtype not in FLOAT_DTYPES:
+        if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
             raise ValueError(f"out_dtype: expected a floating-point dtype of 16 to 64 bits, got {out_dtype}")
+        return _forward(q, k, v, bands, options, module, sink, return_max_logits, out_dtype)
+    shape = (*q.shape[:2], v.shape[2])
+    check_like("out", out, shape, q.device)
+    check_like("lse", lse, shape[:2], q.device)
+    if out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
+    return _forward(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    module: ModuleType,
+    sink: Tensor | None,
+    return_max_logits: bool,
+    out_dtype: torch.dtype | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`slice_attention_forward` of checked arguments, where no gradients are recorded."""
+    dtype = accumulate_dtype(q.dtype)
+    if into is None:
+        shape = (*q.shape[:2], v.shape[2])
         out, lse = q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:2], dtype=dtype)
     else:
-        check_like("out", out, shape, q.device)
-        check_like("lse", lse, shape[:2], q.device)
-        if out_dtype not in (None, out.dtype):
-            raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
+        out, lse = into
     if sink is not None:
         check_sink(sink, q)
         sink = sink_lse(sink, dtype)
-    # Autocast would narrow the products; what is computed in which dtype is decided here.
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         max_logits = module.forward(
             q, k, v, bands, options,
-            out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,
+            out=out, lse=lse, accumulate=into is not None, sink_lse=sink, return_max_logits=return_max_logits,
         )  # fmt: skip
     return out, lse, max_logits
+
+
+def _no_autocast(q: Tensor):
+    """Autocast would narrow the products; what is computed in which dtype is decided here."""
+    device = q.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @torch.no_grad()
@@ -187,17 +212,27 @@ def slice_attention_backward(
         else:
             given = like.new_empty(like.shape, dtype=grad_dtype)
         grads.append(given)
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         module.backward(dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate)
     return grads[0], grads[1], grads[2]
 
 
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
     """``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
 
     fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
     garbage in the gradient of rows that see nothing stays there.
+
+    Args:
+        dout, out: ``[num_rows, num_heads_q, head_dim_v]``.
+        impl, deterministic: as in `slice_attention_forward`; an implementation may have a kernel for it.
+
+    Raises:
+        ValueError: there is no implementation of that name.
     """
+    kernel = getattr(resolve_impl(impl, out, out, deterministic), "row_delta", None)
+    if kernel is not None:
+        return kernel(dout, out)
     dtype = accumulate_dtype(out.dtype)
     product = dout.to(dtype) * out.to(dtype)
     return torch.where(out == 0, 0, product).sum(dim=-1)
@@ -206,12 +241,8 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, bands, options: AttnOptions, impl: str, return_max_logits: bool):
-        out, lse, max_logits = slice_attention_forward(
-            q, k, v, bands,
-            softmax_scale=options.softmax_scale, softcap=options.softcap, sink=sink,
-            return_max_logits=return_max_logits, deterministic=options.deterministic,
-            sm_margin=options.sm_margin, impl=impl,
-        )  # fmt: skip
+        module = resolve_impl(impl, q, v, options.deterministic)
+        out, lse, max_logits = _forward(q, k, v, bands, options, module, sink, return_max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.bands, ctx.options, ctx.impl = bands, options, impl
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
@@ -224,7 +255,7 @@ class _SliceAttention(torch.autograd.Function):
         if dout is None:
             return (None,) * 8
         q, k, v, sink, out, lse = ctx.saved_tensors
-        delta = row_delta(dout, out)
+        delta = row_delta(dout, out, ctx.impl, ctx.options.deterministic)
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
             dq, dk, dv = slice_attention_backward(
@@ -280,9 +311,15 @@ def slice_attention(
                 f"mask_or_bands: the mask is over {mask.total_seqlen_q} x {mask.total_seqlen_k} tokens, "
                 f"q and k have {q.shape[0]} and {k.shape[0]}"
             )
-        mask_or_bands = mask.bands
+        bands = mask.bands
+    else:
+        bands = check_bands(mask_or_bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, mask_or_bands, options, impl, return_max_logits)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink)):
+        out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
+    else:
+        module = resolve_impl(impl, q, v, deterministic)
+        out, lse, max_logits = _forward(q, k, v, bands, options, module, sink, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
 
@@ -321,7 +358,7 @@ def _(q, k, v, sink, mask, return_max_logits, *_options):
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_operator(dout, q, k, v, sink, out, lse, mask, softmax_scale, softcap, deterministic, sm_margin, impl):
-    delta = row_delta(dout, out)
+    delta = row_delta(dout, out, impl, deterministic)
     dq, dk, dv = slice_attention_backward(
         dout, q, k, v, lse, delta, bands_of(mask, q.shape[0], k.shape[0]),
         softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, impl=impl,

@@ -297,6 +297,35 @@ def test_device_copies_are_freed_with_their_plan_without_a_garbage_collection() 
         gc.enable()
 
 
+def spied_backward(rank: int, num_ranks: int, case: cs.Case) -> list[tuple[str, ...]]:
+    """For each pass of a backward: which gradients it adds to."""
+    import megatron_magi.attention.distributed as module
+
+    passes, original = [], module.slice_attention_backward
+
+    def recording(*args, **kwargs):
+        passes.append(tuple(name for name in ("dq", "dk", "dv") if kwargs.get(name) is not None))
+        return original(*args, **kwargs)
+
+    module.slice_attention_backward = recording
+    try:
+        run_case(case, rank, make_plan(case.mask, case.config, num_ranks))
+    finally:
+        module.slice_attention_backward = original
+    return passes
+
+
+def test_gradients_are_added_to_only_where_there_is_something_to_add_to(ranks) -> None:
+    config = MagiConfig(dispatch=DispatchConfig(algorithm="min_heap"), overlap=OverlapConfig(degree=2))
+    (alone,) = ranks(1, spied_backward, cs.Case(cs.documents([64]), config))
+    assert alone == [()]
+    case = cs.Case(cs.documents([256]), config)
+    assert ranks(2, spied_backward, case) == [[(), ("dq",), ("dq",)]] * 2
+    hidden = dataclasses.replace(config, overlap=OverlapConfig(degree=2, hide_tail_reduce=True))
+    last = ranks(2, spied_backward, dataclasses.replace(case, config=hidden))
+    assert last == [[("dq",), ("dq",), ("dq", "dk", "dv")]] * 2
+
+
 def test_compiled_models_may_call_the_operator() -> None:
     plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
     x = torch.randn(8, 2, 8)
