@@ -88,6 +88,12 @@ DEVICE u32 load_shared(u32 smem) {
   return x;
 }
 
+DEVICE float2 load_shared_v2(u32 smem) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(smem) : "memory");
+  return x;
+}
+
 DEVICE void store_shared_v4(u32 smem, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

@@ -5,8 +5,10 @@
 // shared memory for dQ = dS K, of which each warpgroup computes half the columns and adds them to fp32 dQ in
 // device memory. The tile plan is that of the transposed mask: rows are keys, columns are queries.
 //
-// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has a product of the
-// same warpgroup to hide under: dQ is drained under S, the exponentials run under dP, dS is formed under dV.
+// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has products of the
+// same warpgroup to hide under: dS is formed under dV; S and dP of the next block are queued behind dQ, and while they
+// run dQ is drained and the exponentials are taken. The sums of S start at -lse / scale and those of dP at -delta, so
+// that neither costs arithmetic; the softmax scale is left out of dS and multiplies dQ and dK at the end.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums of dQ in
 // the order of the tiles, so that results repeat bit by bit).
@@ -22,9 +24,13 @@ constexpr int kKeys = 64;   // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kPanel = 64;    // columns of a swizzled panel
+constexpr int kDsBuffers = 3;
 constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
 using T = DTYPE;
+
+// Named barriers: two for the turns at the tensor cores, and for dS of each warpgroup two that alternate.
+constexpr u32 kMyTurn = 1, kDsThere = 3;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 
@@ -32,7 +38,7 @@ struct BackwardParams {
   TensorMap q, k, v, dout;
   TilePlan plan;
   const float* lse;    // [num_heads, stats_row]: times log2 e
-  const float* delta;  // [num_heads, stats_row]: times softmax scale
+  const float* delta;  // [num_heads, stats_row]: -delta
   float* dq;           // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
   void *dk, *dv;
   int* counter;      // two words, zero before and after
@@ -48,7 +54,7 @@ struct Shared {
   u16 v[kHeadDimV / kPanel][kTileKeys][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
-  u16 ds[2][kTileKeys][kQueries];
+  u16 ds[kDsBuffers][kTileKeys][kQueries];
   float dq[kGroups * 4][kDqColumns * 16];  // of each warp: 16 queries, as they lie in registers
   float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
@@ -173,16 +179,22 @@ DEVICE void next_turn(int* done, int turn) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(done), "r"(turn + 1) : "memory");
 }
 
-// A warp adds its accumulators to `to` through its piece of shared memory, by the copy engine.
-DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], int lane, int* done, int turn) {
+// A warp adds its accumulators to device memory through its piece of shared memory, by the copy engine: first they are
+// staged, and later, when the stores have long landed, handed over.
+DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane) {
   if (lane == 0) bulk_wait_read();
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kDqColumns / 8; ++i)
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+}
+
+DEVICE void add_dq(const BackwardParams& p, i64 block, int warp, u32 staging, int lane, int turn) {
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) {
+    float* const to = p.dq + block * (kQueries * kHeadDim) + warp * (kDqColumns * 16);
+    int* const done = p.done + block * 8 + warp;
     if (ORDERED) wait_turn(done, turn);
     add_floats(to, staging, kDqColumns * 64);
     if (ORDERED) {
@@ -194,7 +206,7 @@ DEVICE void add_dq(float* to, u32 staging, const float (&acc)[kDqColumns / 2], i
 
 template <int kColumns>
 DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i64 row_stride, bool (&valid)[2],
-                               const float (&acc)[kColumns / 2], int lane) {
+                               const float (&acc)[kColumns / 2], float factor, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const i64 at = offset + 8 * r * row_stride;
@@ -205,7 +217,7 @@ DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i6
       u32 word[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float x = acc[4 * (4 * g + j) + 2 * r], y = acc[4 * (4 * g + j) + 2 * r + 1];
+        const float x = acc[4 * (4 * g + j) + 2 * r] * factor, y = acc[4 * (4 * g + j) + 2 * r + 1] * factor;
         float* at32 = out32 + 32 * g + 8 * j;
         if (p.store == kStoreHalf)
           word[j] = T::pack(x, y);
@@ -222,6 +234,7 @@ DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i6
   }
 }
 
+// Registers that the sums of dQ share with those of dP, where they are of one size.
 template <bool kFirst, typename A, typename B>
 DEVICE auto& choose(A& a, B& b) {
   if constexpr (kFirst)
@@ -230,12 +243,40 @@ DEVICE auto& choose(A& a, B& b) {
     return b;
 }
 
+// Derivative of the softcap.
+struct Slope {
+  float of[SOFTCAP ? 32 : 1];
+};
+
+// The query blocks of a work item: all blocks of its tile for one query head after another.
+struct Walk {
+  BlockWalk<false> walk;
+  int head, heads_left, first_pass, past_pass;
+  DEVICE Walk(const BackwardParams& p, int4 item, int warpgroup, int row)
+      : walk(p.plan, warpgroup, row),
+        head(uniform(item.y)),
+        heads_left(p.group / p.splits),
+        first_pass(uniform(item.z)),
+        past_pass(uniform(item.w)) {
+    walk.start(first_pass, past_pass);
+  }
+  DEVICE bool advance() {
+    if (walk.advance()) return true;
+    if (--heads_left == 0) return false;
+    ++head;
+    walk.start(first_pass, past_pass);
+    return true;
+  }
+};
+
 struct Consumer {
   const BackwardParams& p;
   Shared& s;
   const int warpgroup, lane, row;  // row: first of this thread's keys in the tile
   Ring<kStages> ring;
-  int buffer = 0;  // of dS
+  Ring<kDsBuffers> buffer;  // of dS, to be written next
+  u32 parity = 0;           // of the dS written last
+  int last_turn = 0;
   u32 kv_parity = 0;
   const Operand k_half;
   u32 ds_store;
@@ -254,54 +295,64 @@ struct Consumer {
     ds_store = smem_address(s.ds) + key * 128;
   }
 
+  DEVICE int warp() const { return warpgroup * 4 + uniform(threadIdx.x % 128 / 32); }
+
   DEVICE void release(u64& barrier) {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], float (&slope)[SOFTCAP ? 32 : 1],
-                         const BlockWalk<false>& walk) {
+  // The values of this thread's queries.
+  DEVICE void load_row(float2 (&x)[8], u32 values) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j + lane % 4 * 8);
+  }
+
+  DEVICE void issue_s(float (&x)[32], bool real) {
+    const Operand k_own(smem_address(s.k) + warpgroup * kKeys * 128);
+    const Operand q(smem_address(real ? &s.q[ring.index][0][0][0] : &s.k[0][0][0]));
+    issue_transposed_logits<kHeadDim>(x, k_own, q);
+  }
+
+  DEVICE void issue_dp(float (&y)[32], bool real) {
+    const Operand v_own(smem_address(s.v) + warpgroup * kKeys * 128);
+    const Operand dout(smem_address(real ? &s.dout[ring.index][0][0][0] : &s.v[0][0][0]));
+    issue_transposed_logits<kHeadDimV>(y, v_own, dout);
+  }
+
+  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const BlockWalk<false>& walk,
+                         const float2 (&lse)[8]) {
     if (SOFTCAP) {
       apply_softcap(logits, p.softcap_factor);
 #pragma unroll
-      for (int i = 0; i < (SOFTCAP ? 32 : 1); ++i) slope[i] = 1.f - logits[i] * logits[i];
+      for (int i = 0; i < (SOFTCAP ? 32 : 0); ++i) slope.of[i] = 1.f - logits[i] * logits[i];
     }
     if (walk.masked()) {
       int2 bounds[2];
       walk.load_bounds(bounds);
       apply_mask(logits, walk.n * kQueries + 2 * (lane % 4), bounds);
     }
-    const float2* lse = reinterpret_cast<const float2*>(s.lse[ring.index]) + lane % 4;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 two = lse[4 * j];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        logits[4 * j + 2 * r] = exp2_fast(fmaf(logits[4 * j + 2 * r], p.scale_log2, -two.x));
-        logits[4 * j + 2 * r + 1] = exp2_fast(fmaf(logits[4 * j + 2 * r + 1], p.scale_log2, -two.y));
-      }
+    for (int i = 0; i < 32; ++i) {
+      const float2 two = lse[i / 4];
+      logits[i] = exp2_fast(fmaf(logits[i], p.scale_log2, i % 2 ? -two.y : -two.x));
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
   }
 
-  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float (&slope)[SOFTCAP ? 32 : 1],
-                      u32 (&ds)[16]) {
+  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, u32 (&ds)[16]) {
     const float2* delta = reinterpret_cast<const float2*>(s.delta[ring.index]) + lane % 4;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 two = delta[4 * j];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int i = 4 * j + 2 * r;
-        float x = probs[i] * fmaf(dp[i], p.scale, -two.x), y = probs[i + 1] * fmaf(dp[i + 1], p.scale, -two.y);
-        if (SOFTCAP) x *= slope[SOFTCAP ? i : 0], y *= slope[SOFTCAP ? i + 1 : 0];
-        ds[2 * j + r] = T::pack(x, y);
-      }
+    for (int i = 0; i < 16; ++i) {
+      const float2 two = delta[4 * (i / 2)];
+      float x = probs[2 * i] * (dp[2 * i] + two.x), y = probs[2 * i + 1] * (dp[2 * i + 1] + two.y);
+      if (SOFTCAP) x *= slope.of[SOFTCAP ? 2 * i : 0], y *= slope.of[SOFTCAP ? 2 * i + 1 : 0];
+      ds[i] = T::pack(x, y);
     }
   }
 
   DEVICE void store_ds(const u32 (&ds)[16]) {
-    const u32 base = ds_store + buffer * sizeof(Shared::ds) / 2;
+    const u32 base = ds_store + buffer.index * (sizeof(Shared::ds) / kDsBuffers);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int chunk = 2 * i + lane / 16;
@@ -310,84 +361,90 @@ struct Consumer {
     fence_async_proxy();
   }
 
+  // One query block. Finds P in x and in `probs`, and dP in y, with no product under way, and leaves those of the next
+  // block there. dQ is a block behind: that of `previous` is added. Returns whether there is a next block.
+  DEVICE bool step(Walk& at, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32], float (&y)[32],
+                   u32 (&probs)[16], Slope& slope, i64& previous) {
+    const int now = ring.index;
+    u32 ds[16];
+    float own[kDqSharesDp ? 1 : kDqColumns / 2];
+    auto& dq = choose<kDqSharesDp>(y, own);
+    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
+    form_ds(x, y, slope, ds);
+    store_ds(ds);
+    const i64 to_add = previous;
+    previous = static_cast<i64>(at.head) * (p.stats_row / kQueries) + at.walk.n;
+    const int turn = last_turn;
+    if (ORDERED) last_turn = at.walk.turn(p.turns);
+    const bool more = at.advance();
+    ring.advance();
+    if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
+    wgmma_wait<0>();  // dV
+    pin(probs);
+    pin(dv);
+    release(s.dout_empty[now]);
+    issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
+    if (to_add >= 0) named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
+    issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
+    wgmma_wait<1>();  // dK
+    pin(ds);
+    pin(dk);
+    release(s.q_empty[now]);
+    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side of
+    // a branch, the assembler would serialise all of them.
+    issue_s(x, more);
+    wgmma_wait<1>();  // dQ
+    pin(dq);
+    parity ^= 1;
+    buffer.advance();
+    named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
+    const u32 staging = smem_address(s.dq[warp()]);
+    if (to_add >= 0) stage_dq(staging, dq, lane);
+    if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
+    issue_dp(y, more);
+    float2 lse[8];
+    load_row(lse, smem_address(s.lse[ring.index]));
+    wgmma_wait<1>();  // S
+    pin(x);
+    if (more) form_probs(x, probs, slope, at.walk, lse);
+    if (to_add >= 0) add_dq(p, to_add, warp(), staging, lane, turn);
+    wgmma_wait<0>();  // dP
+    pin(y);
+    return more;
+  }
+
   // All query blocks of one work item.
   DEVICE void accumulate(int4 item, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
-    auto& dq_acc = choose<kDqSharesDp>(y, own);
-    u32 probs[16], ds[16];
-    float slope[SOFTCAP ? 32 : 1];
-    int head = item.y;
-    const int end_head = item.y + p.group / p.splits;
-    BlockWalk<false> walk(p.plan, warpgroup, row);
-    walk.start(item.z, item.w);
-    const int blocks = p.stats_row / kQueries;
-    const int warp = uniform(threadIdx.x % 128 / 32);
-    float* const dq = p.dq + (warpgroup * 4 + warp) * (kDqColumns * 16);
-    const u32 staging = smem_address(s.dq[warpgroup * 4 + warp]);
-    const Operand k_own(smem_address(s.k) + warpgroup * kKeys * 128);
-    const Operand v_own(smem_address(s.v) + warpgroup * kKeys * 128);
+    auto& dq = choose<kDqSharesDp>(y, own);
+    u32 probs[16];
+    Slope slope;
+    i64 previous = -1;
+    Walk at(p, item, warpgroup, row);
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
     barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-    issue_transposed_logits<kHeadDim>(x, k_own, Operand(smem_address(s.q[ring.index])));
+    issue_s(x, true);
     barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
-    issue_transposed_logits<kHeadDimV>(y, v_own, Operand(smem_address(s.dout[ring.index])));
+    issue_dp(y, true);
+    float2 lse[8];
+    load_row(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();
     pin(x);
-    form_probs(x, probs, slope, walk);
+    form_probs(x, probs, slope, at.walk, lse);
     wgmma_wait<0>();
     pin(y);
-    // The loop opens with P and dP of its block in registers and no product under way: the assembler would serialise
-    // all products if one crossed the place where the loop closes.
-    bool more = true;
-    while (more) {
-      const int now = ring.index;
-      const Operand dout_turned(smem_address(s.dout[now]), kQueries * 128);
-      const Operand q_turned(smem_address(s.q[now]), kQueries * 128);
-      const Operand ds_block(smem_address(s.ds) + buffer * sizeof(Shared::ds) / 2);
-      issue_key_gradient<kHeadDimV>(dv, probs, dout_turned);
-      form_ds(x, y, slope, ds);
-      store_ds(ds);
-      issue_key_gradient<kHeadDim>(dk, ds, q_turned);
-      wgmma_wait<1>();  // dV
-      pin(probs);
-      pin(dv);
-      release(s.dout_empty[now]);
-      float* const dq_block = dq + (static_cast<i64>(head) * blocks + walk.n) * (kQueries * kHeadDim);
-      int* const done =
-          ORDERED ? p.done + (static_cast<i64>(head) * blocks + walk.n) * 8 + warpgroup * 4 + warp : nullptr;
-      const int turn = ORDERED ? walk.turn(p.turns) : 0;
-      more = walk.advance();
-      if (!more && ++head < end_head) {
-        walk.start(item.z, item.w);
-        more = true;
-      }
-      buffer ^= 1;
-      ring.advance();
-      named_sync(1, 128 * kGroups);  // dS of both warpgroups is there
-      issue_dq(dq_acc, ds_block, k_half);
-      wgmma_wait<1>();  // dK
-      pin(dk);
-      pin(ds);
-      release(s.q_empty[now]);
-      // After the last block, S and dP are computed of what lies in k and v, for nobody: around a branch, too, the
-      // assembler would serialise.
-      const Operand next_q(smem_address(more ? &s.q[ring.index][0][0][0] : &s.k[0][0][0]));
-      const Operand next_dout(smem_address(more ? &s.dout[ring.index][0][0][0] : &s.v[0][0][0]));
-      if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-      issue_transposed_logits<kHeadDim>(x, k_own, next_q);
-      wgmma_wait<1>();  // dQ
-      pin(dq_acc);
-      add_dq(dq_block, staging, dq_acc, lane, done, turn);
-      if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
-      issue_transposed_logits<kHeadDimV>(y, v_own, next_dout);
-      wgmma_wait<1>();  // S
-      pin(x);
-      if (more) form_probs(x, probs, slope, walk);
-      wgmma_wait<0>();  // dP
-      pin(y);
+    // No product is under way where the loop closes: the assembler would serialise all of them.
+    while (step(at, dk, dv, x, y, probs, slope, previous)) {
     }
+    named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
+    issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
+    wgmma_wait<0>();
+    pin(dq);
     release(s.kv_empty);
+    const u32 staging = smem_address(s.dq[warp()]);
+    stage_dq(staging, dq, lane);
+    add_dq(p, previous, warp(), staging, lane, last_turn);
   }
 
   DEVICE void run() {
@@ -411,8 +468,8 @@ struct Consumer {
       const i64 key = item.x + row;
       bool valid[2] = {key < p.num_keys, key + 8 < p.num_keys};
       const int head_kv = item.y / p.group;
-      store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, lane);
-      store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, lane);
+      store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale, lane);
+      store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
     }
     if (lane == 0) bulk_wait();
   }

@@ -1,4 +1,4 @@
-// Turns the sums of dQ, which lie as accumulators do in registers, into the gradient of q.
+// Turns the sums of dQ, which lie as accumulators do in registers, into the gradient of q: times the softmax scale.
 // Compile-time: HEAD_DIM, DTYPE.
 
 #include "tiles.cuh"
@@ -13,6 +13,7 @@ struct FinishParams {
   void* dq;
   i64 dq_row, dq_head;  // strides, elements
   int num_rows, blocks, store;
+  float scale;
 };
 
 // One block: 64 rows of one head.
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_con
       u32 word[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float a = r ? x[j].z : x[j].x, b = r ? x[j].w : x[j].y;
+        float a = p.scale * (r ? x[j].z : x[j].x), b = p.scale * (r ? x[j].w : x[j].y);
         const i64 column = at + 8 * j + 2 * (lane % 4);
         if (wide) {
           float2* to = reinterpret_cast<float2*>(static_cast<float*>(p.dq) + column);

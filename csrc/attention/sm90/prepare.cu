@@ -6,10 +6,9 @@ struct PrepareParams {
   const float* lse;
   const float* delta;
   float* lse_out;    // [num_heads, stats_row]: times log2 e
-  float* delta_out;  // [num_heads, stats_row]: times softmax scale
+  float* delta_out;  // [num_heads, stats_row]: negated
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;
-  float scale;
 };
 
 // One block: 32 rows of 32 heads.
@@ -25,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
       const float lse = p.lse[row * p.lse_row + head * p.lse_head];
       // A row without keys, or garbage: any finite value gives exp(-inf) = 0.
       v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : 0.f;
-      v.y = p.delta[row * p.delta_row + head * p.delta_head] * p.scale;
+      v.y = -p.delta[row * p.delta_row + head * p.delta_head];
     }
     tile[i][x] = v;
   }

@@ -11,6 +11,7 @@ struct Ring {
   DEVICE void advance() {
     if (++index == N) index = 0, parity ^= 1;
   }
+  DEVICE int before() const { return index == 0 ? N - 1 : index - 1; }
 };
 
 // The mask of all tiles; see hopper_tiles.py.
@@ -32,17 +33,17 @@ struct BlockWalk {
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
   DEVICE BlockWalk(const TilePlan& plan, int warpgroup, int row) : plan(plan), warpgroup(warpgroup), row(row) {}
   DEVICE void start(int first_pass, int past_pass) {
-    pass = first_pass;
-    end_pass = past_pass;
+    pass = uniform(first_pass);
+    end_pass = uniform(past_pass);
     if (pass < end_pass) open();
   }
   DEVICE void open() {
     const int4 range = __ldg(plan.passes + 2 * pass), more = __ldg(plan.passes + 2 * pass + 1);
     if constexpr (kEager) load_bounds(bounds);
-    n = range.x;
-    end = range.y;
-    full_begin = warpgroup == 0 ? range.z : more.x;
-    full_end = warpgroup == 0 ? range.w : more.y;
+    n = uniform(range.x);
+    end = uniform(range.y);
+    full_begin = uniform(warpgroup == 0 ? range.z : more.x);
+    full_end = uniform(warpgroup == 0 ? range.w : more.y);
   }
   DEVICE bool advance() {
     if (++n < end) return true;

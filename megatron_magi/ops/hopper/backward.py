@@ -58,7 +58,7 @@ def backward(
     if not options.deterministic:
         processors = num_processors(q.device) - options.sm_margin
         splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
-    stats = _row_stats(lse, delta, options.softmax_scale, stream)
+    stats = _row_stats(lse, delta, stream)
     sums = torch.zeros((q.shape[1], stats.shape[2], q.shape[2]), dtype=torch.float32, device=q.device)
     store, dk, dv = _key_gradients(grads[1:], q.dtype, accumulate, splits)
     launch = prepared(
@@ -78,7 +78,7 @@ def backward(
         params.dq, params.dk, params.dv = sums.data_ptr(), dk.data_ptr(), dv.data_ptr()
         params.done = 0 if done is None else done.data_ptr()
         launch.fire(stream)
-    _finish_dq(sums, grads[0], q.dtype, accumulate, stream)
+    _finish_dq(sums, grads[0], q.dtype, options.softmax_scale, accumulate, stream)
     for grad, buffer in zip(grads[1:], (dk, dv), strict=True):
         if buffer is not grad:
             grad.copy_(grad + buffer if accumulate else buffer)
@@ -131,8 +131,8 @@ def _padded(num_rows: int) -> int:
     return -(-num_rows // _QUERIES) * _QUERIES
 
 
-def _row_stats(lse: Tensor, delta: Tensor, scale: float, stream: int) -> Tensor:
-    """lse * log2(e) and delta * scale, fp32 ``[2, num_heads, padded rows]``."""
+def _row_stats(lse: Tensor, delta: Tensor, stream: int) -> Tensor:
+    """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``."""
     (num_rows, num_heads), device = lse.shape, lse.device
     padded = _padded(num_rows)
     stats = torch.empty((2, num_heads, padded), dtype=torch.float32, device=device)
@@ -141,11 +141,11 @@ def _row_stats(lse: Tensor, delta: Tensor, scale: float, stream: int) -> Tensor:
     def make() -> Launch:
         params = PrepareParams(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
-            num_rows=num_rows, num_heads=num_heads, stats_row=padded, scale=scale,
+            num_rows=num_rows, num_heads=num_heads, stats_row=padded,
         )  # fmt: skip
         return Launch(hopper_kernels.small_kernel(device, "prepare", ()), padded // 32 * -(-num_heads // 32), params)
 
-    launch = prepared(("prepare", device, scale, lse.shape, lse.stride(), delta.stride()), make)
+    launch = prepared(("prepare", device, lse.shape, lse.stride(), delta.stride()), make)
     with launch.lock:
         params = launch.params
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
@@ -154,8 +154,8 @@ def _row_stats(lse: Tensor, delta: Tensor, scale: float, stream: int) -> Tensor:
     return stats
 
 
-def _finish_dq(sums: Tensor, grad: Tensor, dtype: torch.dtype, accumulate: bool, stream: int) -> None:
-    """Writes the sums to the gradient of q, or adds them to it."""
+def _finish_dq(sums: Tensor, grad: Tensor, dtype: torch.dtype, scale: float, accumulate: bool, stream: int) -> None:
+    """Writes scale times the sums to the gradient of q, or adds them to it."""
     num_rows, num_heads, head_dim = grad.shape
     direct = grad.dtype in (dtype, torch.float32) and fits_tensor_map(grad)
     target = grad if direct else torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
@@ -166,12 +166,13 @@ def _finish_dq(sums: Tensor, grad: Tensor, dtype: torch.dtype, accumulate: bool,
     def make() -> Launch:
         blocks = sums.shape[1] // _QUERIES
         params = FinishParams(
-            dq_row=target.stride(0), dq_head=target.stride(1), num_rows=num_rows, blocks=blocks, store=store
+            dq_row=target.stride(0), dq_head=target.stride(1), num_rows=num_rows, blocks=blocks, store=store,
+            scale=scale,
         )  # fmt: skip
         defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
         return Launch(hopper_kernels.small_kernel(grad.device, "finish_dq", defines), num_heads * blocks, params)
 
-    launch = prepared(("finish_dq", grad.device, dtype, store, grad.shape, target.stride()), make)
+    launch = prepared(("finish_dq", grad.device, dtype, store, scale, grad.shape, target.stride()), make)
     with launch.lock:
         launch.params.sums, launch.params.dq = sums.data_ptr(), target.data_ptr()
         launch.fire(stream)

@@ -44,7 +44,7 @@ def backward_kernel(
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
         element(dtype), f"SOFTCAP={int(softcap)}", f"ORDERED={int(ordered)}",
     )  # fmt: skip
-    tiles = (128 + _STAGES * 64) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
+    tiles = (128 + _STAGES * 64) * sum(dims) + 3 * 128 * 64  # k, v, q, dout; three of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * 512 + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 

@@ -48,14 +48,14 @@ class PrepareParams(ctypes.Structure):
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),
-        ("scale", ctypes.c_float), ("pad", ctypes.c_char * 64),
+        ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 
 class FinishParams(ctypes.Structure):
     _fields_ = [
         ("sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("store", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("store", ctypes.c_int32), ("scale", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
