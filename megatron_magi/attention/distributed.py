@@ -54,7 +54,8 @@ def distributed_attention(
     the same mask. Differentiable in q, k, v and sink.
 
     Args:
-        q: ``[num_rows, num_heads_q, head_dim]``, the rows of this rank's shard.
+        q: ``[num_rows, num_heads_q, head_dim]``, the rows of this rank's shard. Like k and v finite, padding
+            rows too.
         k: ``[num_rows, num_heads_kv, head_dim]``, likewise.
         v: ``[num_rows, num_heads_kv, head_dim_v]``, likewise.
         rank_plan: ``plan.for_rank(cp_rank)``.

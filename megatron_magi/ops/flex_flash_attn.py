@@ -51,7 +51,7 @@ def flex_flash_attn_func(
     Args:
         q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64, any strides.
         k: ``[num_tokens_k, num_heads_kv, head_dim]``; num_heads_kv divides num_heads_q.
-        v: ``[num_tokens_k, num_heads_kv, head_dim_v]``.
+        v: ``[num_tokens_k, num_heads_kv, head_dim_v]``. All of q, k, v must be finite, padding too.
         q_ranges, k_ranges: ``[n, 2]`` half-open ranges, int tensors on any device or nested
             lists. Ranges may repeat as long as no (query, key) pair is in two slices. Both None:
             one slice of all queries and keys. Tensors on a GPU are copied to the host once, and again only

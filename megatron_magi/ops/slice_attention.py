@@ -3,8 +3,8 @@
 Tensors are ``thd``: q ``[num_rows, num_heads_q, head_dim]``, k ``[num_keys, num_heads_kv, head_dim]``,
 v ``[num_keys, num_heads_kv, head_dim_v]``; num_heads_q is a multiple of num_heads_kv. lse, delta
 and sums are fp32, fp64 for fp64 inputs. Rows that see no key get output 0 and lse -inf (or the
-sink's lse), and zero gradients. Values of tokens that are in no visible pair are never used (but by `ffa`,
-which multiplies them by 0 and so wants them finite).
+sink's lse), and zero gradients. Tensors must be finite, also in tokens that are in no visible pair: `ffa` multiplies
+those by 0. The other implementations never use them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def slice_attention_forward(
     """One forward pass, without autograd.
 
     Args:
-        q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides.
+        q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides; finite, hidden tokens too.
         bands: int64 ``[n, 6]`` (see `megatron_magi.mask.bands`), no two of which overlap.
         softmax_scale: factor of q @ k; ``1 / sqrt(head_dim)`` when None.
         softcap: 0 for none, else logits become ``softcap * tanh(logit / softcap)``.
