@@ -4,10 +4,10 @@
 set -u
 out=${1:-${OUT:-benchmarks/results}}
 mkdir -p "$out"
-timeout -s KILL 300 python3 -m pytest -q -m gpu tests/ops/test_ffa_forward.py tests/ops/test_ffa_backward.py \
-  -p no:cacheprovider 2>&1 | tail -30 | tee "$out/attention_tests.txt"
+timeout -s KILL 400 python3 -m pytest -q -m gpu tests/ops -p no:cacheprovider 2>&1 | tail -30 | tee "$out/attention_tests.txt"
 if [ "${PIPESTATUS[0]}" -ne 0 ]; then
   echo "tests failed: not measured"
   exit 1
 fi
 timeout -s KILL 600 python3 benchmarks/bench_attention.py --csv "$out/attention.csv"
+timeout -s KILL 200 python3 benchmarks/bench_attention_costs.py --csv "$out/attention_costs.csv"

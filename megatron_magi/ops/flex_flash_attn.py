@@ -112,8 +112,7 @@ def _mask(ranges: list, num_rows: int, num_keys: int) -> AttnMask:
     if all(isinstance(x, Tensor) for x in ranges):
         return mask_of_ranges(ranges, num_rows, num_keys)
     names = ("q_ranges", "k_ranges", "attn_type_map")
-    arrays = [_int_table(name, x, columns) for name, x, columns in zip(names, ranges, (2, 2, 1), strict=False)]
-    return mask_of_arrays(arrays, num_rows, num_keys)
+    return mask_of_arrays([_as_array(name, x) for name, x in zip(names, ranges, strict=False)], num_rows, num_keys)
 
 
 def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
@@ -126,18 +125,12 @@ def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
     return torch.tensor(items, dtype=torch.int64)
 
 
-def _int_table(name: str, values: Tensor | Iterable, columns: int) -> np.ndarray:
-    """int64 ``[n, columns]`` from a tensor, an array or a list; one column may come flat."""
+def _as_array(name: str, values: Tensor | Iterable) -> np.ndarray:
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
-    elif not isinstance(values, np.ndarray):
-        items = [tuple(item) if isinstance(item, Iterable) else item for item in values]
-        if len({len(item) if isinstance(item, tuple) else 0 for item in items}) > 1:
-            raise ValueError(f"{name}: expected entries of one length, got {items}")
-        values = np.array(items, dtype=None if items else np.int64)
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"{name}: expected integers, got {values.dtype}")
-    expected = (len(values), columns) if columns > 1 else (len(values),)
-    if values.size and values.shape != expected:
-        raise ValueError(f"{name}: expected shape {['n', *expected[1:]]}, got {list(values.shape)}")
-    return values.reshape(-1, columns) if columns > 1 else values.reshape(-1)
+        return values.numpy(force=True)
+    if isinstance(values, np.ndarray):
+        return values
+    items = [tuple(item) if isinstance(item, Iterable) else item for item in values]
+    if len({len(item) if isinstance(item, tuple) else 0 for item in items}) > 1:
+        raise ValueError(f"{name}: expected entries of one length, got {items}")
+    return np.array(items, dtype=None if items else np.int64)

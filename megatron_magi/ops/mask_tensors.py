@@ -18,6 +18,7 @@ from megatron_magi.mask import AttnMask
 
 _PACKED_COLUMNS = 5
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_NAMES = ("q_ranges", "k_ranges", "attn_type_map")
 _MAX_MASKS = 256
 _MAX_BYTES = 64 << 20
 
@@ -50,18 +51,16 @@ def mask_of_ranges(ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> At
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
-    for name, tensor in zip(("q_ranges", "k_ranges", "attn_type_map"), ranges, strict=False):
-        _check_ranges(name, tensor)
-    if all(_is_on_device(t) for t in ranges):
+    if not any(t.is_cpu for t in ranges):
         return _device_ranges.mask(ranges, num_rows, num_keys)
-    return mask_of_arrays([t.numpy(force=True) for t in ranges], num_rows, num_keys)
+    return mask_of_arrays([_array(t) for t in ranges], num_rows, num_keys)
 
 
 def mask_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -> AttnMask:
-    """The mask of ``[q_ranges, k_ranges]`` and maybe types, integers on the host; validated once for a content.
+    """The mask of ``[q_ranges, k_ranges]`` and maybe types, on the host; validated once for a content.
 
     Raises:
-        ValueError: numbers of entries disagree, or as `AttnMask`.
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
     key = (num_rows, num_keys, *((array.tobytes(), array.dtype, array.shape) for array in ranges))
     mask = _masks.get(key)
@@ -72,6 +71,12 @@ def mask_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -
 
 
 def _slice_table(ranges: Sequence[np.ndarray]) -> np.ndarray:
+    for name, array in zip(_NAMES, ranges, strict=False):
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"{name}: expected integers, got {array.dtype}")
+        wanted = (len(array),) if name == "attn_type_map" else (len(array), 2)
+        if array.size and array.shape != wanted:
+            raise ValueError(f"{name}: expected shape {['n', *wanted[1:]]}, got {list(array.shape)}")
     lengths = [len(array) for array in ranges]
     if len(set(lengths)) > 1:
         if len(lengths) == 2:
@@ -99,10 +104,10 @@ class DeviceRanges:
         self._masks: LruCache[tuple, tuple[AttnMask, list[StorageWeakRef]]] = LruCache(_MAX_BYTES, max_items)
 
     def mask(self, ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> AttnMask:
-        """The mask of ``[q_ranges, k_ranges]`` or ``[q_ranges, k_ranges, attn_type_map]``, checked for shape and dtype.
+        """The mask of ``[q_ranges, k_ranges]`` or ``[q_ranges, k_ranges, attn_type_map]``.
 
         Raises:
-            ValueError: numbers of entries disagree, or as `AttnMask`.
+            ValueError: an argument, named in the message, has a wrong shape, dtype or value.
         """
         if any(t.is_inference() for t in ranges):
             return mask_of_arrays(_to_host(ranges), num_rows, num_keys)
@@ -124,23 +129,18 @@ def _identity(t: Tensor) -> tuple:
     return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version
 
 
-def _is_on_device(t: Tensor) -> bool:
-    return t.device.type != "cpu"
+def _array(t: Tensor) -> np.ndarray:
+    # Floats are refused by `_slice_table`; not all of them are known to numpy.
+    return (t.float() if t.dtype == torch.bfloat16 else t).numpy(force=True)
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """int64 copies in host memory, by a single transfer: each waits for the device."""
-    flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in tensors]).cpu()
+    """Copies in host memory, by a single transfer where it can be: each waits for the device."""
+    if any(t.dtype not in _INTEGERS for t in tensors):
+        return [_array(t) for t in tensors]
+    flat = torch.cat([t.reshape(-1).to(torch.int64) for t in tensors]).cpu()
     parts = flat.split([t.numel() for t in tensors])
     return [part.numpy().reshape(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-
-def _check_ranges(name: str, t: Tensor) -> None:
-    if t.dtype not in _INTEGERS:
-        raise ValueError(f"{name}: expected integers, got {t.dtype}")
-    is_types = name == "attn_type_map"
-    if t.numel() and (t.ndim != 1 if is_types else t.ndim != 2 or t.shape[1] != 2):
-        raise ValueError(f"{name}: expected shape {['n'] if is_types else ['n', 2]}, got {list(t.shape)}")
 
 
 def _unpack(packed: np.ndarray, num_rows: int, num_keys: int) -> AttnMask:

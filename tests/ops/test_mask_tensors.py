@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops import mask_tensors
-from megatron_magi.ops.mask_tensors import DeviceRanges, bands_of, mask_of_ranges
+from megatron_magi.ops.mask_tensors import DeviceRanges, bands_of
 
 ROWS = [(0, 4, 0, 4, 1), (4, 9, 0, 7, 0), (4, 9, 7, 10, 3)]
 MASK = AttnMask(ROWS, 10, 11)
@@ -24,12 +24,12 @@ def range_tensors(rows=ROWS, dtype=torch.int32, device="cpu"):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """One entry for each copy to the host; tensors count as those of a device wherever they are."""
+    """One entry for each copy to the host; tensors are taken for those of a device."""
     made = []
     to_host = mask_tensors._to_host
     monkeypatch.setattr(mask_tensors, "_to_host", lambda tensors: made.append(len(tensors)) or to_host(tensors))
-    monkeypatch.setattr(mask_tensors, "_is_on_device", lambda _t: True)
-    monkeypatch.setattr(mask_tensors, "_device_ranges", DeviceRanges())
+    device_ranges = DeviceRanges()
+    monkeypatch.setattr(mask_tensors, "mask_of_ranges", device_ranges.mask)
     return made
 
 
@@ -55,28 +55,28 @@ def test_a_packed_mask_of_other_lengths_is_refused():
 
 def test_layers_share_one_copy(copies):
     ranges = range_tensors()
-    masks = [mask_of_ranges(ranges, 10, 11) for _ in range(5)]
+    masks = [mask_tensors.mask_of_ranges(ranges, 10, 11) for _ in range(5)]
     assert masks[0] == MASK and all(mask is masks[0] for mask in masks)
     assert copies == [3]
-    assert mask_of_ranges(ranges[:2], 10, 11).table[:, 4].tolist() == [0, 0, 0]
+    assert mask_tensors.mask_of_ranges(ranges[:2], 10, 11).table[:, 4].tolist() == [0, 0, 0]
     assert copies == [3, 2]
 
 
 def test_other_objects_for_the_same_memory_are_known_again(copies):
     ranges = range_tensors()
-    mask = mask_of_ranges(ranges, 10, 11)
-    assert mask_of_ranges([t.detach() for t in ranges], 10, 11) is mask
-    assert mask_of_ranges([t.view(t.shape) for t in ranges], 10, 11) is mask
+    mask = mask_tensors.mask_of_ranges(ranges, 10, 11)
+    assert mask_tensors.mask_of_ranges([t.detach() for t in ranges], 10, 11) is mask
+    assert mask_tensors.mask_of_ranges([t.view(t.shape) for t in ranges], 10, 11) is mask
     assert len(copies) == 1
 
 
 def test_a_change_in_place_is_noticed(copies):
     ranges = range_tensors()
-    mask_of_ranges(ranges, 10, 11)
+    mask_tensors.mask_of_ranges(ranges, 10, 11)
     ranges[0][0, 1] = 3
-    assert mask_of_ranges(ranges, 10, 11).table[0].tolist() == [0, 3, 0, 4, 1]
+    assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[0].tolist() == [0, 3, 0, 4, 1]
     ranges[2].zero_()
-    assert mask_of_ranges(ranges, 10, 11).table[:, 4].tolist() == [0, 0, 0]
+    assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[:, 4].tolist() == [0, 0, 0]
     assert len(copies) == 3
 
 
@@ -84,16 +84,16 @@ def test_a_view_of_other_elements_is_another_tensor(copies):
     table = torch.tensor([[0, 4], [4, 9], [9, 10]])
     first, last = table[:2], table[1:]
     keys = torch.tensor([[0, 4], [4, 9]])
-    assert mask_of_ranges([first, keys], 10, 11).table[0, 0] == 0
-    assert mask_of_ranges([last, keys], 10, 11).table[0, 0] == 4
-    assert mask_of_ranges([table[:2].flip(0), keys], 10, 11).table[0, 0] == 4
+    assert mask_tensors.mask_of_ranges([first, keys], 10, 11).table[0, 0] == 0
+    assert mask_tensors.mask_of_ranges([last, keys], 10, 11).table[0, 0] == 4
+    assert mask_tensors.mask_of_ranges([table[:2].flip(0), keys], 10, 11).table[0, 0] == 4
 
 
 def test_memory_that_is_used_again_is_another_tensor(copies):
     for start in range(200):
         # Tensors of one size, freed and made anew: addresses repeat.
         ranges = [torch.tensor([[start % 7, 9]]) for _ in range(2)]
-        assert mask_of_ranges(ranges, 10, 11).table[0].tolist() == [start % 7, 9, start % 7, 9, 0]
+        assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[0].tolist() == [start % 7, 9, start % 7, 9, 0]
         del ranges
     gc.collect()
     assert len(copies) == 200
@@ -101,26 +101,34 @@ def test_memory_that_is_used_again_is_another_tensor(copies):
 
 def test_other_numbers_of_tokens_are_another_mask(copies):
     ranges = range_tensors()
-    assert mask_of_ranges(ranges, 10, 11) != mask_of_ranges(ranges, 12, 11)
+    assert mask_tensors.mask_of_ranges(ranges, 10, 11) != mask_tensors.mask_of_ranges(ranges, 12, 11)
     with pytest.raises(ValueError, match=r"k_range of slice 2"):
-        mask_of_ranges(ranges, 10, 9)
+        mask_tensors.mask_of_ranges(ranges, 10, 9)
 
 
 def test_tensors_of_inference_mode_are_copied_each_time(copies):
     with torch.inference_mode():
         ranges = range_tensors()
-        mask_of_ranges(ranges, 10, 11)
+        mask_tensors.mask_of_ranges(ranges, 10, 11)
         ranges[0][0, 1] = 3
-        assert mask_of_ranges(ranges, 10, 11).table[0, 1] == 3
+        assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[0, 1] == 3
     assert len(copies) == 2
 
 
 def test_tensors_of_the_host_are_read_each_time():
     array = np.array([[0, 4], [4, 9]])
     ranges = [torch.from_numpy(array)] * 2
-    assert mask_of_ranges(ranges, 10, 11).table[0, 1] == 4
+    assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[0, 1] == 4
     array[0, 1] = 3  # unseen by torch
-    assert mask_of_ranges(ranges, 10, 11).table[0, 1] == 3
+    assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[0, 1] == 3
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2, 2), torch.zeros(2, 2).bfloat16(), torch.zeros(2, 3, dtype=torch.int32)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_wrong_tensors_are_named_wherever_they_are(bad, on_device):
+    mask_of = DeviceRanges().mask if on_device else mask_tensors.mask_of_ranges
+    with pytest.raises(ValueError, match=r"k_ranges: expected (integers|shape)"):
+        mask_of([torch.zeros(2, 2, dtype=torch.int32), bad], 10, 11)
 
 
 def test_the_cache_is_bounded_and_keeps_no_tensor_alive(copies):
@@ -140,7 +148,7 @@ def test_ranges_on_a_gpu_are_copied_once_for_many_calls(monkeypatch):
     monkeypatch.setattr(mask_tensors, "_to_host", lambda tensors: made.append(1) or to_host(tensors))
     ranges = range_tensors(device="cuda")
     for _ in range(3):
-        assert mask_of_ranges(ranges, 10, 11) == MASK
+        assert mask_tensors.mask_of_ranges(ranges, 10, 11) == MASK
     ranges[0][0, 1] = 3
-    assert mask_of_ranges(ranges, 10, 11).table[0, 1] == 3
+    assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[0, 1] == 3
     assert len(made) == 2
