@@ -40,7 +40,7 @@ STRUCTS = [
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
     struct = getattr(hopper_params, name)
-    in_plan = ("tiles", "passes", "bounds") if source in ("forward", "backward") else ()
+    in_plan = ("tiles", "passes", "bounds", "step") if source in ("forward", "backward") else ()
     checks = []
     for field, *_ in struct._fields_[:-1]:
         member = f"plan.{field}" if field in in_plan else field

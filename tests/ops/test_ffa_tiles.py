@@ -5,61 +5,65 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.ops.hopper.plan import _best_splits
-from megatron_magi.ops.hopper.tiles import EVERYTHING, SUB_ROWS, TilePlan, block_turns, plan_tiles, transpose
+from megatron_magi.ops.hopper.tiles import EVERYTHING, SUB_ROWS, UNIT, TilePlan, block_turns, plan_tiles, transpose
 
 
-def check_plan(plan: TilePlan, visible: np.ndarray) -> None:
+def check_plan(plan: TilePlan, visible: np.ndarray, align: int = 1) -> None:
     num_rows, num_columns = visible.shape
-    bm, bn = plan.block_m, plan.block_n
-    padded = np.zeros((-(-num_rows // bm) * bm, -(-num_columns // bn) * bn), dtype=bool)
-    padded[:num_rows, :num_columns] = visible
-    covered = np.zeros(padded.shape, dtype=np.int64)
-    assert sorted(plan.tiles[:, 0].tolist()) == list(range(0, len(padded), bm))
-    used = []
-    for row0, first, past, blocks in plan.tiles.tolist():
+    covered = np.zeros((num_rows, num_columns), dtype=np.int64)
+    used, next_row = [], 0
+    for row0, _, _, rows in plan.tiles[np.argsort(plan.tiles[:, 0])].tolist():
+        assert row0 == next_row and 0 < rows <= plan.block_m
+        next_row = row0 + rows
+    assert next_row == num_rows
+    for (row0, first, past, rows), cost in zip(plan.tiles.tolist(), plan.costs.tolist(), strict=True):
         used += range(first, past)
-        assert blocks == sum(int(plan.passes[i, 1] - plan.passes[i, 0]) for i in range(first, past))
+        assert cost == plan.passes[first:past, 1].sum()
         for i in range(first, past):
-            cover_pass(plan, i, row0, num_rows, padded, covered)
+            assert plan.passes[i, 0] % align == 0
+            cover_pass(plan, i, row0, rows, covered)
     assert sorted(used) == list(range(len(plan.passes)))
-    np.testing.assert_array_equal(covered[:num_rows], padded[:num_rows].astype(np.int64))
-    check_turns(plan)
-    costs = plan.tiles[:, 3]
-    assert np.all(costs[:-1] + 1 + plan.tiles[:-1, 2] - plan.tiles[:-1, 1] >= costs[1:])
+    np.testing.assert_array_equal(covered, visible.astype(np.int64))
+    if align == UNIT:
+        check_turns(plan)
+    assert np.all(plan.costs[:-1] + 1 + plan.tiles[:-1, 2] - plan.tiles[:-1, 1] >= plan.costs[1:])
 
 
 def check_turns(plan: TilePlan) -> None:
     turns, visits = block_turns(plan), {}
     assert len(turns) == plan.num_blocks
     for _, first, past, _ in plan.tiles.tolist():
-        for begin, end, offset in plan.passes[first:past, [0, 1, 6]].tolist():
-            for block in range(begin, end):
-                assert turns[offset + block - begin] == visits.setdefault(block, 0)
-                visits[block] += 1
+        for column, count, offset in plan.passes[first:past, [0, 1, 6]].tolist():
+            for i in range(count):
+                for j in range(plan.block_n // UNIT):
+                    unit = (column + i * plan.step) // UNIT + j
+                    assert turns[offset + i, j] == visits.setdefault(unit, 0)
+                    visits[unit] += 1
 
 
-def cover_pass(plan: TilePlan, i: int, row0: int, num_rows: int, padded: np.ndarray, covered: np.ndarray) -> None:
-    begin, end = plan.passes[i, :2].tolist()
-    assert 0 <= begin < end
-    bm, bn = plan.block_m, plan.block_n
-    for r in range(bm):
+def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray) -> None:
+    column, count = plan.passes[i, :2].tolist()
+    assert count > 0
+    blocks = [(column + j * plan.step, column + j * plan.step + plan.block_n) for j in range(count)]
+    begin, end = min(blocks)[0], max(blocks)[1]
+    assert begin >= 0
+    for r in range(plan.block_m):
         half = r // SUB_ROWS
         lo, hi = plan.bounds[i, r].tolist()
         full_begin, full_end = plan.passes[i, 2 + 2 * half : 4 + 2 * half].tolist()
-        assert begin <= full_begin <= full_end <= end
-        assert lo <= full_begin * bn or full_begin == full_end
-        assert hi >= full_end * bn or full_begin == full_end
-        if row0 + r >= num_rows:
-            assert (lo, hi) == (0, EVERYTHING)
+        assert 0 <= full_begin <= full_end <= count
+        for first, past in blocks[full_begin:full_end]:
+            assert lo <= first and past <= hi
+        if r >= rows:
+            assert (lo, hi) in ((0, EVERYTHING), (0, 0))
         elif lo < hi:
-            assert begin * bn <= lo and hi <= end * bn
+            assert begin <= lo and hi <= end
             covered[row0 + r, lo:hi] += 1
 
 
@@ -85,9 +89,10 @@ def disjoint_bands(draw, num_rows: int, num_columns: int):
 @given(data=st.data(), num_rows=st.integers(1, 300), num_columns=st.integers(1, 300))
 def test_every_visible_pair_is_in_exactly_one_pass(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))
-    block_m, block_n = data.draw(st.sampled_from([(128, 128), (128, 176), (64, 64), (128, 80), (128, 64)]))
+    block_m, block_n = data.draw(st.sampled_from([(128, 128), (64, 64), (128, 64)]))
     visible = dense_bands(bands, num_rows, num_columns)
-    check_plan(plan_tiles(bands, num_rows, num_columns, block_m, block_n), visible)
+    align, descending = data.draw(st.sampled_from([(1, False), (UNIT, False), (UNIT, True)]))
+    check_plan(plan_tiles(bands, num_rows, block_m, block_n, align=align, descending=descending), visible, align)
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,7 +102,7 @@ def test_transposed_bands_are_the_transposed_mask(data, num_rows, num_columns):
     visible = dense_bands(bands, num_rows, num_columns)
     turned = transpose(bands)
     np.testing.assert_array_equal(dense_bands(turned, num_columns, num_rows), visible.T)
-    check_plan(plan_tiles(turned, num_columns, num_rows, 128, 64), visible.T)
+    check_plan(plan_tiles(turned, num_columns, 128, 64, align=UNIT, descending=True, hide_tail=True), visible.T, UNIT)
 
 
 def documents(lengths, causal: bool) -> np.ndarray:
@@ -110,30 +115,41 @@ def documents(lengths, causal: bool) -> np.ndarray:
 
 
 def test_short_documents_of_one_tile_share_a_pass():
-    plan = plan_tiles(documents([13] * 30, causal=True), 390, 390, 128, 128)
-    assert len(plan.passes) == 4
-    assert plan.num_blocks <= 4 + 6
+    plan = plan_tiles(documents([13] * 30, causal=True), 390, 128, 128)
+    assert plan.tiles[:, 3].tolist() == [117, 117, 117, 39]  # whole documents
+    assert plan.passes[:, 1].tolist() == [1] * 4
 
 
 def test_touching_rectangles_are_one_interval():
     table = np.array([[0, 128, i * 10, i * 10 + 10, -bd.NO_DIAGONAL, bd.NO_DIAGONAL] for i in range(50)])
-    plan = plan_tiles(table, 128, 500, 128, 128)
+    plan = plan_tiles(table, 128, 128, 128)
     assert plan.passes[:, :2].tolist() == [[0, 4]]
     assert plan.bounds[0, :, :].tolist() == [[0, 500]] * 128
 
 
 def test_causal_plan_masks_only_the_diagonal():
-    plan = plan_tiles(documents([1024], causal=True), 1024, 1024, 128, 128)
+    plan = plan_tiles(documents([1024], causal=True), 1024, 128, 128)
     assert plan.tiles[0].tolist()[0] == 896
-    blocks = plan.passes[:, 1] - plan.passes[:, 0]
+    blocks = plan.passes[:, 1]
     full = plan.passes[:, 3] - plan.passes[:, 2]
     assert (blocks - full).tolist() == [1] * 8
 
 
-@pytest.mark.parametrize("num_columns", [0, 5])
-def test_empty_mask_still_has_all_tiles(num_columns):
-    plan = plan_tiles(bd.empty_bands(), 200, num_columns, 128, 128)
-    assert plan.tiles.tolist() == [[0, 0, 0, 0], [128, 0, 0, 0]]
+def test_tiles_begin_with_documents_and_blocks_with_what_they_see():
+    plan = plan_tiles(documents([1000, 1000], causal=False), 2000, 128, 128)
+    assert sorted(plan.tiles[:, 0].tolist()) == [*range(0, 1000, 128), *range(1000, 2000, 128)]
+    assert plan.num_blocks == 2 * 8 * 8
+
+
+def test_small_blocks_of_a_long_video_are_not_cut_apart():
+    # Rows of one block of 80 see all earlier ones: cutting at 80 rows would cost 128 / 80 of the work.
+    table = np.array([[i, i + 80, 0, i + 80, -bd.NO_DIAGONAL, bd.NO_DIAGONAL] for i in range(0, 8000, 80)])
+    assert len(plan_tiles(table, 8000, 128, 128).tiles) == 63
+
+
+def test_empty_mask_still_has_all_tiles():
+    plan = plan_tiles(bd.empty_bands(), 200, 128, 128)
+    assert plan.tiles.tolist() == [[0, 0, 0, 128], [128, 0, 0, 72]]
     assert len(plan.passes) == 0
 
 

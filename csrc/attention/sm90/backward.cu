@@ -18,7 +18,10 @@
 #include "tiles.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kStages = STAGES;
+constexpr int kStages = STAGES;  // of q, and of dout
+#ifndef TURNS
+#define TURNS 0
+#endif
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kKeys = 64;   // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
@@ -29,8 +32,8 @@ constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
 using T = DTYPE;
 
-// Named barriers: two for the turns at the tensor cores, and for dS of each warpgroup two that alternate.
-constexpr u32 kMyTurn = 1, kDsThere = 3;
+// Named barriers: for dS of each warpgroup two that alternate.
+constexpr u32 kDsThere = 1;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 
@@ -39,14 +42,23 @@ struct BackwardParams {
   TilePlan plan;
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: -delta
-  float* dq;           // sums, [num_heads, blocks of 64 queries, 2 halves, 4 warps, as accumulators lie in registers]
+  float* dq;           // sums, [num_heads, stats_row / 16, 2 halves, 16 queries as accumulators lie in registers]
   void *dk, *dv;
   int* counter;      // two words, zero before and after
-  const int* turns;  // ORDERED: of each visit of a query block, the visits before it
-  int* done;         // ORDERED: [num_heads, blocks, 8 warps], visits that have been added; zero before
-  i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  int num_tiles, num_rows, num_keys, num_heads_kv, group, splits, stats_row, store;
+  const int* turns;  // ORDERED: of each visit of 16 queries, the visits before it
+  int* done;         // ORDERED: [num_heads, stats_row / 16, 2 halves], visits that have been added; zero before
+  i64 dk_row, dk_head, dv_row, dv_head;                    // strides, elements
+  int num_tiles, num_items, group, heads;                  // heads: query heads of an item, a part of the group
+  int head_section, heads_inner, stats_row, units, store;  // units: stats_row / 16
   float scale, scale_log2, softcap_factor;
+};
+
+// A query block as the producer announces it beside the queries.
+struct BlockInfo {
+  int column;       // first query
+  int unit;         // where its sums begin, in units of 16 queries
+  int pass_masked;  // 4 * pass, and a bit for each warpgroup that has to apply the mask
+  int turn_last;    // 8 * number of the block among all visits, and 1 for the last block of the item
 };
 
 struct Shared {
@@ -60,20 +72,25 @@ struct Shared {
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
-  int4 item[2];  // first key (-1: no more), first query head, first pass, past-the-last pass
+  int4 item[2];
+  int4 info[kStages];               // BlockInfo
+  int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
 constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * sizeof(float);
+constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 
+// Items of a section of heads, tile by tile; its head is the first of the query heads.
 DEVICE int4 decode_item(const BackwardParams& p, int item) {
-  const int per_tile = p.num_heads_kv * p.splits;
-  if (item >= p.num_tiles * per_tile) return make_int4(-1, 0, 0, 0);
-  const int tile = item / per_tile, part = item - tile * per_tile;
-  const int4 t = __ldg(p.plan.tiles + tile);
-  return make_int4(t.x, part * (p.group / p.splits), t.y, t.z);
+  if (item >= p.num_items) return make_int4(-1, 0, 0, 0);
+  const int per_section = p.num_tiles * p.head_section;
+  const int section = item / per_section, rest = item - section * per_section;
+  const int tile = rest / p.head_section;
+  const int head = section * p.head_section + rest - tile * p.head_section;
+  return pack_item(__ldg(p.plan.tiles + tile), head * p.heads);
 }
 
 // ---- producer: one thread ----
@@ -102,33 +119,48 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     if (item.x < 0) break;
     next = gridDim.x + atomicAdd(p.counter, 1);
     if (item.z >= item.w) continue;
-    const int head_kv = item.y / p.group;
+    const int first_head = item_head(item), head_kv = first_head / p.group;
     barrier_wait(smem_address(&s.kv_empty), kv_parity);
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kTileKeys * 128, item.x, head_kv, kv);
     load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kTileKeys * 128, item.x, head_kv, kv);
-    for (int h = 0; h < p.group / p.splits; ++h) {
-      const int head = item.y + h;
-      for (int pass = item.z; pass < item.w; ++pass) {
-        const int4 range = __ldg(p.plan.passes + 2 * pass);
-        for (int n = range.x; n < range.y; ++n) {
-          const int i = ring.index, row = n * kQueries;
-          u32 bar = smem_address(&s.q_full[i]);
-          barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesQ + kBytesRow);
-          load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
-          const i64 at = static_cast<i64>(head) * p.stats_row + row;
-          load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
-          bar = smem_address(&s.dout_full[i]);
-          barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
-          barrier_expect_bytes(bar, kBytesDout + kBytesRow);
-          load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
-          load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
-          ring.advance();
+    int pass = item.z, n = 0, h = 0;
+    bool last = false;
+    while (!last) {
+      const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
+      const int row = range.x + n * static_cast<int>(p.plan.step), head = first_head + h;
+      const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
+      int4 info = make_int4(row, head * p.units + row / 16, 4 * pass + masked, 8 * (more.z + n));
+      if (!p.heads_inner || ++h == p.heads) {
+        if (p.heads_inner) h = 0;
+        if (++n == range.y) {
+          n = 0;
+          if (++pass == item.w) {
+            pass = item.z;
+            last = p.heads_inner || ++h == p.heads;
+          }
         }
       }
+      info.w += last;
+      const int i = ring.index;
+      u32 bar = smem_address(&s.q_full[i]);
+      barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
+      s.info[i] = info;
+      barrier_expect_bytes(bar, kBytesQ + kBytesRow + (masked ? kBytesBounds : 0));
+      if (masked)
+        load_bytes(smem_address(s.bounds[i]), p.plan.bounds + static_cast<i64>(info.z / 4) * kTileKeys, kBytesBounds,
+                   bar);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
+      const i64 at = static_cast<i64>(head) * p.stats_row + row;
+      load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
+      bar = smem_address(&s.dout_full[i]);
+      barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
+      barrier_expect_bytes(bar, kBytesDout + kBytesRow);
+      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
+      load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
+      ring.advance();
     }
   }
   leave(p.counter);
@@ -189,12 +221,12 @@ DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane) 
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
-DEVICE void add_dq(const BackwardParams& p, i64 block, int warp, u32 staging, int lane, int turn) {
+DEVICE void add_dq(const BackwardParams& p, int piece, u32 staging, int lane, int turn) {
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) {
-    float* const to = p.dq + block * (kQueries * kHeadDim) + warp * (kDqColumns * 16);
-    int* const done = p.done + block * 8 + warp;
+    float* const to = p.dq + static_cast<i64>(piece) * (kDqColumns * 16);
+    int* const done = p.done + piece;
     if (ORDERED) wait_turn(done, turn);
     add_floats(to, staging, kDqColumns * 64);
     if (ORDERED) {
@@ -248,27 +280,6 @@ struct Slope {
   float of[SOFTCAP ? 32 : 1];
 };
 
-// The query blocks of a work item: all blocks of its tile for one query head after another.
-struct Walk {
-  BlockWalk<false> walk;
-  int head, heads_left, first_pass, past_pass;
-  DEVICE Walk(const BackwardParams& p, int4 item, int warpgroup, int row)
-      : walk(p.plan, warpgroup, row),
-        head(uniform(item.y)),
-        heads_left(p.group / p.splits),
-        first_pass(uniform(item.z)),
-        past_pass(uniform(item.w)) {
-    walk.start(first_pass, past_pass);
-  }
-  DEVICE bool advance() {
-    if (walk.advance()) return true;
-    if (--heads_left == 0) return false;
-    ++head;
-    walk.start(first_pass, past_pass);
-    return true;
-  }
-};
-
 struct Consumer {
   const BackwardParams& p;
   Shared& s;
@@ -295,16 +306,22 @@ struct Consumer {
     ds_store = smem_address(s.ds) + key * 128;
   }
 
-  DEVICE int warp() const { return warpgroup * 4 + uniform(threadIdx.x % 128 / 32); }
+  DEVICE int warp() const { return uniform(threadIdx.x % 128 / 32); }
+  DEVICE u32 staging() const { return smem_address(s.dq[warpgroup * 4 + warp()]); }
 
   DEVICE void release(u64& barrier) {
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   }
 
-  // The values of this thread's queries.
-  DEVICE void load_row(float2 (&x)[8], u32 values) const {
+  // One value each query, those of this thread.
+  DEVICE void load_values(float2 (&x)[8], u32 values) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j + lane % 4 * 8);
+  }
+
+  DEVICE BlockInfo block_info() const {
+    const int4 x = s.info[ring.index];
+    return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
   }
 
   DEVICE void issue_s(float (&x)[32], bool real) {
@@ -319,17 +336,17 @@ struct Consumer {
     issue_transposed_logits<kHeadDimV>(y, v_own, dout);
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const BlockWalk<false>& walk,
-                         const float2 (&lse)[8]) {
+  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const float2 (&lse)[8],
+                         const BlockInfo& info) {
     if (SOFTCAP) {
       apply_softcap(logits, p.softcap_factor);
 #pragma unroll
       for (int i = 0; i < (SOFTCAP ? 32 : 0); ++i) slope.of[i] = 1.f - logits[i] * logits[i];
     }
-    if (walk.masked()) {
-      int2 bounds[2];
-      walk.load_bounds(bounds);
-      apply_mask(logits, walk.n * kQueries + 2 * (lane % 4), bounds);
+    if (info.pass_masked & (1 << warpgroup)) {
+      const int2* of_key = s.bounds[ring.index] + row;
+      const int2 bounds[2] = {of_key[0], of_key[8]};
+      apply_mask(logits, info.column + 2 * (lane % 4), bounds);
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -340,11 +357,11 @@ struct Consumer {
     for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
   }
 
-  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, u32 (&ds)[16]) {
-    const float2* delta = reinterpret_cast<const float2*>(s.delta[ring.index]) + lane % 4;
+  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float2 (&delta)[8], const Slope& slope,
+                      u32 (&ds)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 two = delta[4 * (i / 2)];
+      const float2 two = delta[i / 2];
       float x = probs[2 * i] * (dp[2 * i] + two.x), y = probs[2 * i + 1] * (dp[2 * i + 1] + two.y);
       if (SOFTCAP) x *= slope.of[SOFTCAP ? 2 * i : 0], y *= slope.of[SOFTCAP ? 2 * i + 1 : 0];
       ds[i] = T::pack(x, y);
@@ -362,27 +379,27 @@ struct Consumer {
   }
 
   // One query block. Finds P in x and in `probs`, and dP in y, with no product under way, and leaves those of the next
-  // block there. dQ is a block behind: that of `previous` is added. Returns whether there is a next block.
-  DEVICE bool step(Walk& at, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32], float (&y)[32],
-                   u32 (&probs)[16], Slope& slope, i64& previous) {
+  // block there. dQ is a block behind: that of the piece `previous` is added. Returns whether there is a next block.
+  DEVICE bool step(BlockInfo& info, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32],
+                   float (&y)[32], float2 (&delta)[8], u32 (&probs)[16], Slope& slope, int& previous) {
     const int now = ring.index;
     u32 ds[16];
     float own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
-    form_ds(x, y, slope, ds);
+    form_ds(x, y, delta, slope, ds);
     store_ds(ds);
-    const i64 to_add = previous;
-    previous = static_cast<i64>(at.head) * (p.stats_row / kQueries) + at.walk.n;
-    const int turn = last_turn;
-    if (ORDERED) last_turn = at.walk.turn(p.turns);
-    const bool more = at.advance();
+    const int to_add = previous, turn = last_turn;
+    previous = 2 * (info.unit + warp()) + warpgroup;
+    if (ORDERED) last_turn = __ldg(p.turns + info.turn_last / 2 + warp());
+    const bool more = !(info.turn_last & 1);
     ring.advance();
     if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
     wgmma_wait<0>();  // dV
     pin(probs);
     pin(dv);
     release(s.dout_empty[now]);
+    if (TURNS) named_sync(5 + warpgroup, 128 * kGroups);
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
     if (to_add >= 0) named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
     issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
@@ -390,84 +407,87 @@ struct Consumer {
     pin(ds);
     pin(dk);
     release(s.q_empty[now]);
-    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side of
-    // a branch, the assembler would serialise all of them.
+    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side
+    // of a branch, the assembler would serialise all of them.
     issue_s(x, more);
+    if (TURNS) named_arrive(6 - warpgroup, 128 * kGroups);
+    if (more) info = block_info();
+    float2 lse[8];
+    load_values(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();  // dQ
     pin(dq);
     parity ^= 1;
     buffer.advance();
     named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
-    const u32 staging = smem_address(s.dq[warp()]);
-    if (to_add >= 0) stage_dq(staging, dq, lane);
+    if (to_add >= 0) stage_dq(staging(), dq, lane);
     if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, more);
-    float2 lse[8];
-    load_row(lse, smem_address(s.lse[ring.index]));
+    if (to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
     wgmma_wait<1>();  // S
     pin(x);
-    if (more) form_probs(x, probs, slope, at.walk, lse);
-    if (to_add >= 0) add_dq(p, to_add, warp(), staging, lane, turn);
+    if (more) form_probs(x, probs, slope, lse, info);
+    load_values(delta, smem_address(s.delta[ring.index]));
     wgmma_wait<0>();  // dP
     pin(y);
     return more;
   }
 
   // All query blocks of one work item.
-  DEVICE void accumulate(int4 item, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
+  DEVICE void accumulate(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);
     u32 probs[16];
     Slope slope;
-    i64 previous = -1;
-    Walk at(p, item, warpgroup, row);
+    int previous = -1;
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
     barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
     issue_s(x, true);
     barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, true);
-    float2 lse[8];
-    load_row(lse, smem_address(s.lse[ring.index]));
+    float2 lse[8], delta[8];
+    BlockInfo info = block_info();
+    load_values(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();
     pin(x);
-    form_probs(x, probs, slope, at.walk, lse);
+    form_probs(x, probs, slope, lse, info);
+    load_values(delta, smem_address(s.delta[ring.index]));
     wgmma_wait<0>();
     pin(y);
     // No product is under way where the loop closes: the assembler would serialise all of them.
-    while (step(at, dk, dv, x, y, probs, slope, previous)) {
+    while (step(info, dk, dv, x, y, delta, probs, slope, previous)) {
     }
     named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
     issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
     wgmma_wait<0>();
     pin(dq);
     release(s.kv_empty);
-    const u32 staging = smem_address(s.dq[warp()]);
-    stage_dq(staging, dq, lane);
-    add_dq(p, previous, warp(), staging, lane, last_turn);
+    stage_dq(staging(), dq, lane);
+    add_dq(p, previous, staging(), lane, last_turn);
   }
 
   DEVICE void run() {
+    if (TURNS && warpgroup == 1) named_arrive(5, 128 * kGroups);
     Ring<2> slot;
     while (true) {
       barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
-      const int4 item = s.item[slot.index];
-      __syncwarp();
-      release(s.item_empty[slot.index]);
-      slot.advance();
-      if (item.x < 0) break;
+      // The item stays there until its gradients are written: registers are scarce meanwhile.
+      const bool some = s.item[slot.index].z < s.item[slot.index].w;
+      if (s.item[slot.index].x < 0) break;
       float dk[kHeadDim / 2], dv[kHeadDimV / 2];
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
-      if (item.z < item.w)
-        accumulate(item, dk, dv);
-      else if (p.store == kAddFloat)
-        continue;
+      if (some) accumulate(dk, dv);
+      const int4 item = s.item[slot.index];
+      __syncwarp();
+      release(s.item_empty[slot.index]);
+      slot.advance();
+      if (!some && p.store == kAddFloat) continue;
       const i64 key = item.x + row;
-      bool valid[2] = {key < p.num_keys, key + 8 < p.num_keys};
-      const int head_kv = item.y / p.group;
+      bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
+      const int head_kv = item_head(item) / p.group;
       store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale, lane);
       store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
     }
@@ -483,10 +503,12 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     barrier_init(smem_address(&s.kv_full), 1);
     barrier_init(smem_address(&s.kv_empty), 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.q_full[i]), 1);
       barrier_init(smem_address(&s.dout_full[i]), 1);
-      barrier_init(smem_address(&s.q_empty[i]), 4 * kGroups);
       barrier_init(smem_address(&s.dout_empty[i]), 4 * kGroups);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(smem_address(&s.q_full[i]), 1);
+      barrier_init(smem_address(&s.q_empty[i]), 4 * kGroups);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(smem_address(&s.item_full[i]), 1);

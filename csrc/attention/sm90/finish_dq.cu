@@ -9,10 +9,10 @@ constexpr int kColumns = HEAD_DIM / 2;  // of a warpgroup
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2, kAddHalf = 3 };
 
 struct FinishParams {
-  const float4* sums;  // [num_heads, blocks, 2 halves, 4 warps, kColumns / 8, 32 threads]
+  const float4* sums;  // [num_heads, units of 16 rows, 2 halves, kColumns / 8, 32 threads]
   void* dq;
   i64 dq_row, dq_head;  // strides, elements
-  int num_rows, blocks, store;
+  int num_rows, blocks, units, store;
   float scale;
 };
 
@@ -20,8 +20,8 @@ struct FinishParams {
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
   const int thread = threadIdx.x % 128, lane = thread % 32, half = threadIdx.x / 128;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
-  const float4* sums = p.sums + (static_cast<i64>(blockIdx.x) * 2 + half) * (kColumns / 8 * 128) +
-                       thread / 32 * (kColumns / 8 * 32) + lane;
+  const i64 unit = static_cast<i64>(head) * p.units + block * 4 + thread / 32;
+  const float4* sums = p.sums + (unit * 2 + half) * (kColumns / 8 * 32) + lane;
   const int row = block * 64 + thread / 32 * 16 + lane / 4;
   const bool add = p.store >= kAddFloat, wide = p.store == kStoreFloat || p.store == kAddFloat;
 #pragma unroll

@@ -29,7 +29,7 @@ struct ForwardParams {
   i64 out_row, out_head;  // strides, elements
   i64 lse_row, lse_head;
   i64 sink_row, sink_head;
-  int num_tiles, num_rows, num_heads, group, head_section;
+  int num_tiles, num_heads, group, head_section;
   float scale_log2;      // softmax scale * log2 e, or softcap * log2 e
   float softcap_factor;  // softmax scale / softcap
   float logit_scale;     // of max_logits
@@ -43,7 +43,7 @@ struct Shared {
   u64 q_full[kGroups], q_empty[kGroups];
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 item_full[2], item_empty[2];
-  int4 item[2];  // first row (-1: no more), head, first pass, past-the-last pass
+  int4 item[2];
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / kGroups;
@@ -56,8 +56,7 @@ DEVICE int4 decode_item(const ForwardParams& p, int item) {
   const int section = item / per_section, rest = item - section * per_section;
   const int tile = rest / p.head_section;
   const int head = section * p.head_section + rest - tile * p.head_section;
-  const int4 t = __ldg(p.plan.tiles + tile);
-  return make_int4(t.x, head, t.y, t.z);
+  return pack_item(__ldg(p.plan.tiles + tile), head);
 }
 
 // ---- producer: one thread ----
@@ -73,16 +72,16 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.v);
   Ring<kStages> rk, rv;
   u32 q_parity = 1;
-  auto load_k = [&](int n, int head) {
+  auto load_k = [&](int key, int head) {
     barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-    load_block(&p.k, smem_address(s.k[rk.index]), kHeadDim / kPanel, n * kBlockN, head,
-               smem_address(&s.k_full[rk.index]), kBytesK);
+    load_block(&p.k, smem_address(s.k[rk.index]), kHeadDim / kPanel, key, head, smem_address(&s.k_full[rk.index]),
+               kBytesK);
     rk.advance();
   };
-  auto load_v = [&](int n, int head) {
+  auto load_v = [&](int key, int head) {
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    load_block(&p.v, smem_address(s.v[rv.index]), kHeadDimV / kPanel, n * kBlockN, head,
-               smem_address(&s.v_full[rv.index]), kBytesV);
+    load_block(&p.v, smem_address(s.v[rv.index]), kHeadDimV / kPanel, key, head, smem_address(&s.v_full[rv.index]),
+               kBytesV);
     rv.advance();
   };
   int next = blockIdx.x;
@@ -95,25 +94,26 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
     slot.advance();
     if (item.x < 0) break;
     next = gridDim.x + atomicAdd(p.counter, 1);
-    const int head_kv = item.y / p.group;
+    const int head = item_head(item), head_kv = head / p.group;
     int previous = -1;
     for (int pass = item.z; pass < item.w; ++pass) {
       const int4 range = __ldg(p.plan.passes + 2 * pass);
-      for (int n = range.x; n < range.y; ++n) {
-        load_k(n, head_kv);
+      for (int n = 0; n < range.y; ++n) {
+        const int key = range.x + n * static_cast<int>(p.plan.step);
+        load_k(key, head_kv);
         if (previous < 0) {
           for (int w = 0; w < kGroups; ++w) {
             barrier_wait(smem_address(&s.q_empty[w]), q_parity);
             const u32 bar = smem_address(&s.q_full[w]);
             barrier_expect_bytes(bar, kBytesQ);
             for (int i = 0; i < kHeadDim / kPanel; ++i)
-              load_box(smem_address(s.q[w][i]), &p.q, i * kPanel, item.y, item.x + w * kRows, bar);
+              load_box(smem_address(s.q[w][i]), &p.q, i * kPanel, head, item.x + w * kRows, bar);
           }
           q_parity ^= 1;
         } else {
           load_v(previous, head_kv);
         }
-        previous = n;
+        previous = key;
       }
     }
     if (previous >= 0) load_v(previous, head_kv);
@@ -170,11 +170,11 @@ DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int
 }
 
 DEVICE void store_output(const ForwardParams& p, float (&acc)[kHeadDimV / 2], const float (&factor)[2],
-                         const float (&prior)[2], int row, int head, int lane) {
+                         const float (&prior)[2], int row, int end_row, int head, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int at = row + 8 * r;
-    const bool valid = at < p.num_rows;
+    const bool valid = at < end_row;
     const i64 offset = at * p.out_row + head * p.out_head;
     float* out32 = static_cast<float*>(p.out) + offset + 2 * (lane % 4);
     u16* out16 = static_cast<u16*>(p.out) + offset;
@@ -226,7 +226,8 @@ DEVICE void atomic_max_logit(float* address, float value) {
     atomicMin(reinterpret_cast<u32*>(address), __float_as_uint(value));
 }
 
-DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax& softmax, int row, int head, int lane) {
+DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax& softmax, int row, int end_row,
+                   int head, int lane) {
   float factor[2], prior[2];
   float top = -kInfinity;
 #pragma unroll
@@ -236,7 +237,7 @@ DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax&
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const bool any = sum > 0.f;
     const int at = row + 8 * r;
-    const bool valid = at < p.num_rows;
+    const bool valid = at < end_row;
     const float own = any ? (softmax.reference[r] + log2_fast(sum)) * kLn2 : -kInfinity;
     factor[r] = any ? reciprocal_fast(sum) : 0.f;
     prior[r] = 0.f;
@@ -260,7 +261,7 @@ DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax&
     for (int i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
     if (lane == 0 && top > -kInfinity) atomic_max_logit(p.max_logits + head, top * p.logit_scale);
   }
-  store_output(p, acc, factor, prior, row, head, lane);
+  store_output(p, acc, factor, prior, row, end_row, head, lane);
 }
 
 DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
@@ -301,7 +302,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
       auto shape = [&](float (&x)[kBlockN / 2]) {
         if (SOFTCAP) apply_softcap(x, p.softcap_factor);
-        if (walk.masked()) apply_mask(x, walk.n * kBlockN + 2 * (lane % 4), walk.bounds);
+        if (walk.masked()) apply_mask(x, walk.column + 2 * (lane % 4), walk.bounds);
       };
       auto again = [&](float (&x)[kBlockN / 2]) {
         recompute_logits(x, q_at, smem_address(s.k[rk.index]), row % kRows, lane);
@@ -355,9 +356,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       release(s.v_empty[rv.index]);
       rv.advance();
     }
-    const int first_row = item.x, head = item.y;
+    const int first_row = item.x, end_row = first_row + item_rows(item), head = item_head(item);
     item = take_item();  // its tables arrive while the output is written
-    finish(p, out, softmax, first_row + row, head, lane);
+    finish(p, out, softmax, first_row + row, end_row, head, lane);
   }
   if (warpgroup == 0) named_sync(my_turn, 256);
 }

@@ -14,12 +14,18 @@ struct Ring {
   DEVICE int before() const { return index == 0 ? N - 1 : index - 1; }
 };
 
-// The mask of all tiles; see hopper_tiles.py.
+// The mask of all tiles; see ops/hopper/tiles.py.
 struct TilePlan {
-  const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of blocks
-  const int4* passes;  // two each: first and past-the-last block, of each half tile its full blocks, blocks before it
+  const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of rows
+  const int4* passes;  // two each: first column, number of blocks, of each half tile its full blocks, blocks before it
   const int2* bounds;  // of each pass, 128 rows: first and past-the-last visible column
+  i64 step;            // columns from the begin of one block to that of the next
 };
+
+// Work item of a tile: first row (-1: no more), head and number of rows, first pass, past-the-last pass.
+DEVICE int4 pack_item(const int4& tile, int head) { return make_int4(tile.x, head | tile.w << 16, tile.y, tile.z); }
+DEVICE int item_head(const int4& item) { return item.y & 0xffff; }
+DEVICE int item_rows(const int4& item) { return item.y >> 16; }
 
 // Walks over the blocks of all passes of a tile, as one warpgroup sees them. kEager: the bounds of this thread's rows
 // are fetched with each pass, before a masked block needs them; that takes four registers.
@@ -27,7 +33,7 @@ template <bool kEager>
 struct BlockWalk {
   const TilePlan& plan;
   int pass, end_pass, warpgroup, row;
-  int n, end, full_begin, full_end;
+  int n, count, column, full_begin, full_end;  // of the block: its number in the pass, its first column
   int2 bounds[kEager ? 2 : 1];
 
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
@@ -40,21 +46,23 @@ struct BlockWalk {
   DEVICE void open() {
     const int4 range = __ldg(plan.passes + 2 * pass), more = __ldg(plan.passes + 2 * pass + 1);
     if constexpr (kEager) load_bounds(bounds);
-    n = uniform(range.x);
-    end = uniform(range.y);
+    n = 0;
+    column = uniform(range.x);
+    count = uniform(range.y);
     full_begin = uniform(warpgroup == 0 ? range.z : more.x);
     full_end = uniform(warpgroup == 0 ? range.w : more.y);
   }
   DEVICE bool advance() {
-    if (++n < end) return true;
+    column += static_cast<int>(plan.step);
+    if (++n < count) return true;
     if (++pass >= end_pass) return false;
     open();
     return true;
   }
-  DEVICE int turn(const int* turns) const {
-    const int2 first = __ldg(reinterpret_cast<const int2*>(plan.passes + 2 * pass));
+  // Of the 16 columns that a warp adds to. `turns`: four each block.
+  DEVICE int turn(const int* turns, int warp) const {
     const int4 more = __ldg(plan.passes + 2 * pass + 1);
-    return __ldg(turns + more.z + n - first.x);
+    return __ldg(turns + 4 * (more.z + n) + warp);
   }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {

@@ -19,6 +19,7 @@ from megatron_magi.ops.hopper.common import (
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardParams, FinishParams, PrepareParams, RowDeltaParams
+from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
 _QUERIES = 64  # of a block
@@ -53,7 +54,7 @@ def backward(
     check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
     q, k, v, dout = map(loadable, (q, k, v, dout.to(q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    plan = hopper_plan.backward_plan(bands, q.shape[0], k.shape[0], options.deterministic, q.device)
+    plan = hopper_plan.backward_plan(bands, k.shape[0], options.deterministic, q.device)
     splits = 1
     if not options.deterministic:
         processors = num_processors(q.device) - options.sm_margin
@@ -70,7 +71,7 @@ def backward(
     )  # fmt: skip
     done = None
     if options.deterministic:
-        done = torch.zeros((q.shape[1], stats.shape[2] // _QUERIES, 8), dtype=torch.int32, device=q.device)
+        done = torch.zeros((q.shape[1], stats.shape[2] // UNIT, 2), dtype=torch.int32, device=q.device)
     with launch.lock:
         launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
         params = launch.params
@@ -85,14 +86,15 @@ def backward(
 
 
 def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, store: int, dk, dv, stream) -> Launch:
-    (num_rows, num_heads, _), (num_keys, num_heads_kv, _) = q.shape, k.shape
+    (num_rows, num_heads, _), num_heads_kv = q.shape, k.shape[1]
     softcap, scale = options.softcap, options.softmax_scale
     params = BackwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, turns=plan.turns,
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step, turns=plan.turns,
         counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-        num_tiles=plan.num_tiles, num_rows=num_rows, num_keys=num_keys, num_heads_kv=num_heads_kv,
-        group=num_heads // num_heads_kv, splits=splits, stats_row=_padded(num_rows), store=store,
+        num_tiles=plan.num_tiles, num_items=plan.num_tiles * num_heads_kv * splits, group=num_heads // num_heads_kv,
+        heads=num_heads // (num_heads_kv * splits), head_section=num_heads_kv * splits,
+        heads_inner=int(plan.heads_inner), stats_row=_padded(num_rows), units=_padded(num_rows) // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(
@@ -128,7 +130,8 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def _padded(num_rows: int) -> int:
-    return -(-num_rows // _QUERIES) * _QUERIES
+    """Rows with what the last block reads behind them."""
+    return -(-num_rows // 32) * 32 + _QUERIES
 
 
 def _row_stats(lse: Tensor, delta: Tensor, stream: int) -> Tensor:
@@ -164,9 +167,10 @@ def _finish_dq(sums: Tensor, grad: Tensor, dtype: torch.dtype, scale: float, acc
         store = _ADD_FLOAT if store == _STORE_FLOAT else _ADD_HALF
 
     def make() -> Launch:
-        blocks = sums.shape[1] // _QUERIES
+        blocks = -(-num_rows // _QUERIES)
         params = FinishParams(
-            dq_row=target.stride(0), dq_head=target.stride(1), num_rows=num_rows, blocks=blocks, store=store,
+            dq_row=target.stride(0), dq_head=target.stride(1), num_rows=num_rows, blocks=blocks,
+            units=sums.shape[1] // UNIT, store=store,
             scale=scale,
         )  # fmt: skip
         defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))

@@ -73,8 +73,8 @@ def backward_kernel(
 ) -> Kernel:
     """Attention backward; ``ordered``: the deterministic one."""
     defines = backward_macros(dtype, dims, softcap, ordered)
-    tiles = (128 + _STAGES * 64) * sum(dims) + 3 * 128 * 64  # k, v, q, dout; three of dS
-    shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * 512 + _SPARE_BYTES
+    tiles = (128 + 64 * _STAGES) * sum(dims) + 3 * 128 * 64  # k, v, q, dout; three of dS
+    shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 
 

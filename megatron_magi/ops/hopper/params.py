@@ -9,13 +9,13 @@ import ctypes
 class ForwardParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("max_logits", ctypes.c_void_p),
         ("sink_lse", ctypes.c_void_p), ("counter", ctypes.c_void_p),
         ("out_row", ctypes.c_int64), ("out_head", ctypes.c_int64),
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("sink_row", ctypes.c_int64), ("sink_head", ctypes.c_int64),
-        ("num_tiles", ctypes.c_int32), ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32),
+        ("num_tiles", ctypes.c_int32), ("num_heads", ctypes.c_int32),
         ("group", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float), ("logit_scale", ctypes.c_float),
         ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32),
@@ -27,15 +27,15 @@ class BackwardParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
         ("dout", ctypes.c_char * 128),
-        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("counter", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("done", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64),
         ("dv_head", ctypes.c_int64),
-        ("num_tiles", ctypes.c_int32), ("num_rows", ctypes.c_int32), ("num_keys", ctypes.c_int32),
-        ("num_heads_kv", ctypes.c_int32), ("group", ctypes.c_int32), ("splits", ctypes.c_int32),
-        ("stats_row", ctypes.c_int32), ("store", ctypes.c_int32),
+        ("num_tiles", ctypes.c_int32), ("num_items", ctypes.c_int32), ("group", ctypes.c_int32),
+        ("heads", ctypes.c_int32), ("head_section", ctypes.c_int32), ("heads_inner", ctypes.c_int32),
+        ("stats_row", ctypes.c_int32), ("units", ctypes.c_int32), ("store", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
@@ -55,7 +55,8 @@ class PrepareParams(ctypes.Structure):
 class FinishParams(ctypes.Structure):
     _fields_ = [
         ("sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("store", ctypes.c_int32), ("scale", ctypes.c_float),
+        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("units", ctypes.c_int32),
+        ("store", ctypes.c_int32), ("scale", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 

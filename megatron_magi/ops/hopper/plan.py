@@ -6,6 +6,7 @@ import hashlib
 import heapq
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,8 @@ class DevicePlan:
     Attributes:
         memory: one int32 tensor that holds all tables.
         tiles, passes, bounds, turns: their addresses; turns is valid if it was asked for.
+        step: columns from one block to the next.
+        heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         num_tiles: tiles of one head.
         num_blocks: blocks of one head.
         costs: blocks of each tile, falling.
@@ -38,6 +41,8 @@ class DevicePlan:
     passes: int
     bounds: int
     turns: int
+    step: int
+    heads_inner: bool
     num_tiles: int
     num_blocks: int
     costs: tuple[int, ...]
@@ -56,13 +61,12 @@ def content_digest(bands: np.ndarray) -> bytes:
     return digest
 
 
-def device_plan(key: tuple, device: torch.device, make) -> DevicePlan:
-    """The plan that ``make()`` returns (with whether it needs turns), unless one with this key is kept."""
+def _device_plan(key: tuple, device: torch.device, make: Callable[[], DevicePlan]) -> DevicePlan:
+    """The plan that ``make()`` returns, unless one with this key is kept."""
     full_key = (*key, device.index)
     plan = _plans.get(full_key)
     if plan is None:
-        plan = _upload(*make(), device)
-        _plans[full_key] = plan
+        plan = _plans[full_key] = make()
         if len(_plans) > _MAX_PLANS:
             _plans.popitem(last=False)
     else:
@@ -70,33 +74,51 @@ def device_plan(key: tuple, device: torch.device, make) -> DevicePlan:
     return plan
 
 
-def _upload(plan: TilePlan, with_turns: bool, device: torch.device) -> DevicePlan:
-    turns = hopper_tiles.block_turns(plan) if with_turns else np.zeros(0, dtype=np.int32)
-    parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1), turns]
+def _upload(plan: TilePlan, turns: np.ndarray, heads_inner: bool, device: torch.device) -> DevicePlan:
+    parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1), turns.reshape(-1)]
     memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
     addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
-    tiles, passes, bounds, turns_at = addresses.tolist()
     return DevicePlan(
-        memory, tiles, passes, bounds, turns_at, len(plan.tiles), plan.num_blocks, tuple(plan.tiles[:, 3].tolist())
+        memory,
+        *addresses.tolist(),
+        plan.step,
+        heads_inner,
+        len(plan.tiles),
+        plan.num_blocks,
+        tuple(plan.costs.tolist()),
     )
 
 
-def forward_plan(bands: np.ndarray, num_rows: int, num_keys: int, block_n: int, device) -> DevicePlan:
+def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, device: torch.device) -> DevicePlan:
     """Plan of 128-row tiles over blocks of ``block_n`` keys."""
 
-    def make() -> tuple[TilePlan, bool]:
-        return hopper_tiles.plan_tiles(bands, num_rows, num_keys, 128, block_n), False
+    def make() -> DevicePlan:
+        plan = hopper_tiles.plan_tiles(bands, num_rows, 128, block_n)
+        return _upload(plan, np.zeros(0, dtype=np.int32), False, device)
 
-    return device_plan(("forward", content_digest(bands), num_rows, num_keys, block_n), device, make)
+    return _device_plan(("forward", content_digest(bands), num_rows, block_n), device, make)
 
 
-def backward_plan(bands: np.ndarray, num_rows: int, num_keys: int, ordered: bool, device) -> DevicePlan:
+def backward_plan(bands: np.ndarray, num_keys: int, ordered: bool, device: torch.device) -> DevicePlan:
     """Plan of 128-key tiles over blocks of 64 queries: that of the transposed mask. ``ordered``: with turns."""
 
-    def make() -> tuple[TilePlan, bool]:
-        return hopper_tiles.plan_tiles(hopper_tiles.transpose(bands), num_keys, num_rows, 128, 64), ordered
+    def make() -> DevicePlan:
+        turned = hopper_tiles.transpose(bands)
+        plan = hopper_tiles.plan_tiles(turned, num_keys, 128, 64, align=hopper_tiles.UNIT, hide_tail=True)
+        starts, ends = hopper_tiles.drift(plan)
+        if ends < starts:
+            plan = hopper_tiles.plan_tiles(
+                turned, num_keys, 128, 64, align=hopper_tiles.UNIT, hide_tail=True, descending=True
+            )
+        turns = hopper_tiles.block_turns(plan) if ordered else np.zeros(0, dtype=np.int32)
+        heads_inner = min(starts, ends) < _SMALL_DRIFT < max(starts, ends)
+        return _upload(plan, turns, heads_inner, device)
 
-    return device_plan(("backward", content_digest(bands), num_rows, num_keys, ordered), device, make)
+    return _device_plan(("backward", content_digest(bands), num_keys, ordered), device, make)
+
+
+_SMALL_DRIFT = 32
+"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
 
 
 # Cost of a backward item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.

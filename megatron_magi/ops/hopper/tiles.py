@@ -1,9 +1,10 @@
 """Tile plans: what the Hopper kernels need to know of a mask.
 
-A kernel computes tiles of ``block_m`` rows. The mask of a tile is a list of *passes*; a pass is a
-range of blocks of ``block_n`` columns and, for each row of the tile, one interval of columns that it sees.
-Rows whose columns lie in the same blocks share a pass, so many short documents in one tile cost one
-block, not one each. A row with several intervals takes part in several passes.
+A kernel computes tiles of at most ``block_m`` rows. The mask of a tile is a list of *passes*; a pass is a
+run of blocks of ``block_n`` columns and, for each row of the tile, one interval of columns that it sees.
+Rows whose columns lie close together share a pass, so many short documents in one tile cost one
+block, not one each. A row with several intervals takes part in several passes. Neither tiles nor blocks are aligned:
+tiles begin where documents do, and a pass with its first visible column.
 
 The forward plan has queries as rows and keys as columns; the backward plan is the same function
 of the transposed mask.
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper.cuts import tile_starts
 
 Int32Array = NDArray[np.int32]
 
@@ -24,10 +26,13 @@ SUB_ROWS = 64
 """Rows of one warpgroup: fully visible blocks are known for each of them apart."""
 
 EVERYTHING = 1 << 30
-"""Past-the-last column of rows behind the end of the tensor, whose results nobody reads."""
+"""Past-the-last column of rows behind the end of a tile, whose results nobody reads."""
 
 PASS_COST = 0.35
 """Cost of a tile or pass beside its blocks, in blocks of 128 columns."""
+
+UNIT = 16
+"""Columns that are added to in turn where sums are ordered: those of one warp."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,25 +40,29 @@ class TilePlan:
     """Tiles of one mask, sorted by falling cost.
 
     Attributes:
-        tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, blocks to compute.
-            Every tile of the tensor is there, also those that see nothing.
-        passes: int32 ``[num_passes, 8]``: first and past-the-last block; for each half of the tile the
-            first and past-the-last block that all its rows see completely; the number of blocks of
-            all passes before it; and 0.
+        tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
+            Every row of the tensor is in one tile, also those that see nothing.
+        passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each half of
+            the tile the first and past-the-last block that all its rows see completely; the number of
+            blocks of all passes before it; and 0. Block i begins at column ``first + i * step``.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
+        costs: int64 ``[num_tiles]``: blocks of each tile.
         block_m, block_n: rows and columns of a block.
+        step: ``block_n``, or ``-block_n`` where blocks are visited from the last column to the first.
     """
 
     tiles: Int32Array
     passes: Int32Array
     bounds: Int32Array
+    costs: bd.IntArray
     block_m: int
     block_n: int
+    step: int
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are computed, over all tiles."""
-        return int((self.passes[:, 1] - self.passes[:, 0]).sum())
+        return int(self.passes[:, 1].sum())
 
 
 def transpose(bands: bd.IntArray) -> bd.IntArray:
@@ -64,57 +73,102 @@ def transpose(bands: bd.IntArray) -> bd.IntArray:
     return out
 
 
-def plan_tiles(bands: bd.IntArray, num_rows: int, num_columns: int, block_m: int, block_n: int) -> TilePlan:
+def plan_tiles(
+    bands: bd.IntArray,
+    num_rows: int,
+    block_m: int,
+    block_n: int,
+    *,
+    align: int = 1,
+    descending: bool = False,
+    hide_tail: bool = False,
+) -> TilePlan:
     """Plans the tiles of a mask.
 
     Args:
-        bands: int64 ``[n, 6]``, inside ``num_rows`` x ``num_columns``; no two overlap.
-        num_rows, num_columns: shape of the mask.
-        block_m: rows of a tile, a multiple of `SUB_ROWS`.
+        bands: int64 ``[n, 6]``, inside ``num_rows`` rows; no two overlap.
+        num_rows: rows of the mask.
+        block_m: most rows of a tile, a multiple of `SUB_ROWS`.
         block_n: columns of a block.
+        align: first columns of passes are multiples of it.
+        descending: visit blocks from the last to the first.
+        hide_tail: rows behind the end of a tile see nothing, for kernels that add what they compute of them to the
+            results of other rows; else they see everything, so that no block needs a mask for their sake.
     """
-    num_tiles = -(-num_rows // block_m)
-    pieces, tile = _pieces(bands, num_rows, block_m)
-    pieces, tile, pass_of_piece, pass_tile = _assign_passes(pieces, tile, block_m, block_n)
-    num_passes = len(pass_tile)
-    bounds = _fill_bounds(pieces, pass_of_piece, pass_tile, num_rows, block_m)
-    passes = _describe_passes(pieces, pass_of_piece, bounds, num_passes, block_m, block_n)
-    tiles = np.zeros((num_tiles, 4), dtype=np.int32)
-    tiles[:, 0] = np.arange(num_tiles) * block_m
-    tiles[:, 1] = np.searchsorted(pass_tile, np.arange(num_tiles), side="left")
-    tiles[:, 2] = np.searchsorted(pass_tile, np.arange(num_tiles), side="right")
-    blocks = np.bincount(pass_tile, passes[:, 1] - passes[:, 0], minlength=num_tiles)
-    tiles[:, 3] = blocks
+    bands = _join_columns(bd.tighten(bands))
+    starts = tile_starts(bands, num_rows, block_m)
+    rows = np.diff(starts, append=num_rows)
+    pieces, tile = _pieces(bands, starts, num_rows)
+    pieces, pass_of_piece, pass_tile = _assign_passes(pieces, tile, block_n)
+    bounds = _fill_bounds(pieces, pass_of_piece, pass_tile, starts, block_m)
+    if not hide_tail:
+        for i in np.flatnonzero(rows[pass_tile] < block_m).tolist():
+            bounds[i, rows[pass_tile[i]] :] = (0, EVERYTHING)
+    passes = _describe_passes(pieces, pass_of_piece, bounds, block_n, align)
+    if descending:
+        passes, bounds, pass_tile = _reverse(passes, bounds, pass_tile, block_n)
+    passes[1:, 6] = np.cumsum(passes[:-1, 1])
+    tiles = np.zeros((len(starts), 4), dtype=np.int32)
+    tiles[:, 0], tiles[:, 3] = starts, rows
+    tiles[:, 1] = np.searchsorted(pass_tile, np.arange(len(starts)), side="left")
+    tiles[:, 2] = np.searchsorted(pass_tile, np.arange(len(starts)), side="right")
+    blocks = np.bincount(pass_tile, passes[:, 1], minlength=len(starts)).astype(np.int64)
     cost = blocks + PASS_COST * (128 / block_n) * (1 + tiles[:, 2] - tiles[:, 1])
     order = np.argsort(-cost, kind="stable")
-    return TilePlan(tiles[order], passes, bounds, block_m, block_n)
+    step = -block_n if descending else block_n
+    return TilePlan(tiles[order], passes, bounds, blocks[order], block_m, block_n, step)
+
+
+def _reverse(passes, bounds, pass_tile, block_n: int):
+    """Passes of each tile, and blocks of each pass, in opposite order."""
+    order = np.lexsort((-np.arange(len(passes)), pass_tile))
+    out = passes[order]
+    count = out[:, 1].copy()
+    out[:, 0] += (count - 1) * block_n
+    for half in (2, 4):
+        out[:, half], out[:, half + 1] = count - passes[order, half + 1], count - passes[order, half]
+    return out, np.ascontiguousarray(bounds[order]), pass_tile[order]
+
+
+def drift(plan: TilePlan) -> tuple[float, float]:
+    """How far apart neighbouring tiles begin, and end, in columns: averages over tiles that see columns in common."""
+    tiles = plan.tiles[np.argsort(plan.tiles[:, 0])]
+    tiles = tiles[tiles[:, 1] < tiles[:, 2]]
+    first = plan.passes[tiles[:, 1], 0]
+    last_pass = tiles[:, 2] - 1
+    last = plan.passes[last_pass, 0] + plan.passes[last_pass, 1] * plan.block_n
+    common = (first[1:] < last[:-1]) & (first[:-1] < last[1:])
+    if not common.any():
+        return 0.0, 0.0
+    return tuple(float(np.abs(np.diff(x))[common].mean()) for x in (first, last))
 
 
 def block_turns(plan: TilePlan) -> Int32Array:
-    """For each visit of a block, how many visits of the same block come before it in the order of the tiles.
+    """For each `UNIT` of columns of each visit of a block, how many visits come before it in the order of the tiles.
 
     Returns:
-        int32 ``[num_blocks]``, the blocks of all passes one pass after another (see ``passes[:, 6]``).
+        int32 ``[num_blocks, block_n // UNIT]``, the blocks of all passes one pass after another (see ``passes[:, 6]``).
     """
     place = np.empty(len(plan.passes), dtype=np.int64)  # of a pass, in the order in which tiles are worked on
     counts = (plan.tiles[:, 2] - plan.tiles[:, 1]).astype(np.int64)
     _, passes = bd.expand(plan.tiles[:, 1].astype(np.int64), counts)
     place[passes] = np.arange(len(passes))
-    widths = (plan.passes[:, 1] - plan.passes[:, 0]).astype(np.int64)
-    index, block = bd.expand(plan.passes[:, 0].astype(np.int64), widths)
-    order = np.lexsort((place[index], block))
-    sorted_block = block[order]
+    index, block = bd.expand(np.zeros(len(plan.passes), dtype=np.int64), plan.passes[:, 1].astype(np.int64))
+    first = (plan.passes[index, 0] + block * plan.step) // UNIT
+    units = plan.block_n // UNIT
+    unit = (first[:, None] + np.arange(units)).reshape(-1)
+    order = np.lexsort((np.repeat(place[index], units), unit))
+    sorted_unit = unit[order]
     turns = np.empty(len(order), dtype=np.int32)
-    turns[order] = np.arange(len(order)) - np.searchsorted(sorted_block, sorted_block, side="left")
-    return turns
+    turns[order] = np.arange(len(order)) - np.searchsorted(sorted_unit, sorted_unit, side="left")
+    return turns.reshape(-1, units)
 
 
-def _pieces(bands: bd.IntArray, num_rows: int, block_m: int) -> tuple[bd.IntArray, bd.IntArray]:
+def _pieces(bands: bd.IntArray, starts: bd.IntArray, num_rows: int) -> tuple[bd.IntArray, bd.IntArray]:
     """Bands cut at tile borders, each as small as it can be, sorted by (tile, first column)."""
-    bounds = np.arange(-(-num_rows // block_m) + 1, dtype=np.int64) * block_m
-    pieces, _ = bd.cut_rows(_join_columns(bd.tighten(bands)), bounds)
-    pieces = bd.tighten(pieces)
-    tile = pieces[:, bd.Q0] // block_m
+    pieces, tile = bd.cut_rows(bands, np.append(starts, num_rows))
+    pieces, index = bd.tighten_with_index(pieces)
+    tile = tile[index]
     order = np.lexsort((pieces[:, bd.Q0], pieces[:, bd.K0], tile))
     return pieces[order], tile[order]
 
@@ -138,13 +192,14 @@ def _join_columns(bands: bd.IntArray) -> bd.IntArray:
     return out
 
 
-def _assign_passes(pieces, tile, block_m: int, block_n: int):
-    """Puts pieces into passes: a pass has touching blocks and at most one piece a row.
+def _assign_passes(pieces, tile, block_n: int):
+    """Puts pieces into passes: a pass has columns close together and at most one piece a row.
 
     Returns:
-        ``(pieces, tile, pass_of_piece, pass_tile)``, the pieces sorted by pass.
+        ``(pieces, pass_of_piece, pass_tile)``, the pieces sorted by pass.
     """
-    ranges = np.stack([pieces[:, bd.K0] // block_n, -(-pieces[:, bd.K1] // block_n)], axis=1)
+    # Apart by less than half a block, two runs of blocks mostly cost as much as one.
+    ranges = np.stack([pieces[:, bd.K0], pieces[:, bd.K1] + block_n // 2], axis=1)
     group = _components(ranges, tile)
     order = np.lexsort((pieces[:, bd.Q0], group))
     pieces, tile, ranges, group = pieces[order], tile[order], ranges[order], group[order]
@@ -154,11 +209,11 @@ def _assign_passes(pieces, tile, block_m: int, block_n: int):
         order = np.lexsort((ranges[:, 0], layer))
         pieces, tile, ranges = pieces[order], tile[order], ranges[order]
         group = _components(ranges, layer[order])
-    # Ascending passes within a tile: groups are numbered by (tile, first block) already.
+    # Ascending passes within a tile: groups are numbered by (tile, first column) already.
     order = np.argsort(group, kind="stable")
     pieces, tile, group = pieces[order], tile[order], group[order]
     is_first = np.append(True, group[1:] != group[:-1]) if len(group) else np.zeros(0, dtype=bool)
-    return pieces, tile, np.cumsum(is_first) - 1, tile[is_first]
+    return pieces, np.cumsum(is_first) - 1, tile[is_first]
 
 
 def _components(ranges: bd.IntArray, group: bd.IntArray) -> bd.IntArray:
@@ -199,35 +254,29 @@ def _layers(pieces: bd.IntArray, group: bd.IntArray) -> bd.IntArray:
     return layers
 
 
-def _fill_bounds(pieces, pass_of_piece, pass_tile, num_rows: int, block_m: int) -> Int32Array:
-    num_passes = len(pass_tile)
-    flat = np.zeros((num_passes * block_m, 2), dtype=np.int32)
-    counts = pieces[:, bd.Q1] - pieces[:, bd.Q0]
-    index, row = bd.expand(pieces[:, bd.Q0], counts)
-    at = row + ((pass_of_piece - pass_tile[pass_of_piece]) * block_m)[index]
+def _fill_bounds(pieces, pass_of_piece, pass_tile, starts, block_m: int) -> Int32Array:
+    flat = np.zeros((len(pass_tile) * block_m, 2), dtype=np.int32)
+    index, row = bd.expand(pieces[:, bd.Q0], pieces[:, bd.Q1] - pieces[:, bd.Q0])
+    at = row + (pass_of_piece * block_m - starts[pass_tile[pass_of_piece]])[index]
     flat[at, 0] = np.maximum(pieces[index, bd.K0], row + pieces[index, bd.D_LO])
     flat[at, 1] = np.minimum(pieces[index, bd.K1], row + pieces[index, bd.D_HI])
-    bounds = flat.reshape(num_passes, block_m, 2)
-    tail = num_rows % block_m
-    if tail:
-        bounds[pass_tile == num_rows // block_m, tail:] = (0, EVERYTHING)
-    return bounds
+    return flat.reshape(len(pass_tile), block_m, 2)
 
 
-def _describe_passes(pieces, pass_of_piece, bounds, num_passes: int, block_m: int, block_n: int) -> Int32Array:
+def _describe_passes(pieces, pass_of_piece, bounds, block_n: int, align: int) -> Int32Array:
+    num_passes, block_m, _ = bounds.shape
     passes = np.zeros((num_passes, 8), dtype=np.int32)
     if not num_passes:
         return passes
     starts = np.searchsorted(pass_of_piece, np.arange(num_passes))
-    begin = np.minimum.reduceat(pieces[:, bd.K0], starts) // block_n
-    end = -(-np.maximum.reduceat(pieces[:, bd.K1], starts) // block_n)
-    passes[:, 0], passes[:, 1] = begin, end
+    first = np.minimum.reduceat(pieces[:, bd.K0], starts) // align * align
+    count = -((first - np.maximum.reduceat(pieces[:, bd.K1], starts)) // block_n)
+    passes[:, 0], passes[:, 1] = first, count
     halves = bounds.reshape(num_passes, block_m // SUB_ROWS, SUB_ROWS, 2)
-    full_begin = -(-halves[..., 0].max(axis=2) // block_n)
-    full_end = halves[..., 1].min(axis=2) // block_n
-    full_begin = np.clip(full_begin, begin[:, None], end[:, None])
-    full_end = np.clip(full_end, full_begin, end[:, None])
+    full_begin = -((first[:, None] - halves[..., 0].max(axis=2)) // block_n)
+    full_end = (halves[..., 1].min(axis=2) - first[:, None]) // block_n
+    full_begin = np.clip(full_begin, 0, count[:, None])
+    full_end = np.clip(full_end, full_begin, count[:, None])
     for half in range(block_m // SUB_ROWS):
         passes[:, 2 + 2 * half], passes[:, 3 + 2 * half] = full_begin[:, half], full_end[:, half]
-    passes[1:, 6] = np.cumsum(end - begin)[:-1]
     return passes

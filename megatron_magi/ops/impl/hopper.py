@@ -89,12 +89,13 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     dims = (q.shape[2], v.shape[2])
     (num_rows, num_heads, _), group = q.shape, q.shape[1] // k.shape[1]
     block_n = hopper_kernels.FORWARD_WIDTH[dims]
-    plan = hopper_plan.forward_plan(bands, num_rows, k.shape[0], block_n, q.device)
+    plan = hopper_plan.forward_plan(bands, num_rows, block_n, q.device)
     softcap, scale = options.softcap, options.softmax_scale
     params = ForwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, counter=work_counter(q.device, stream).data_ptr(),
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
+        counter=work_counter(q.device, stream).data_ptr(),
         out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-        num_tiles=plan.num_tiles, num_rows=num_rows, num_heads=num_heads, group=group,
+        num_tiles=plan.num_tiles, num_heads=num_heads, group=group,
         head_section=_head_section(num_heads, group, k, v), logit_scale=softcap or scale,
         scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
         accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),

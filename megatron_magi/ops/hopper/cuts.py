@@ -1,0 +1,69 @@
+"""Where tiles begin: at the borders of documents where that saves work, else wherever the tile before is full."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_magi.mask import bands as bd
+
+TILE_COST = 48
+"""Cost of a tile beside the columns that it sees, in columns."""
+
+
+def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int) -> bd.IntArray:
+    """First rows of the tiles, ascending from 0; a tile ends where the next begins and has at most ``block_m`` rows.
+
+    A tile whose rows lie in two documents computes the columns of both for all of them. So a tile is
+    closed at a row where the mask changes, unless the rows behind it fit whole, or see so much of the same columns
+    that a further tile would cost more.
+    """
+    breaks = np.unique(np.concatenate([bands[:, bd.Q0], bands[:, bd.Q1], [0, num_rows]]))
+    if len(breaks) <= 2:
+        return np.arange(0, num_rows, block_m, dtype=np.int64)
+    length, shared = _segment_columns(bands, breaks)
+    # Whether the last rows of a segment can share their tile with the next segment at little cost.
+    goes_on = np.append(2 * shared[1:] > length[:-1], False)
+    starts, first, seen = [0], 0, 0  # of the open tile: its first row, and how many columns its rows see
+    for begin, end, columns, common, open_ended in zip(
+        *(x.tolist() for x in (breaks[:-1], breaks[1:], length, shared, goes_on)), strict=True
+    ):
+        room, rows = block_m - (begin - first), end - begin
+        both = seen + columns - common
+        if begin == first:
+            seen = columns
+        elif rows <= room:
+            seen = both
+        else:
+            left = rows - room
+            whole = -(-rows // block_m) + -left // block_m
+            saved = room / block_m if open_ended else whole
+            if seen + saved * (columns + TILE_COST) <= both:
+                first, seen = begin, columns
+                starts.append(begin)
+            else:
+                seen = both
+        if end - first > block_m:
+            full = (end - first - 1) // block_m
+            starts += range(first + block_m, first + full * block_m + 1, block_m)
+            first += full * block_m
+            seen = columns
+    return np.array(starts, dtype=np.int64)
+
+
+def _segment_columns(bands: bd.IntArray, breaks: bd.IntArray) -> tuple[bd.IntArray, bd.IntArray]:
+    """How many columns the rows between two breaks see, and how many of them the rows before see too."""
+    num_segments = len(breaks) - 1
+    pieces, segment = bd.cut_rows(bands, breaks)
+    pieces, index = bd.tighten_with_index(pieces)
+    ranges, segment = pieces[:, [bd.K0, bd.K1]], segment[index]
+    length = _total(ranges, segment, num_segments)
+    # Segment i together with the one before it is group i.
+    union = _total(np.concatenate([ranges, ranges]), np.concatenate([segment, segment + 1]), num_segments + 1)
+    shared = length.copy()
+    shared[1:] += length[:-1]
+    return length, shared - union[:-1]
+
+
+def _total(ranges: bd.IntArray, group: bd.IntArray, num_groups: int) -> bd.IntArray:
+    merged, group = bd.merge_ranges(ranges, group)
+    return np.bincount(group, merged[:, 1] - merged[:, 0], minlength=num_groups).astype(np.int64)
