@@ -1,26 +1,19 @@
-""
-        "Writes wgmma.cuh: one wrapper a shape, element type and place of the first operand.
+"""Writes wgmma.cuh: one wrapper a shape, element type and place of the first operand.
 
-        Usage : python csrc /
-                common / make_wgmma.py |
-    clang - format-- assume - filename =
-    wgmma.cuh > csrc / common /
-                    wgmma.cuh
-                    ""
-                    "
+Usage: python csrc/common/make_wgmma.py | clang-format --assume-filename=wgmma.cuh > csrc/common/wgmma.cuh
+"""
 
-                    SHAPES = (32, 64, 128, 176, 256)TYPES = (("Bf16", "bf16"), ("Fp16", "f16"))
+SHAPES = (32, 64, 128, 176, 256)
+TYPES = (("Bf16", "bf16"), ("Fp16", "f16"))
 
-        HEAD =
-            ""
-            "// Written by make_wgmma.py. Products of a warpgroup: d[64, N] (+)= a[64, 16] * b[16, N], fp32 accumulators.
+HEAD = """// Written by make_wgmma.py. Products of a warpgroup: d[64, N] (+)= a[64, 16] * b[16, N], fp32 accumulators.
 // ss: both operands in shared memory; rs: the first in registers. TA, TB: 1 when the operand is read across its rows.
 #pragma once
 
 #include "ptx.cuh"
 
-    template <typename T, int N>
-    struct Wgmma;
+template <typename T, int N>
+struct Wgmma;
 """
 
 
