@@ -18,11 +18,11 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 ONE_KERNEL = '\n\ndef common_kernels():\n    return [("prepare", ())]\n'
-BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 
 
-def build_wheel(folder: Path, **variables: str) -> tuple[zipfile.ZipFile, str]:
-    """A wheel of this checkout, but with one common kernel; and what building it said."""
+def build_wheel(folder: Path, what: str = "wheel", **variables: str) -> tuple[zipfile.ZipFile, str]:
+    """A wheel of this checkout (or what an editable install builds), but with one common kernel; what was said."""
     for name in ("megatron_magi", "csrc"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -33,7 +33,13 @@ def build_wheel(folder: Path, **variables: str) -> tuple[zipfile.ZipFile, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAGI_")} | variables
     env.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", BUILD.format(what)],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (folder / "dist").glob("*.whl")
@@ -59,6 +65,12 @@ def test_compiling_ahead_can_be_switched_off(tmp_path):
     wheel, said = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
     assert not [name for name in wheel.namelist() if name.endswith(".cubin")]
     assert "switched off" in said and "megatron_magi/csrc/attention/sm90/prepare.cu" in wheel.namelist()
+
+
+def test_an_editable_install_compiles_nothing(tmp_path):
+    wheel, said = build_wheel(tmp_path, "editable")
+    assert not [name for name in wheel.namelist() if name.endswith(".cubin")]
+    assert not list(tmp_path.rglob("*.cubin")) and "kernels" not in said
 
 
 def test_a_step_of_an_installation_fails_nothing(tmp_path, monkeypatch, capsys):

@@ -202,18 +202,21 @@ def slice_attention_backward(
     grad_dtype = q.dtype if grad_dtype is None else grad_dtype
     if grad_dtype not in FLOAT_DTYPES:
         raise ValueError(f"grad_dtype: expected a floating-point dtype of 16 to 64 bits, got {grad_dtype}")
-    accumulate = any(grad is not None for grad in (dq, dk, dv))
+    accumulate, accumulate_keys = dq is not None, dk is not None or dv is not None
     grads = []
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if given is not None:
             check_like(name, given, like.shape, q.device)
-        elif accumulate:
+        elif accumulate_keys and name != "dq":
             given = like.new_zeros(like.shape, dtype=grad_dtype)
         else:
             given = like.new_empty(like.shape, dtype=grad_dtype)
         grads.append(given)
     with _no_autocast(q):
-        module.backward(dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate)
+        module.backward(
+            dout, q, k, v, lse, delta, bands, options,
+            grads=tuple(grads), accumulate=accumulate, accumulate_keys=accumulate_keys,
+        )  # fmt: skip
     return grads[0], grads[1], grads[2]
 
 

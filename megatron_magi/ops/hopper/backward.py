@@ -38,17 +38,20 @@ def backward(
     *,
     grads: tuple[Tensor, Tensor, Tensor],
     accumulate: bool,
+    accumulate_keys: bool | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
-    Beside the gradients it takes one fp32 dq of device memory.
+    ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
+    fp32 dq of device memory.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
+    adds_keys = accumulate if accumulate_keys is None else accumulate_keys
     if q.shape[0] == 0 or k.shape[0] == 0:
-        if not accumulate:
-            for grad in grads:
+        for grad, adds in zip(grads, (accumulate, adds_keys, adds_keys), strict=True):
+            if not adds:
                 grad.zero_()
         return
     check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
@@ -61,7 +64,7 @@ def backward(
         splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
     stats = _row_stats(lse, delta, stream)
     sums = torch.zeros((q.shape[1], stats.shape[2], q.shape[2]), dtype=torch.float32, device=q.device)
-    store, dk, dv = _key_gradients(grads[1:], q.dtype, accumulate, splits)
+    store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
     launch = prepared(
         (
             "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
@@ -82,7 +85,7 @@ def backward(
     _finish_dq(sums, grads[0], q.dtype, options.softmax_scale, accumulate, stream)
     for grad, buffer in zip(grads[1:], (dk, dv), strict=True):
         if buffer is not grad:
-            grad.copy_(grad + buffer if accumulate else buffer)
+            grad.copy_(grad + buffer if adds_keys else buffer)
 
 
 def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, store: int, dk, dv, stream) -> Launch:
