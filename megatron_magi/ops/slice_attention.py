@@ -13,6 +13,7 @@ import importlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -51,10 +52,15 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     """
     if impl == "auto":
         impl = "torch"
-        if q.device.type == "cuda" and importlib.import_module(IMPLS["ffa"]).is_supported(q, v, deterministic):
+        if q.device.type == "cuda" and _module("ffa").is_supported(q, v, deterministic):
             impl = "ffa"
     if impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
+    return _module(impl)
+
+
+@cache
+def _module(impl: str) -> ModuleType:
     return importlib.import_module(IMPLS[impl])
 
 
