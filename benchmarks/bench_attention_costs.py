@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from bench_attention import HEAD_DIM, HEADS_KV, HEADS_Q, MASKS, time_together
+from attention_cases import MASKS
+from bench_attention import time_together
 from provenance import write_csv
 
 from megatron_magi.mask import builders
@@ -28,6 +29,7 @@ from megatron_magi.ops.slice_attention import slice_attention
 
 Row = tuple[str, str, int, float, str, float]
 HEADER = ("quantity", "mask", "length", "value", "unit", "limit")
+HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
 MARGIN = 8
 
 
@@ -42,7 +44,7 @@ def tensors(length: int, heads: tuple[int, int] = (HEADS_Q, HEADS_KV)) -> list[t
 
 def option_ratios(name: str, length: int) -> Iterator[Row]:
     """Deterministic results, and processors left to others, against the default."""
-    mask, leaves = MASKS[name](length), tensors(length)
+    mask, leaves = MASKS[name](length).mask, tensors(length)
     dout = torch.randn(length, HEADS_Q, HEAD_DIM, device="cuda").bfloat16()
     calls: dict[str, Callable[[], object]] = {}
     variants = {"default": {}, "deterministic": {"deterministic": True}, "sm_margin": {"sm_margin": MARGIN}}
@@ -51,7 +53,10 @@ def option_ratios(name: str, length: int) -> Iterator[Row]:
         frozen = [t.detach() for t in leaves]
         calls[f"{variant} forward"] = lambda o=options, f=frozen: slice_attention(*f, mask, impl="ffa", **o)
         calls[f"{variant} backward"] = lambda o=out: torch.autograd.grad(o, leaves, dout, retain_graph=True)
-    times = time_together(calls, rounds=9)
+    times = time_together(calls, seconds=3)
+    failed = [f"{call}: {error}" for call, error in times.items() if isinstance(error, str)]
+    if failed:
+        raise RuntimeError("; ".join(failed))
     share = MARGIN / torch.cuda.get_device_properties(0).multi_processor_count
     limits = {"deterministic forward": 1.0, "deterministic backward": 1.3}
     for variant in ("deterministic", "sm_margin"):

@@ -212,6 +212,10 @@ DEVICE void store_matrices_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
+DEVICE void add_global_v4(float* p, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
 DEVICE void add_global_v2(float* p, float a, float b) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
 }

@@ -11,13 +11,7 @@ from megatron_magi.ops import slice_attention as attention
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.slice_attention import slice_attention
 
-
-@pytest.fixture(autouse=True)
-def no_graphs_of_other_tests():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def tensors(num_rows=24, dim_v=8, dtype=torch.float64, device="cpu"):

@@ -22,6 +22,18 @@ constexpr int kStages = STAGES;  // of q, and of dout
 #ifndef TURNS
 #define TURNS 0
 #endif
+#ifndef LSE_POS
+#define LSE_POS 0
+#endif
+#ifndef DELTA_POS
+#define DELTA_POS 0
+#endif
+#ifndef ADD_POS
+#define ADD_POS 0
+#endif
+#ifndef RED
+#define RED 0
+#endif
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kKeys = 64;   // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
@@ -213,11 +225,14 @@ DEVICE void next_turn(int* done, int turn) {
 
 // A warp adds its accumulators to device memory through its piece of shared memory, by the copy engine: first they are
 // staged, and later, when the stores have long landed, handed over.
-DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane) {
+DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane, float* to) {
+#pragma unroll
+  for (int i = kDqColumns / 8 - RED; i < kDqColumns / 8; ++i)
+    add_global_v4(to + i * 128 + lane * 4, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
   if (lane == 0) bulk_wait_read();
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kDqColumns / 8; ++i)
+  for (int i = 0; i < kDqColumns / 8 - RED; ++i)
     store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
@@ -228,7 +243,7 @@ DEVICE void add_dq(const BackwardParams& p, int piece, u32 staging, int lane, in
     float* const to = p.dq + static_cast<i64>(piece) * (kDqColumns * 16);
     int* const done = p.done + piece;
     if (ORDERED) wait_turn(done, turn);
-    add_floats(to, staging, kDqColumns * 64);
+    add_floats(to, staging, kDqColumns * 64 - RED * 512);
     if (ORDERED) {
       bulk_wait();
       next_turn(done, turn);
@@ -387,6 +402,7 @@ struct Consumer {
     float own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
+    if (DELTA_POS == 1) load_values(delta, smem_address(s.delta[ring.index]));
     form_ds(x, y, delta, slope, ds);
     store_ds(ds);
     const int to_add = previous, turn = last_turn;
@@ -399,9 +415,10 @@ struct Consumer {
     pin(probs);
     pin(dv);
     release(s.dout_empty[now]);
-    if (TURNS) named_sync(5 + warpgroup, 128 * kGroups);
+    if (TURNS == 1) named_sync(5 + warpgroup, 128 * kGroups);
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
     if (to_add >= 0) named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
+    if (TURNS == 2) named_sync(5 + warpgroup, 128 * kGroups);
     issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
     wgmma_wait<1>();  // dK
     pin(ds);
@@ -410,23 +427,26 @@ struct Consumer {
     // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side
     // of a branch, the assembler would serialise all of them.
     issue_s(x, more);
-    if (TURNS) named_arrive(6 - warpgroup, 128 * kGroups);
+    if (TURNS == 1) named_arrive(6 - warpgroup, 128 * kGroups);
     if (more) info = block_info();
     float2 lse[8];
-    load_values(lse, smem_address(s.lse[ring.index]));
+    if (LSE_POS == 0) load_values(lse, smem_address(s.lse[ring.index]));
     wgmma_wait<1>();  // dQ
     pin(dq);
     parity ^= 1;
     buffer.advance();
     named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
-    if (to_add >= 0) stage_dq(staging(), dq, lane);
+    if (to_add >= 0) stage_dq(staging(), dq, lane, p.dq + static_cast<i64>(to_add) * (kDqColumns * 16));
     if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
     issue_dp(y, more);
-    if (to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
+    if (TURNS == 2) named_arrive(6 - warpgroup, 128 * kGroups);
+    if (LSE_POS == 1) load_values(lse, smem_address(s.lse[ring.index]));
+    if (ADD_POS == 0 && to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
     wgmma_wait<1>();  // S
     pin(x);
     if (more) form_probs(x, probs, slope, lse, info);
-    load_values(delta, smem_address(s.delta[ring.index]));
+    if (ADD_POS == 1 && to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
+    if (DELTA_POS == 0) load_values(delta, smem_address(s.delta[ring.index]));
     wgmma_wait<0>();  // dP
     pin(y);
     return more;
@@ -462,7 +482,7 @@ struct Consumer {
     wgmma_wait<0>();
     pin(dq);
     release(s.kv_empty);
-    stage_dq(staging(), dq, lane);
+    stage_dq(staging(), dq, lane, p.dq + static_cast<i64>(previous) * (kDqColumns * 16));
     add_dq(p, previous, staging(), lane, last_turn);
   }
 

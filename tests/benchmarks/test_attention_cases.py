@@ -1,0 +1,71 @@
+"""Masks of the attention benchmark, and what they cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import MASKS, NUM_SLICES, Shape, documents, equal_documents, log_uniform_lengths, short_documents
+from attention_providers import visibility
+
+from megatron_magi.mask.dense import dense_mask
+
+
+@pytest.mark.parametrize("total", [1024, 5000, 32768])
+@pytest.mark.parametrize("split", [documents, short_documents, equal_documents])
+def test_documents_are_positive_and_add_up(split, total):
+    lengths = split(total)
+    assert sum(lengths) == total
+    assert min(lengths) > 0
+
+
+def test_document_lengths_lie_in_their_range_and_repeat():
+    lengths = log_uniform_lengths(100_000, 64, 640)
+    assert all(64 <= n <= 640 for n in lengths[:-1]) and lengths[-1] <= 640
+    assert 200 < np.mean(lengths) < 300
+    assert lengths == log_uniform_lengths(100_000, 64, 640)
+    assert lengths != log_uniform_lengths(100_000, 64, 640, seed=1)
+
+
+@pytest.mark.parametrize("name", ["many_ranges", "distant_ranges"])
+@pytest.mark.parametrize("length", [1024, 8192])
+def test_many_ranges_are_a_thousand_slices(name, length):
+    assert len(MASKS[name](length).mask.table) == NUM_SLICES
+
+
+@pytest.mark.parametrize("length", [1024, 2048])
+@pytest.mark.parametrize("name", list(MASKS))
+def test_every_mask_is_what_it_is_described_as(name, length):
+    """Its formula for FlexAttention, and the flags that other libraries are called by, mean the same mask."""
+    case = MASKS[name](length)
+    dense = torch.from_numpy(dense_mask(case.mask))
+    q, k = torch.arange(length)[:, None], torch.arange(length)[None]
+    formula = torch.ones_like(dense) if name == "full" else visibility(case, "cpu")(0, 0, q, k)
+    assert torch.equal(formula, dense)
+    assert int(dense.sum()) == case.mask.area
+    assert case.causal == bool((~dense | (k <= q)).all())
+    if case.plain:
+        lengths = case.doc_lengths or (length,)
+        document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+        told = document[:, None] == document[None]
+        if case.causal:
+            told = told & (k <= q)
+        if case.window is not None:
+            told = told & (q - k < case.window)
+        assert torch.equal(told, dense)
+
+
+@pytest.mark.parametrize("length", [32768, 131072])
+@pytest.mark.parametrize("name", list(MASKS))
+def test_every_mask_exists_at_length(name, length):
+    case = MASKS[name](length)
+    assert case.length == length
+    assert 0 < case.mask.area <= length**2
+
+
+def test_work_of_equal_head_dims_is_four_and_ten_operations_a_pair_head_and_dim():
+    assert Shape(64, 8, 128, 128).flops(1000) == (4 * 1000 * 64 * 128, 10 * 1000 * 64 * 128)
+
+
+def test_work_counts_the_products_of_each_head_dim():
+    assert Shape(2, 1, 192, 128).flops(10) == (2 * 10 * 2 * (192 + 128), 2 * 10 * 2 * (3 * 192 + 2 * 128))
