@@ -334,12 +334,15 @@ def slice_attention(
 
 # What torch.compile sees: two operators. The mask is a list of tensors (`megatron_magi.ops.mask_tensors`), so that a
 # graph holds no mask; max_logits and dsink are empty where they are not asked for, as operators return no None.
+# A captured CUDA graph would replay the launch of one mask for all.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 _OPTIONS = "float softmax_scale, float softcap, bool deterministic, int sm_margin, str impl"
 
 
 @torch.library.custom_op(
     "megatron_magi::slice_attention",
     mutates_args=(),
+    tags=_TAGS,
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] mask, bool return_max_logits, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
 )
@@ -363,6 +366,7 @@ def _(q, k, v, sink, mask, return_max_logits, *_options):
 @torch.library.custom_op(
     "megatron_magi::slice_attention_backward",
     mutates_args=(),
+    tags=_TAGS,
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, Tensor[] mask, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )

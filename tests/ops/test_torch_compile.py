@@ -151,6 +151,23 @@ def test_the_operators_keep_the_rules_of_torch(sink, max_logits):
         )
 
 
+def test_the_operators_stay_out_of_captured_graphs_which_would_replay_one_mask_for_all():
+    for name in ("slice_attention", "slice_attention_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.megatron_magi, name).default.tags
+
+
+@pytest.mark.gpu
+def test_a_compiled_function_with_cuda_graphs_follows_ranges_that_change():
+    compiled = torch.compile(flex, mode="reduce-overhead", fullgraph=True)
+    gen = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(256, n, 64, generator=gen).bfloat16().cuda() for n in (4, 2, 2)]
+    for end in (64, 128, 200, 64):
+        ranges = torch.tensor([[0, end], [end, 256]], device="cuda")
+        for _ in range(3):
+            out = compiled(*inputs, ranges, ranges, None)[0].clone()
+        assert torch.equal(out, flex(*inputs, ranges, ranges, None)[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_attention_on_a_gpu_gives_the_bits_of_eager_mode(backend):
