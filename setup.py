@@ -1,17 +1,41 @@
-"""Puts the CUDA sources into the package: kernels are compiled from them where they are first used.
+"""Puts the CUDA sources into the package, and into a wheel the common kernels compiled, where that is possible.
 
-In a checkout they lie beside the package, so that C++ and Python do not mix; everything else is in pyproject.toml.
+In a checkout the sources lie beside the package, so that C++ and Python do not mix; everything else is in
+pyproject.toml.
 """
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")} | {"csrc", "csrc/attention"})
+
+
+class BuildWithKernels(build_py):
+    """Compiles kernels into what is built, but not into a checkout: there they change too often.
+
+    It runs in a process of its own, whose failure fails nothing: kernels that are missing are compiled on first use.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib).resolve() / "megatron_magi" / "prebuilt"
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "megatron_magi", "build", "--optional", "--into", str(folder)]
+        if subprocess.run(command, cwd=Path(__file__).resolve().parent, check=False).returncode:
+            print("no kernels are compiled ahead, each is when it is first used")
+
 
 setup(
     packages=find_packages(include=["megatron_magi*"]) + ["megatron_magi." + s.replace("/", ".") for s in SOURCES],
     package_dir={"megatron_magi.csrc": "csrc"},
     package_data={"megatron_magi": ["py.typed"], "": ["*.cu", "*.cuh"]},
     include_package_data=False,
+    cmdclass={"build_py": BuildWithKernels},
 )

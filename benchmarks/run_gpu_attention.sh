@@ -31,4 +31,5 @@ fi
 # shellcheck disable=SC2086
 part attention "${BENCH_S:-300}" \
   "$PYTHON" benchmarks/bench_attention.py --csv "$OUT/attention.csv" --charts "$OUT" ${BENCH:-}
+part attention_costs "${COSTS_S:-120}" "$PYTHON" benchmarks/bench_attention_costs.py --csv "$OUT/attention_costs.csv"
 exit $status

@@ -1,11 +1,13 @@
-"""``python -m megatron_magi env``: the environment variables and their current values."""
+"""``python -m megatron_magi env``: environment variables; ``build``: compiles kernels ahead of their first use."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megatron_magi import envs
 
@@ -59,13 +61,58 @@ def environment_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def build_kernels(folder: Path | None, jobs: int | None) -> str:
+    """Compiles the common kernels; needs torch and no GPU.
+
+    Args:
+        folder: where to put them; into the cache when None.
+        jobs: how many at a time; what the environment says when None.
+
+    Returns:
+        What was done, in words.
+
+    Raises:
+        ImportError: torch is not installed.
+        OSError: there is no compiler, or the folder cannot be written to.
+        RuntimeError: the compiler reports an error.
+        ValueError: a variable of the environment is malformed.
+    """
+    from megatron_magi.ops.hopper import build as hopper_build
+    from megatron_magi.ops.hopper import kernels as hopper_kernels
+
+    folder = hopper_build.default_cache_dir() if folder is None else folder
+    wanted = [(hopper_kernels.source_of(name), macros) for name, macros in hopper_kernels.common_kernels()]
+    jobs = envs.load_build().prebuild_jobs if jobs is None else jobs
+    files = hopper_build.compile_into(folder, wanted, jobs)
+    return f"{len(files)} kernels for {hopper_build.ARCHITECTURE} are in {folder}"
+
+
+def _build(args: argparse.Namespace) -> int:
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
+    if not args.optional:
+        print(build_kernels(args.into, args.jobs))
+        return 0
+    try:
+        wanted = envs.load_build().prebuild
+        print(build_kernels(args.into, args.jobs) if wanted else "no kernels are compiled ahead: switched off")
+    except (ImportError, OSError, RuntimeError) as error:
+        print(f"no kernels are compiled ahead, each is when it is first used: {error}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of ``python -m megatron_magi``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_magi", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     env = commands.add_parser("env", help="environment variables and their current values")
     env.add_argument("--markdown", action="store_true", help="the page of the documentation instead")
+    build = commands.add_parser("build", help="compile the common kernels, so that first steps need not")
+    build.add_argument("--into", type=Path, help="folder; that of the cache when not given")
+    build.add_argument("--jobs", type=int, help="kernels at a time; 90 %% of the cores when not given")
+    build.add_argument("--optional", action="store_true", help="a step of an installation: failing is no error")
     args = parser.parse_args(argv)
+    if args.command == "build":
+        return _build(args)
     if args.markdown:
         sys.stdout.write(environment_page())
         return 0

@@ -6,6 +6,7 @@ are those of MagiAttention v1.1, so existing launch scripts mean here what they 
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -130,7 +131,10 @@ _MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _HIGH_PRECISION = PREFIX + "BACKWARD_HIGH_PRECISION_REDUCE"
 _OLD_HIGH_PRECISION = PREFIX + "FFA_BACKWARD_HIGH_PRECISION_REDUCE"
 _BUILD_JOBS = "90 % of the cores"
-_JIT = "Kernels are compiled by NVRTC when they are first used, and kept."
+_NO_NVCC = "Kernels are compiled by NVRTC, one thread each."
+_WORKSPACE, _VERBOSE, _DEBUG = PREFIX + "WORKSPACE_BASE", PREFIX + "BUILD_VERBOSE", PREFIX + "BUILD_DEBUG"
+_NO_CACHE, _FORCE_JIT = PREFIX + "NO_BUILD_CACHE", PREFIX + "FORCE_JIT_BUILD"
+_PREBUILD, _PREBUILD_JOBS = PREFIX + "PREBUILD_FFA", PREFIX + "PREBUILD_FFA_JOBS"
 
 SECTIONS: dict[str, tuple[Variable, ...]] = {
     "Correctness": (
@@ -212,23 +216,41 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _unavailable("PROFILE_MODE", "Timing inside kernels is not available yet; torch's profiler works as it is."),
     ),
     "Building": (
-        _unavailable(
-            "WORKSPACE_BASE",
-            f"{_JIT} Another folder than ~/.cache/megatron_magi is not available yet.",
+        Variable(
+            _WORKSPACE,
             Kind.TEXT,
             None,
+            "Folder in which kernels that were compiled are kept, as `.cache/megatron_magi`.",
             default_text="the home directory",
         ),
-        _unavailable("BUILD_VERBOSE", "Output of the compiler is not available yet, but in its errors."),
-        _unavailable("BUILD_DEBUG", "Kernels with debug information are not available yet."),
-        _unavailable("NO_BUILD_CACHE", "Compiling anew each time is not available yet; empty the cache instead."),
-        _unneeded(PREFIX + "FORCE_JIT_BUILD", _JIT),
-        _unneeded("NVCC_THREADS", _JIT, Kind.COUNT, 4, least=0),
-        _unneeded(PREFIX + "PREBUILD_FFA", _JIT, default=True),
-        *(
-            _unneeded(name, _JIT, Kind.COUNT, None, default_text=_BUILD_JOBS)
-            for name in (PREFIX + "PREBUILD_FFA_JOBS", "MAX_JOBS")
+        _toggle("BUILD_VERBOSE", "Compiler options and what the assembler reports are logged for each kernel."),
+        _toggle(
+            "BUILD_DEBUG",
+            "Kernels with line information for profilers and debuggers, which costs no speed; their source is kept "
+            "beside them, and what the assembler reports is logged.",
         ),
+        _toggle(
+            "NO_BUILD_CACHE",
+            "Each process compiles its kernels, and keeps none on disk; those that came with the package are used.",
+        ),
+        _toggle("FORCE_JIT_BUILD", "Kernels that came with the package are not used."),
+        _toggle(
+            "PREBUILD_FFA",
+            "Building a wheel compiles the common kernels into it, where torch is there to bring the compiler "
+            "(`pip install --no-build-isolation`); an editable install does not. What is not there is compiled "
+            "when it is first used.",
+            default=True,
+        ),
+        Variable(
+            _PREBUILD_JOBS,
+            Kind.COUNT,
+            None,
+            "Kernels that are compiled at a time while a wheel is built.",
+            least=1,
+            default_text=_BUILD_JOBS,
+        ),
+        _unneeded("NVCC_THREADS", _NO_NVCC, Kind.COUNT, 4, least=0),
+        _unneeded("MAX_JOBS", f"{_NO_NVCC} See PREBUILD_FFA_JOBS.", Kind.COUNT, None, default_text=_BUILD_JOBS),
         *(
             _unneeded(PREFIX + name, "There is no such extension to build.")
             for name in ("SKIP_FFA_UTILS_BUILD", "SKIP_MAGI_ATTN_EXT_BUILD", "SKIP_MAGI_ATTN_COMM_BUILD")
@@ -238,7 +260,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "BUILD_COMPUTE_CAPABILITY",
-            _JIT,
+            "There are kernels for compute capability 9.0 alone, and they need no GPU to be compiled.",
             Kind.TEXT,
             None,
             default_text="that of the GPU",
@@ -302,6 +324,29 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class BuildSettings:
+    """How kernels are compiled.
+
+    Attributes:
+        workspace: folder whose ``.cache`` keeps them; the home directory when None.
+        verbose: log options and the assembler's report.
+        debug: line information.
+        use_cache: read and write the cache.
+        force_jit: do not use kernels that came with the package.
+        prebuild: compile kernels into a wheel.
+        prebuild_jobs: how many at a time.
+    """
+
+    workspace: str | None
+    verbose: bool
+    debug: bool
+    use_cache: bool
+    force_jit: bool
+    prebuild: bool
+    prebuild_jobs: int
+
+
+@dataclass(frozen=True)
 class Reading:
     """One variable as it was found: its text, None when not set, and what is wrong with it."""
 
@@ -351,3 +396,26 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     if unknown:
         warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=2)
     return Environment(tuple(given.items()), unknown)
+
+
+def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:
+    """What the environment says of compiling; other variables are not looked at.
+
+    Raises:
+        ValueError: a value is malformed.
+    """
+    names = (_WORKSPACE, _VERBOSE, _DEBUG, _NO_CACHE, _FORCE_JIT, _PREBUILD, _PREBUILD_JOBS)
+    found = {r.variable.name: r for r in readings(environ) if r.variable.name in names}
+    problem = next((r.problem for r in found.values() if r.problem), None)
+    if problem:
+        raise ValueError(problem)
+    value = {n: r.variable.default if r.text is None else r.variable.parse(r.text) for n, r in found.items()}
+    return BuildSettings(
+        workspace=value[_WORKSPACE],
+        verbose=value[_VERBOSE],
+        debug=value[_DEBUG],
+        use_cache=not value[_NO_CACHE],
+        force_jit=value[_FORCE_JIT],
+        prebuild=value[_PREBUILD],
+        prebuild_jobs=value[_PREBUILD_JOBS] or math.ceil(0.9 * (os.cpu_count() or 1)),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -39,3 +41,21 @@ def ranks():
         return run_ranks(fn, num_ranks, *args, **options)
 
     return call
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch):
+    """torch.compile without graphs and counts from earlier in the process, and with torch's own functions.
+
+    Tests of Megatron on a CPU wrap functions of torch, which the compiler knows by identity.
+    """
+    for owner in (torch, torch.Tensor):
+        for name, function in list(vars(owner).items()):
+            if isinstance(function, types.FunctionType) and function.__code__.co_name == "diverted":
+                monkeypatch.setattr(owner, name, function.__wrapped__)
+    torch._dynamo.reset()
+    torch._dynamo.trace_rules.clear_lru_cache()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.trace_rules.clear_lru_cache()

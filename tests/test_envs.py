@@ -1,5 +1,7 @@
 import ast
 import dataclasses
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +53,6 @@ KNOWN = {
     "FFA_BACKWARD_HIGH_PRECISION_REDUCE",
 }
 UNAVAILABLE = ["FA4_BACKEND", "NATIVE_GRPCOLL", "QO_COMM", "CPP_BACKEND", "HIERARCHICAL_COMM", "PROFILE_MODE"]
-UNAVAILABLE += ["BUILD_VERBOSE", "BUILD_DEBUG", "NO_BUILD_CACHE"]
 
 
 def config_of(**variables) -> MagiConfig:
@@ -110,9 +111,16 @@ def test_asking_for_what_is_not_there_yet_is_one_clear_error(name):
     assert config_of(**{name: "0"}) == envs.load({}).default_config()
 
 
-def test_a_folder_for_kernels_is_refused_until_it_is_heeded():
-    with pytest.raises(ValueError, match=f"{PREFIX}WORKSPACE_BASE=/scratch: .*not available yet.*the home directory"):
-        config_of(WORKSPACE_BASE="/scratch")
+def test_the_settings_of_compiling_are_read_alone():
+    cores = math.ceil(0.9 * os.cpu_count())
+    assert envs.load_build({}) == envs.BuildSettings(None, False, False, True, False, True, cores)
+    values = {"WORKSPACE_BASE": "/scratch", "PREBUILD_FFA": "0", "PREBUILD_FFA_JOBS": "3"}
+    values |= dict.fromkeys(("BUILD_VERBOSE", "BUILD_DEBUG", "NO_BUILD_CACHE", "FORCE_JIT_BUILD"), "1")
+    # What is wrong elsewhere is not a matter of compiling.
+    environ = {PREFIX + name: value for name, value in values.items()} | {PREFIX + "QO_COMM": "1"}
+    assert envs.load_build(environ) == envs.BuildSettings("/scratch", True, True, False, True, False, 3)
+    with pytest.raises(ValueError, match=f"{PREFIX}NO_BUILD_CACHE: expected 0 or 1, got 'yes'"):
+        envs.load_build({PREFIX + "NO_BUILD_CACHE": "yes"})
 
 
 def test_what_is_not_needed_is_accepted_and_changes_nothing():

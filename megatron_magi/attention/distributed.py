@@ -54,7 +54,8 @@ def distributed_attention(
     the same mask. Differentiable in q, k, v and sink.
 
     Args:
-        q: ``[num_rows, num_heads_q, head_dim]``, the rows of this rank's shard.
+        q: ``[num_rows, num_heads_q, head_dim]``, the rows of this rank's shard. Like k and v finite, padding
+            rows too.
         k: ``[num_rows, num_heads_kv, head_dim]``, likewise.
         v: ``[num_rows, num_heads_kv, head_dim_v]``, likewise.
         rank_plan: ``plan.for_rank(cp_rank)``.
@@ -149,7 +150,8 @@ class _DistributedAttention(torch.autograd.Function):
         if dout is None:
             # Nothing depends on the output here, but other ranks' keys may need this rank to take part.
             dout = torch.zeros_like(out)
-        delta = row_delta(dout, out)
+        attend = call.config.attend
+        delta = row_delta(dout, out, attend.impl, attend.deterministic)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
             dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
@@ -218,10 +220,10 @@ class _Backward:
         self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._reduces: list[Any] = []
         self._dq: torch.Tensor | None = None
-        # Partial sums of several ranks meet here, so they are kept wide until the end.
-        wide = accumulate_dtype(k.dtype) if self._plan.degree else k.dtype
-        self._dk = torch.zeros_like(k, dtype=wide, memory_format=torch.contiguous_format)
-        self._dv = torch.zeros_like(v, dtype=wide, memory_format=torch.contiguous_format)
+        self._dk: torch.Tensor | None = None
+        self._dv: torch.Tensor | None = None
+        # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
+        self._wide = accumulate_dtype(q.dtype) if self._plan.degree else q.dtype
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         for step in self._plan.schedule.backward:
@@ -234,20 +236,26 @@ class _Backward:
         # Waited for in the order of the schedule, so sums are formed in the same order each time.
         for handle in self._reduces:
             handle.wait()
-        assert self._dq is not None and not self._fetches and not self._partial
+        assert self._dq is not None and self._dk is not None and self._dv is not None
+        assert not self._fetches and not self._partial
         return self._dq.to(self._q.dtype), self._dk.to(self._k.dtype), self._dv.to(self._v.dtype)
 
     def _attend(self, stage: int) -> None:
         call = self._call
         if stage == 0:
-            k, v, into = self._k, self._v, {"dk": self._dk, "dv": self._dv}
-            grad_dtype = self._dk.dtype
+            k, v = self._k, self._v
+            grad_dtype = self._wide
+            # Nothing to add to yet: the gradients are written as they are, without zeros before.
+            is_first = self._dq is None
+            into = {} if is_first else dict(zip(("dk", "dv"), self._own_gradients(), strict=True))
         else:
             saved = stage == self._plan.schedule.saved_stage
             k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
-            into = {}
             high_precision = call.config.comm.backward_high_precision_reduce
             grad_dtype = accumulate_dtype(k.dtype) if high_precision else k.dtype
+            is_first, into = False, {}
+        if not is_first:
+            into["dq"] = _zeros(self._q, self._wide) if self._dq is None else self._dq
         self._dq, dk, dv = slice_attention_backward(
             self._dout,
             self._q,
@@ -258,7 +266,6 @@ class _Backward:
             self._plan.bands[stage],
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
-            dq=self._zero_dq() if self._dq is None else self._dq,
             grad_dtype=grad_dtype,
             deterministic=call.config.attend.deterministic,
             sm_margin=call.config.attend.backward_sm_margin if self._plan.degree else 0,
@@ -267,10 +274,14 @@ class _Backward:
         )
         if stage:
             self._partial[stage] = (dk, dv)
+        else:
+            self._dk, self._dv = dk, dv
 
-    def _zero_dq(self) -> torch.Tensor:
-        wide = accumulate_dtype(self._q.dtype) if self._plan.degree else self._q.dtype
-        return torch.zeros_like(self._q, dtype=wide, memory_format=torch.contiguous_format)
+    def _own_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """dk and dv of this rank's keys so far."""
+        if self._dk is None or self._dv is None:
+            self._dk, self._dv = _zeros(self._k, self._wide), _zeros(self._v, self._wide)
+        return self._dk, self._dv
 
     def _reduce(self, stage: int) -> None:
         if len(self._reduces) > 1:
@@ -280,7 +291,7 @@ class _Backward:
             list(self._partial.pop(stage)),
             call.casts[stage - 1],
             call.group,
-            into=[self._dk, self._dv],
+            into=list(self._own_gradients()),
             impl=call.config.comm.impl,
         )
         self._reduces.append(handle)
@@ -288,6 +299,10 @@ class _Backward:
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
     return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl)
+
+
+def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _reduce_dsink(dsink: torch.Tensor, call: _Call) -> torch.Tensor:

@@ -140,7 +140,7 @@ class AttnMask:
             unknown, or two slices cover a common (query, key) pair.
     """
 
-    __slots__ = ("__dict__", "_digest", "_table", "total_seqlen_k", "total_seqlen_q")
+    __slots__ = ("__dict__", "_digest", "_packed", "_table", "total_seqlen_k", "total_seqlen_q")
 
     def __init__(
         self,
@@ -158,6 +158,7 @@ class AttnMask:
         text = hashlib.sha256(np.int64([self.total_seqlen_q, self.total_seqlen_k]).tobytes())
         text.update(self._table.tobytes())
         self._digest = text.digest()
+        self._packed = _packed(self._table, self._digest)
 
     @classmethod
     def from_ranges(
@@ -208,6 +209,15 @@ class AttnMask:
         """int64 ``[n, 5]``, read-only: q_start, q_end, k_start, k_end, mask type."""
         return self._table
 
+    @property
+    def packed(self) -> np.ndarray:
+        """The mask as one array of few shapes, for graphs that are compiled once for many masks.
+
+        int64 ``[1 + m, 5]``: the digest as four numbers and the number of slices; the slices; rows of zeros, so
+        that m is one of 64, 512, 4096 and so on. Not to be written to.
+        """
+        return self._packed
+
     @cached_property
     def slices(self) -> tuple[AttnSlice, ...]:
         """The slices as objects, in the order given."""
@@ -256,6 +266,16 @@ class AttnMask:
             f"AttnMask({len(self._table)} slices, total_seqlen_q={self.total_seqlen_q}, "
             f"total_seqlen_k={self.total_seqlen_k})"
         )
+
+
+def _packed(table: np.ndarray, digest: bytes) -> np.ndarray:
+    capacity = 64
+    while capacity < len(table):
+        capacity *= 8
+    out = np.zeros((1 + capacity, 5), dtype=np.int64)
+    out[0, :4], out[0, 4] = np.frombuffer(digest, dtype=np.int64), len(table)
+    out[1 : 1 + len(table)] = table
+    return out
 
 
 def _slice_table(slices: Iterable[AttnSlice] | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.mask import AttnMask, MaskType
+from megatron_magi.mask import AttnMask
+from megatron_magi.ops.mask_tensors import mask_of_arrays, mask_of_ranges
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink
-from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_attention import slice_attention, slice_attention_traced
 
 RangesLike = Tensor | Sequence[Sequence[int]] | None
 TypesLike = Tensor | Sequence[int] | None
 
 
-@torch.compiler.disable
 def flex_flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -52,10 +51,12 @@ def flex_flash_attn_func(
     Args:
         q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64, any strides.
         k: ``[num_tokens_k, num_heads_kv, head_dim]``; num_heads_kv divides num_heads_q.
-        v: ``[num_tokens_k, num_heads_kv, head_dim_v]``.
+        v: ``[num_tokens_k, num_heads_kv, head_dim_v]``. All of q, k, v must be finite, padding too.
         q_ranges, k_ranges: ``[n, 2]`` half-open ranges, int tensors on any device or nested
             lists. Ranges may repeat as long as no (query, key) pair is in two slices. Both None:
-            one slice of all queries and keys. Tensors on a GPU are copied to the host.
+            one slice of all queries and keys. Tensors on a GPU are copied to the host once, and again only
+            when they were changed (see `megatron_magi.ops.mask_tensors.DeviceRanges`). In a function that is
+            compiled give tensors: lists are constants of the graph, each new one means compiling anew.
         attn_type_map: ``[n]`` of 0 full, 1 causal (bottom-right), 2 inverse causal (top-left),
             3 both; all full when None.
         sink: logits without a value in the denominator, any float dtype, ``[num_sinks,
@@ -82,60 +83,54 @@ def flex_flash_attn_func(
         ValueError: an argument, named in the message, has a wrong shape, dtype or value; two
             slices cover a common (query, key) pair (both are named).
     """
-    check_qkv(q, k, v)
-    mask = _mask(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
     if sink_layout not in ("sh", "ssh"):
         raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
+    if (q_ranges is None) != (k_ranges is None):
+        raise ValueError("q_ranges, k_ranges: give both or none")
+    if sink is not None and sink.ndim != len(sink_layout):
+        raise ValueError(f"sink: layout {sink_layout!r} has {len(sink_layout)} dimensions, got {list(sink.shape)}")
+    if q_ranges is None or k_ranges is None:
+        q_ranges, k_ranges = [(0, q.shape[0])], [(0, k.shape[0])]
+    ranges = [q_ranges, k_ranges] if attn_type_map is None else [q_ranges, k_ranges, attn_type_map]
+    if torch.compiler.is_compiling():
+        return slice_attention_traced(
+            q, k, v, [_as_tensor(x) for x in ranges],
+            sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
+            deterministic=deterministic, sm_margin=sm_margin, impl=impl,
+        )  # fmt: skip
+    check_qkv(q, k, v)
     if sink is not None:
         check_sink(sink, q)
-        if sink.ndim != len(sink_layout):
-            raise ValueError(f"sink: layout {sink_layout!r} has {len(sink_layout)} dimensions, got {list(sink.shape)}")
     return slice_attention(
-        q, k, v, mask,
+        q, k, v, _mask(ranges, q.shape[0], k.shape[0]),
         sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
         deterministic=deterministic, sm_margin=sm_margin, impl=impl,
     )  # fmt: skip
 
 
-def _mask(
-    q_ranges: RangesLike, k_ranges: RangesLike, attn_type_map: TypesLike, num_rows: int, num_keys: int
-) -> AttnMask:
-    if (q_ranges is None) != (k_ranges is None):
-        raise ValueError("q_ranges, k_ranges: give both or none")
-    if q_ranges is None or k_ranges is None:
-        q_ranges, k_ranges = [(0, num_rows)], [(0, num_keys)]
-    queries = _int_table("q_ranges", q_ranges, columns=2)
-    keys = _int_table("k_ranges", k_ranges, columns=2)
-    if attn_type_map is None:
-        types = np.full((len(queries), 1), int(MaskType.FULL), dtype=np.int64)
-    else:
-        types = _int_table("attn_type_map", attn_type_map, columns=1)
-    if not len(queries) == len(keys) == len(types):
-        raise ValueError(
-            f"q_ranges, k_ranges, attn_type_map: lengths disagree: {len(queries)}, {len(keys)}, {len(types)}"
-        )
-    table = np.concatenate([queries, keys, types], axis=1)
-    return _cached_mask(table.tobytes(), num_rows, num_keys)
+def _mask(ranges: list, num_rows: int, num_keys: int) -> AttnMask:
+    if all(isinstance(x, Tensor) for x in ranges):
+        return mask_of_ranges(ranges, num_rows, num_keys)
+    names = ("q_ranges", "k_ranges", "attn_type_map")
+    return mask_of_arrays([_as_array(name, x) for name, x in zip(names, ranges, strict=False)], num_rows, num_keys)
 
 
-@lru_cache(maxsize=64)
-def _cached_mask(table: bytes, num_rows: int, num_keys: int) -> AttnMask:
-    """Layers ask with the same ranges again and again: a mask is validated once."""
-    return AttnMask(np.frombuffer(table, dtype=np.int64).reshape(-1, 5), num_rows, num_keys)
-
-
-def _int_table(name: str, values: Tensor | Iterable, columns: int) -> np.ndarray:
-    """int64 ``[n, columns]`` from a tensor, an array or a list; one column may come flat."""
+def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
+    """The values as an input of a compiled graph."""
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
-    elif not isinstance(values, np.ndarray):
-        items = [tuple(item) if isinstance(item, Iterable) else item for item in values]
-        if len({len(item) if isinstance(item, tuple) else 0 for item in items}) > 1:
-            raise ValueError(f"{name}: expected entries of one length, got {items}")
-        values = np.array(items, dtype=None if items else np.int64)
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"{name}: expected integers, got {values.dtype}")
-    expected = (len(values), columns) if columns > 1 else (len(values),)
-    if values.size and values.shape != expected:
-        raise ValueError(f"{name}: expected shape {['n', *expected[1:]]}, got {list(values.shape)}")
-    return values.reshape(-1, columns).astype(np.int64)
+        return values
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(values)
+    items = [list(item) if isinstance(item, Iterable) else int(item) for item in values]
+    return torch.tensor(items, dtype=torch.int64)
+
+
+def _as_array(name: str, values: Tensor | Iterable) -> np.ndarray:
+    if isinstance(values, Tensor):
+        return values.numpy(force=True)
+    if isinstance(values, np.ndarray):
+        return values
+    items = [tuple(item) if isinstance(item, Iterable) else item for item in values]
+    if len({len(item) if isinstance(item, tuple) else 0 for item in items}) > 1:
+        raise ValueError(f"{name}: expected entries of one length, got {items}")
+    return np.array(items, dtype=None if items else np.int64)

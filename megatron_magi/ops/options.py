@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -43,7 +44,12 @@ def make_options(q: Tensor, softmax_scale: float | None, softcap: float, determi
     """`AttnOptions` with the default scale, ``1 / sqrt(head_dim)``."""
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[-1])
-    return AttnOptions(float(softmax_scale), float(softcap), bool(deterministic), int(sm_margin))
+    return _options(float(softmax_scale), float(softcap), bool(deterministic), int(sm_margin))
+
+
+@lru_cache(maxsize=256)
+def _options(softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int) -> AttnOptions:
+    return AttnOptions(softmax_scale, softcap, deterministic, sm_margin)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

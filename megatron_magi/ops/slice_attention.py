@@ -3,13 +3,17 @@
 Tensors are ``thd``: q ``[num_rows, num_heads_q, head_dim]``, k ``[num_keys, num_heads_kv, head_dim]``,
 v ``[num_keys, num_heads_kv, head_dim_v]``; num_heads_q is a multiple of num_heads_kv. lse, delta
 and sums are fp32, fp64 for fp64 inputs. Rows that see no key get output 0 and lse -inf (or the
-sink's lse), and zero gradients. Values of tokens that are in no visible pair are never used (but by `ffa`,
-which multiplies them by 0 and so wants them finite).
+sink's lse), and zero gradients. Tensors must be finite, also in tokens that are in no visible pair: `ffa` multiplies
+those by 0. The other implementations never use them.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -18,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
+from megatron_magi.ops.mask_tensors import bands_of
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import (
@@ -47,10 +52,15 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     """
     if impl == "auto":
         impl = "torch"
-        if q.device.type == "cuda" and importlib.import_module(IMPLS["ffa"]).is_supported(q, v, deterministic):
+        if q.device.type == "cuda" and _module("ffa").is_supported(q, v, deterministic):
             impl = "ffa"
     if impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
+    return _module(impl)
+
+
+@cache
+def _module(impl: str) -> ModuleType:
     return importlib.import_module(IMPLS[impl])
 
 
@@ -75,7 +85,7 @@ def slice_attention_forward(
     """One forward pass, without autograd.
 
     Args:
-        q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides.
+        q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides; finite, hidden tokens too.
         bands: int64 ``[n, 6]`` (see `megatron_magi.mask.bands`), no two of which overlap.
         softmax_scale: factor of q @ k; ``1 / sqrt(head_dim)`` when None.
         softcap: 0 for none, else logits become ``softcap * tanh(logit / softcap)``.
@@ -102,28 +112,52 @@ def slice_attention_forward(
     module = resolve_impl(impl, q, v, deterministic)
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
-    shape, dtype = (*q.shape[:2], v.shape[2]), accumulate_dtype(q.dtype)
-    accumulate = out is not None
     if out is None or lse is None:
-        out_dtype = q.dtype if out_dtype is None else out_dtype
-        if out_dtype not in FLOAT_DTYPES:
+        if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
             raise ValueError(f"out_dtype: expected a floating-point dtype of 16 to 64 bits, got {out_dtype}")
+        return _forward(q, k, v, bands, options, module, sink, return_max_logits, out_dtype)
+    shape = (*q.shape[:2], v.shape[2])
+    check_like("out", out, shape, q.device)
+    check_like("lse", lse, shape[:2], q.device)
+    if out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
+    return _forward(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    module: ModuleType,
+    sink: Tensor | None,
+    return_max_logits: bool,
+    out_dtype: torch.dtype | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`slice_attention_forward` of checked arguments, where no gradients are recorded."""
+    dtype = accumulate_dtype(q.dtype)
+    if into is None:
+        shape = (*q.shape[:2], v.shape[2])
         out, lse = q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:2], dtype=dtype)
     else:
-        check_like("out", out, shape, q.device)
-        check_like("lse", lse, shape[:2], q.device)
-        if out_dtype not in (None, out.dtype):
-            raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
+        out, lse = into
     if sink is not None:
         check_sink(sink, q)
         sink = sink_lse(sink, dtype)
-    # Autocast would narrow the products; what is computed in which dtype is decided here.
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         max_logits = module.forward(
             q, k, v, bands, options,
-            out=out, lse=lse, accumulate=accumulate, sink_lse=sink, return_max_logits=return_max_logits,
+            out=out, lse=lse, accumulate=into is not None, sink_lse=sink, return_max_logits=return_max_logits,
         )  # fmt: skip
     return out, lse, max_logits
+
+
+def _no_autocast(q: Tensor):
+    """Autocast would narrow the products; what is computed in which dtype is decided here."""
+    device = q.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @torch.no_grad()
@@ -174,27 +208,40 @@ def slice_attention_backward(
     grad_dtype = q.dtype if grad_dtype is None else grad_dtype
     if grad_dtype not in FLOAT_DTYPES:
         raise ValueError(f"grad_dtype: expected a floating-point dtype of 16 to 64 bits, got {grad_dtype}")
-    accumulate = any(grad is not None for grad in (dq, dk, dv))
+    accumulate, accumulate_keys = dq is not None, dk is not None or dv is not None
     grads = []
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if given is not None:
             check_like(name, given, like.shape, q.device)
-        elif accumulate:
+        elif accumulate_keys and name != "dq":
             given = like.new_zeros(like.shape, dtype=grad_dtype)
         else:
             given = like.new_empty(like.shape, dtype=grad_dtype)
         grads.append(given)
-    with torch.autocast(q.device.type, enabled=False):
-        module.backward(dout, q, k, v, lse, delta, bands, options, grads=tuple(grads), accumulate=accumulate)
+    with _no_autocast(q):
+        module.backward(
+            dout, q, k, v, lse, delta, bands, options,
+            grads=tuple(grads), accumulate=accumulate, accumulate_keys=accumulate_keys,
+        )  # fmt: skip
     return grads[0], grads[1], grads[2]
 
 
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
     """``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
 
     fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
     garbage in the gradient of rows that see nothing stays there.
+
+    Args:
+        dout, out: ``[num_rows, num_heads_q, head_dim_v]``.
+        impl, deterministic: as in `slice_attention_forward`; an implementation may have a kernel for it.
+
+    Raises:
+        ValueError: there is no implementation of that name.
     """
+    kernel = getattr(resolve_impl(impl, out, out, deterministic), "row_delta", None)
+    if kernel is not None:
+        return kernel(dout, out)
     dtype = accumulate_dtype(out.dtype)
     product = dout.to(dtype) * out.to(dtype)
     return torch.where(out == 0, 0, product).sum(dim=-1)
@@ -203,12 +250,8 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, bands, options: AttnOptions, impl: str, return_max_logits: bool):
-        out, lse, max_logits = slice_attention_forward(
-            q, k, v, bands,
-            softmax_scale=options.softmax_scale, softcap=options.softcap, sink=sink,
-            return_max_logits=return_max_logits, deterministic=options.deterministic,
-            sm_margin=options.sm_margin, impl=impl,
-        )  # fmt: skip
+        module = resolve_impl(impl, q, v, options.deterministic)
+        out, lse, max_logits = _forward(q, k, v, bands, options, module, sink, return_max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.bands, ctx.options, ctx.impl = bands, options, impl
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
@@ -221,7 +264,7 @@ class _SliceAttention(torch.autograd.Function):
         if dout is None:
             return (None,) * 8
         q, k, v, sink, out, lse = ctx.saved_tensors
-        delta = row_delta(dout, out)
+        delta = row_delta(dout, out, ctx.impl, ctx.options.deterministic)
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
             dq, dk, dv = slice_attention_backward(
@@ -234,7 +277,6 @@ class _SliceAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, None, None, None, None
 
 
-@torch.compiler.disable
 def slice_attention(
     q: Tensor,
     k: Tensor,
@@ -251,6 +293,9 @@ def slice_attention(
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Attention with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
 
+    Functions that call it can be compiled as a whole (``fullgraph=True``): masks are inputs of the graph, which is
+    compiled again for masks of another size class (see `AttnMask.packed`), not for each mask.
+
     Args:
         mask_or_bands: an `AttnMask` over ``num_rows`` x ``num_keys`` tokens, or a table of bands.
 
@@ -260,6 +305,13 @@ def slice_attention(
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
+    if torch.compiler.is_compiling():
+        table = mask_or_bands.packed if isinstance(mask_or_bands, AttnMask) else mask_or_bands
+        return slice_attention_traced(
+            q, k, v, [torch.from_numpy(table)],
+            sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
+            deterministic=deterministic, sm_margin=sm_margin, impl=impl,
+        )  # fmt: skip
     check_qkv(q, k, v)
     if isinstance(mask_or_bands, AttnMask):
         mask = mask_or_bands
@@ -268,7 +320,123 @@ def slice_attention(
                 f"mask_or_bands: the mask is over {mask.total_seqlen_q} x {mask.total_seqlen_k} tokens, "
                 f"q and k have {q.shape[0]} and {k.shape[0]}"
             )
-        mask_or_bands = mask.bands
+        bands = mask.bands
+    else:
+        bands = check_bands(mask_or_bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, mask_or_bands, options, impl, return_max_logits)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink)):
+        out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
+    else:
+        module = resolve_impl(impl, q, v, deterministic)
+        out, lse, max_logits = _forward(q, k, v, bands, options, module, sink, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+
+
+# What torch.compile sees: two operators. The mask is a list of tensors (`megatron_magi.ops.mask_tensors`), so that a
+# graph holds no mask; max_logits and dsink are empty where they are not asked for, as operators return no None.
+# A captured CUDA graph would replay the launch of one mask for all.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+_OPTIONS = "float softmax_scale, float softcap, bool deterministic, int sm_margin, str impl"
+
+
+@torch.library.custom_op(
+    "megatron_magi::slice_attention",
+    mutates_args=(),
+    tags=_TAGS,
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] mask, bool return_max_logits, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _forward_operator(q, k, v, sink, mask, return_max_logits, softmax_scale, softcap, deterministic, sm_margin, impl):
+    out, lse, max_logits = slice_attention_forward(
+        q, k, v, bands_of(mask, q.shape[0], k.shape[0]),
+        softmax_scale=softmax_scale, softcap=softcap, sink=sink, return_max_logits=return_max_logits,
+        deterministic=deterministic, sm_margin=sm_margin, impl=impl,
+    )  # fmt: skip
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
+
+
+@_forward_operator.register_fake
+def _(q, k, v, sink, mask, return_max_logits, *_options):
+    num_rows, num_heads, _ = q.shape
+    dtype = accumulate_dtype(q.dtype)
+    lse, max_logits = q.new_empty((num_rows, num_heads), dtype=dtype), q.new_empty(num_heads, dtype=dtype)
+    return q.new_empty((num_rows, num_heads, v.shape[2])), lse, max_logits if return_max_logits else lse.new_empty(0)
+
+
+@torch.library.custom_op(
+    "megatron_magi::slice_attention_backward",
+    mutates_args=(),
+    tags=_TAGS,
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, Tensor[] mask, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_operator(dout, q, k, v, sink, out, lse, mask, softmax_scale, softcap, deterministic, sm_margin, impl):
+    delta = row_delta(dout, out, impl, deterministic)
+    dq, dk, dv = slice_attention_backward(
+        dout, q, k, v, lse, delta, bands_of(mask, q.shape[0], k.shape[0]),
+        softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, impl=impl,
+    )  # fmt: skip
+    return dq, dk, dv, lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta)
+
+
+@_backward_operator.register_fake
+def _(dout, q, k, v, sink, out, lse, *_rest):
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    return dq, dk, dv, lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+
+
+def _keep_for_backward(ctx, inputs, output):
+    q, k, v, sink, mask, _, *options = inputs
+    out, lse, _ = output
+    ctx.save_for_backward(q, k, v, sink, out, lse, *mask)
+    ctx.options = options
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _operator_backward(ctx, dout, _dlse, _dmax_logits):
+    q, k, v, sink, out, lse, *mask = ctx.saved_tensors
+    dq = dk = dv = dsink = None
+    if dout is not None:
+        dq, dk, dv, dsink = _backward_operator(dout, q, k, v, sink, out, lse, mask, *ctx.options)
+    return dq, dk, dv, None if sink is None else dsink, [None] * len(mask), None, *[None] * len(ctx.options)
+
+
+_forward_operator.register_autograd(_operator_backward, setup_context=_keep_for_backward)
+
+
+def slice_attention_traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor],
+    *,
+    sink: Tensor | None,
+    softmax_scale: float | None,
+    softcap: float,
+    return_max_logits: bool,
+    deterministic: bool,
+    sm_margin: int,
+    impl: str,
+) -> tuple[Tensor, AttnForwardMeta]:
+    """`slice_attention` as one operator of a graph; arguments are checked when it runs.
+
+    Args:
+        mask: as tensors, see `megatron_magi.ops.mask_tensors`.
+    """
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[-1])
+    out, lse, max_logits = _forward_operator(
+        q,
+        k,
+        v,
+        sink,
+        list(mask),
+        return_max_logits,
+        float(softmax_scale),
+        float(softcap),
+        deterministic,
+        sm_margin,
+        impl,
+    )
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)

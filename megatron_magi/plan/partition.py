@@ -92,6 +92,24 @@ def partition(mask: AttnMask, dispatch: Dispatch) -> Partition:
     return Partition(runs, pieces, run, remote, rows)
 
 
+def areas_by_place(part: Partition) -> tuple[np.ndarray, np.ndarray]:
+    """Visible pairs of each rank's rows with its own keys, and with keys of others, int64 ``[cp_size]`` each."""
+    runs, cp_size = part.runs, len(part.remote_rows)
+    rank = runs.rank[part.band_run]
+    order = np.argsort(runs.rank, kind="stable")  # runs are in global order
+    lift = int(runs.bounds[-1]) + 1
+    start, end = (bounds[order] + runs.rank[order] * lift for bounds in (runs.bounds[:-1], runs.bounds[1:]))
+    up = rank * lift
+    i, j = bd.cut_intervals(part.bands[:, bd.K0] + up, part.bands[:, bd.K1] + up, start, end)
+    own = part.bands[i]
+    own[:, bd.K0] = np.maximum(own[:, bd.K0], start[j] - up[i])
+    own[:, bd.K1] = np.minimum(own[:, bd.K1], end[j] - up[i])
+    local, total = np.zeros(cp_size, dtype=np.int64), np.zeros(cp_size, dtype=np.int64)
+    np.add.at(local, rank[i], bd.areas(own))
+    np.add.at(total, rank, bd.areas(part.bands))
+    return local, total - local
+
+
 def split_stages(part: Partition, degree: int) -> RemotePieces:
     """Deals the rows that each rank fetches to ``degree`` stages of equal length, in global order."""
     remote = part.remote

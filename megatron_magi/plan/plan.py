@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.overlap import choose_degree
-from megatron_magi.plan.partition import Partition, localise, partition, split_stages
+from megatron_magi.plan.partition import areas_by_place, localise, partition, split_stages
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule
@@ -51,13 +51,9 @@ class Plan:
         self.dispatch = dispatch
         self.config = config
         part = partition(mask, dispatch)
-        bands = localise(part, part.remote, dispatch.cp_size, 1)
-        self.degree = _degree(part, bands, config.overlap)
-        pieces = part.remote
-        if self.degree != 1:
-            pieces = split_stages(part, self.degree)
-            bands = localise(part, pieces, dispatch.cp_size, self.degree)
-        self._bands = bands
+        self.degree = choose_degree(*areas_by_place(part), part.remote_rows, config.overlap)
+        pieces = split_stages(part, self.degree)
+        self._bands = localise(part, pieces, dispatch.cp_size, self.degree)
         self._lower_bound = part.remote_rows
         self._transfers = TransferTable(part.runs, pieces, dispatch.cp_size, self.degree)
         self._received = np.zeros(dispatch.cp_size, dtype=np.int64)
@@ -185,12 +181,6 @@ def _joined_ranges(bounds: np.ndarray, mine: np.ndarray) -> np.ndarray:
     edge = np.diff(np.concatenate([[0], mine.astype(np.int8), [0]]))
     first, last = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
     return np.stack([bounds[first], bounds[last]], axis=1)
-
-
-def _degree(part: Partition, bands: list[tuple[np.ndarray, ...]], config: OverlapConfig) -> int:
-    local = np.array([bd.areas(tables[0]).sum() for tables in bands])
-    remote = np.array([bd.areas(tables[1]).sum() for tables in bands])
-    return choose_degree(local, remote, part.remote_rows, config)
 
 
 def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule, comm: CommConfig) -> int:

@@ -297,6 +297,68 @@ def test_device_copies_are_freed_with_their_plan_without_a_garbage_collection() 
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.sm90])],
+)
+def test_padding_that_is_finite_stays_finite_and_gets_no_gradient(device) -> None:
+    """On a Hopper GPU by its kernels, which read hidden keys: finite ones leave no trace."""
+    mask = cs.documents([90, 40, 70])
+    plan = make_plan(mask, MagiConfig(dispatch=DispatchConfig(alignment=128)), 1)
+    index = torch.from_numpy(plan.dispatch.global_index(0))
+    real = index < 200
+    assert not real.all()
+    gen = torch.Generator().manual_seed(0)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+
+    def run(padding: float) -> list[torch.Tensor]:
+        gen.manual_seed(0)
+        leaves = []
+        for heads in (4, 2, 2):
+            rows = torch.randn(len(index), heads, 64, generator=gen, dtype=torch.float64)
+            rows[~real] = padding
+            leaves.append(rows.to(device, dtype).requires_grad_())
+        out, meta = distributed_attention(*leaves, plan.for_rank(0), None)
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+        return [t.detach().cpu() for t in (out, meta.lse, *grads)]
+
+    results = run(0.0)
+    for t in (results[0], *results[2:]):
+        assert (t[~real] == 0).all() and t.isfinite().all()
+    assert (results[1][~real] == -torch.inf).all()
+    for a, b in zip(results, run(1000.0), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0 if device == "cpu" else 1e-2)
+
+
+def spied_backward(rank: int, num_ranks: int, case: cs.Case) -> list[tuple[str, ...]]:
+    """For each pass of a backward: which gradients it adds to."""
+    import megatron_magi.attention.distributed as module
+
+    passes, original = [], module.slice_attention_backward
+
+    def recording(*args, **kwargs):
+        passes.append(tuple(name for name in ("dq", "dk", "dv") if kwargs.get(name) is not None))
+        return original(*args, **kwargs)
+
+    module.slice_attention_backward = recording
+    try:
+        run_case(case, rank, make_plan(case.mask, case.config, num_ranks))
+    finally:
+        module.slice_attention_backward = original
+    return passes
+
+
+def test_gradients_are_added_to_only_where_there_is_something_to_add_to(ranks) -> None:
+    config = MagiConfig(dispatch=DispatchConfig(algorithm="min_heap"), overlap=OverlapConfig(degree=2))
+    (alone,) = ranks(1, spied_backward, cs.Case(cs.documents([64]), config))
+    assert alone == [()]
+    case = cs.Case(cs.documents([256]), config)
+    assert ranks(2, spied_backward, case) == [[(), ("dq",), ("dq",)]] * 2
+    hidden = dataclasses.replace(config, overlap=OverlapConfig(degree=2, hide_tail_reduce=True))
+    last = ranks(2, spied_backward, dataclasses.replace(case, config=hidden))
+    assert last == [[("dq",), ("dq",), ("dq", "dk", "dv")]] * 2
+
+
 def test_compiled_models_may_call_the_operator() -> None:
     plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
     x = torch.randn(8, 2, 8)

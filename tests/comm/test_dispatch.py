@@ -39,6 +39,25 @@ def test_dispatch_fills_padding_and_keeps_the_dtype():
     assert dispatch(torch.zeros(0, 2), torch.tensor([0, 1]), pad_value=3).tolist() == [[3.0, 3.0]] * 2
 
 
+def test_padding_is_finite_whatever_lies_beside_it():
+    """Kernels multiply hidden keys by 0, so no NaN may ever get into padding: not of a row, not of a gradient."""
+    x = torch.full((4, 2), torch.nan, requires_grad=True)
+    index = torch.tensor([3, 4, 0, 5])
+    local = dispatch(x, index)
+    assert (local[[1, 3]] == 0).all() and local[[0, 2]].isnan().all()
+    upstream = torch.ones(4, 2)
+    upstream[[1, 3]] = torch.nan
+    (grad,) = torch.autograd.grad(local, x, upstream)
+    assert grad.tolist() == [[1, 1], [0, 0], [0, 0], [1, 1]]
+    rows = torch.zeros(4, 2, requires_grad=True)
+    args = UndispatchArgs.build([np.array([0, 1, 2, 3])], 3, 0, "cpu")
+    (grad,) = torch.autograd.grad(undispatch(rows, args), rows, torch.full((3, 2), torch.nan))
+    assert (grad[3] == 0).all()
+    rolling = RollArgs.build(make_roll_args([np.array([0, 1, 2, 3])], 1, 3, 0), "cpu")
+    rolled = roll(torch.cat([torch.full((3, 2), torch.nan), torch.zeros(1, 2)]), rolling)
+    assert (rolled[3] == 0).all()
+
+
 def test_the_gradient_of_dispatch_is_zero_for_rows_of_other_ranks():
     x = random_tensor((5, 3), torch.float64, 0).requires_grad_()
     index = torch.tensor([3, 0, 6, 5])

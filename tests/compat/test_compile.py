@@ -1,9 +1,12 @@
 """Compiled code may call the public functions; what is around them is compiled."""
 
+import pytest
 import torch
 
 from megatron_magi import api
 from megatron_magi.ops.slice_attention import slice_attention
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def tensors():

@@ -104,6 +104,16 @@ def test_documents_of_the_data_loader_win_and_restart_positions() -> None:
     assert positions.tolist() == expected
 
 
+def test_padding_is_a_token_of_the_vocabulary_at_position_zero_without_loss() -> None:
+    """So its embedding, and with it its query, key and value, is as finite as any other."""
+    shards = _shards(_batch(1, 50), 3, alignment=4)
+    padding = [shard.padding_mask for shard in shards]
+    assert sum(int(p.sum()) for p in padding) == sum(p.numel() for p in padding) - 50 > 0
+    for shard in shards:
+        for name in ("tokens", "labels", "position_ids", "loss_mask"):
+            assert (getattr(shard, name)[shard.padding_mask] == 0).all()
+
+
 def test_last_tokens_of_sequences_and_padding_have_no_successor() -> None:
     for rank, shard in enumerate(_shards(_batch(2, 50), 3)):
         index = shard.params.plans.dispatch.global_index(rank)

@@ -18,6 +18,7 @@ from tests.ops.ffa_cases import (
     exact_forward,
     make_inputs,
     plain_attention,
+    poisoned,
     random_bands,
     run_backward,
     run_forward,
@@ -86,6 +87,21 @@ def test_gradients_add_to_given_fp32_and_bf16(dims):
         for a, b, want in zip(got, start, exact, strict=True):
             want = want + b.double()
             assert float((a.double() - want).norm() / want.norm()) < allowed
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (64, 8)])
+def test_dq_is_added_to_while_dk_and_dv_are_written(heads):
+    x = make_inputs(MASKS["causal"](300, 400), 300, 400, heads=heads)
+    out, lse, _ = run_forward(x)
+    start = torch.randn(x.q.shape, device="cuda")
+    grads = (start.clone(), poisoned(x.k.shape, torch.bfloat16), poisoned(x.v.shape, torch.bfloat16))
+    delta = hopper.row_delta(x.dout, out)
+    hopper.backward(
+        x.dout, x.q, x.k, x.v, lse, delta, x.bands, x.options, grads=grads, accumulate=True, accumulate_keys=False
+    )
+    dq, dk, dv = exact_backward(x)
+    for got, want in zip(grads, (dq + start.double(), dk, dv), strict=True):
+        assert float((got.double() - want).norm() / want.norm()) < 6e-3
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float64])

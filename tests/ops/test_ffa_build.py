@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_magi import envs
 from megatron_magi.ops.hopper import build as hopper_build
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 
@@ -53,6 +54,107 @@ def test_small_kernels_compile_without_spills(name):
         defines = (f"HEAD_DIM={dim}", f"HEAD_DIM_V={dim}", hopper_kernels.element(dtype))
         _, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
         assert "0 bytes spill stores" in report
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_machine(monkeypatch, tmp_path):
+    for name in envs.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hopper_build, "prebuilt_dir", lambda: tmp_path / "prebuilt")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """One entry for each kernel that is compiled: whether with line information."""
+    made: list[bool] = []
+
+    def compile_kernel(_source, _defines, *, debug=False, name=None):
+        made.append(debug)
+        return f"\x7fELF {len(made)}".encode(), "ptxas info: used 168 registers"
+
+    monkeypatch.setattr(hopper_build, "compile_kernel", compile_kernel)
+    return made
+
+
+PREPARE = ("attention/sm90/prepare.cu", ())
+
+
+def test_the_workspace_is_where_kernels_are_kept(tmp_path, monkeypatch, compiled):
+    monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path))
+    hopper_build.build(*PREPARE)
+    assert [p.suffix for p in (tmp_path / ".cache" / "megatron_magi").glob("prepare-*.cubin")] == [".cubin"]
+    monkeypatch.delenv("MAGI_ATTENTION_WORKSPACE_BASE")
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert hopper_build.default_cache_dir() == Path("/somewhere/.cache/megatron_magi")
+
+
+def test_without_the_cache_nothing_is_read_and_nothing_written(tmp_path, monkeypatch, compiled):
+    first = hopper_build.build(*PREPARE, tmp_path / "cache")
+    before = sorted((tmp_path / "cache").iterdir())
+    monkeypatch.setenv("MAGI_ATTENTION_NO_BUILD_CACHE", "1")
+    assert hopper_build.build(*PREPARE, tmp_path / "cache") != first
+    assert sorted((tmp_path / "cache").iterdir()) == before and len(compiled) == 2
+
+
+def test_line_information_makes_another_kernel_with_its_source_beside_it(tmp_path, monkeypatch, compiled, caplog):
+    hopper_build.build(*PREPARE, tmp_path)
+    monkeypatch.setenv("MAGI_ATTENTION_BUILD_DEBUG", "1")
+    hopper_build.build(*PREPARE, tmp_path)
+    assert compiled == [False, True] and len(list(tmp_path.glob("*.cubin"))) == 2
+    (source,) = tmp_path.glob("*.cu")
+    assert "ffa_prepare" in source.read_text()
+    assert "--generate-line-info" in caplog.text and "168 registers" in caplog.text
+
+
+def test_kernels_with_line_information_compile_and_name_their_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAGI_ATTENTION_BUILD_DEBUG", "1")
+    image = hopper_build.build(*PREPARE, tmp_path)
+    (source,) = tmp_path.glob("*.cu")
+    assert source.name.encode() in image
+
+
+def test_verbose_builds_log_options_and_report(tmp_path, monkeypatch, compiled, caplog):
+    hopper_build.build(*PREPARE, tmp_path)
+    assert "registers" not in caplog.text
+    monkeypatch.setenv("MAGI_ATTENTION_BUILD_VERBOSE", "1")
+    hopper_build.build("attention/sm90/prepare.cu", ("A=1",), tmp_path)
+    assert "--gpu-architecture=sm_90a" in caplog.text and "-DA=1" in caplog.text and "168 registers" in caplog.text
+
+
+def test_kernels_that_came_with_the_package_are_used_unless_refused(tmp_path, monkeypatch, compiled, caplog):
+    (target,) = hopper_build.compile_into(tmp_path / "prebuilt", [PREPARE], jobs=1)
+    caplog.clear()
+    assert hopper_build.build(*PREPARE, tmp_path / "cache") == target.read_bytes()
+    assert len(compiled) == 1 and not (tmp_path / "cache").exists() and not caplog.text
+    hopper_build.build("attention/sm90/prepare.cu", ("A=1",), tmp_path / "cache")
+    monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
+    assert hopper_build.build(*PREPARE, tmp_path / "cache") != target.read_bytes()
+    assert len(compiled) == 3
+
+
+def test_a_changed_source_or_compiler_leaves_older_kernels_alone(tmp_path, monkeypatch, compiled):
+    hopper_build.compile_into(tmp_path / "prebuilt", [PREPARE], jobs=1)
+    flatten = hopper_build.flatten_source
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + "// changed")
+        hopper_build.build(*PREPARE, tmp_path / "cache")
+    monkeypatch.setattr(hopper_build, "_nvrtc_version", lambda: (99, 0))
+    hopper_build.build(*PREPARE, tmp_path / "cache")
+    assert len(compiled) == 3
+
+
+def test_kernels_compiled_ahead_stay_when_asked_for_again(tmp_path, compiled):
+    kernels = [("attention/sm90/prepare.cu", (f"A={i}",)) for i in range(5)]
+    files = hopper_build.compile_into(tmp_path, kernels, jobs=3)
+    assert hopper_build.compile_into(tmp_path, kernels[::-1], jobs=3) == files[::-1]
+    assert len(compiled) == 5 and len(set(files)) == 5 and all(f.exists() for f in files)
+
+
+def test_a_malformed_variable_is_named_before_anything_is_compiled(tmp_path, monkeypatch, compiled):
+    monkeypatch.setenv("MAGI_ATTENTION_BUILD_DEBUG", "yes")
+    with pytest.raises(ValueError, match="MAGI_ATTENTION_BUILD_DEBUG: expected 0 or 1"):
+        hopper_build.build(*PREPARE, tmp_path)
+    assert not compiled
 
 
 def test_a_built_kernel_is_read_back_from_the_cache(tmp_path: Path, monkeypatch):

@@ -139,6 +139,27 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
     assert keys.splits == 1 or not deterministic
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, dim):
+    asked = []
+
+    def load(_device, name, defines, threads, size):
+        asked.append((name, defines))
+        return hopper_driver.Kernel(name, threads, size)
+
+    monkeypatch.setattr(hopper_kernels, "_load", load)
+    q, k, v, bands = (t[..., :dim].contiguous() if isinstance(t, torch.Tensor) else t for t in tensors(dtype))
+    options, out, lse = AttnOptions(0.1), torch.empty_like(q), torch.empty(300, 4)
+    hopper.forward(
+        q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
+    )  # fmt: skip
+    delta = hopper.row_delta(q, out)
+    grads = tuple(torch.empty_like(t) for t in (q, k, v))
+    hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
+    assert len(asked) == 5 and set(asked) <= set(hopper_kernels.common_kernels())
+
+
 def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
     moved = []
     monkeypatch.setattr(hopper_driver, "move_tensor_map", lambda _at, address: moved.append(address))

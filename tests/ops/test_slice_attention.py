@@ -116,6 +116,24 @@ def test_results_go_into_the_tensors_that_are_given(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("given", ["dq", "dk", "dv"])
+def test_one_gradient_may_be_added_to_while_the_others_are_new(impl, given):
+    case = Case(packed_causal([5, 9]), 1, 2)
+    expected = case.expected()
+    start = torch.ones_like({"dq": case.q, "dk": case.k, "dv": case.v}[given])
+    torch.use_deterministic_algorithms(True)  # torch fills memory that is not written yet with NaN
+    try:
+        grads = slice_attention_backward(
+            case.dout, case.q, case.k, case.v, expected["lse"], row_delta(case.dout, expected["out"]),
+            case.mask.bands, **{given: start}, impl=impl,
+        )  # fmt: skip
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        torch.testing.assert_close(grad, expected[name] + (name == given))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_new_results_have_the_dtype_asked_for(impl):
     case = Case(packed_causal([5]), dtype=torch.bfloat16)
     out, lse, _ = slice_attention_forward(case.q, case.k, case.v, case.mask.bands, out_dtype=torch.float32, impl=impl)

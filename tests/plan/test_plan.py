@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
+from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import count_cover, dense_mask
 from megatron_magi.plan import Plan, PlanCache, StepKind, make_plan
+from megatron_magi.plan import plan as plan_module
+from megatron_magi.plan.partition import areas_by_place, partition
 
 ALGORITHMS = ("affinity", "min_heap", "sorted_sequential", "sequential")
 
@@ -100,6 +103,27 @@ def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: Mag
     np.testing.assert_array_equal(computed[:n, :n], dense_mask(mask).astype(np.int64))
     assert computed[n:].sum() == 0 and computed[:, n:].sum() == 0
     assert sum(plan.stats().areas) == mask.area
+
+
+@settings(max_examples=100, deadline=None)
+@given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
+def test_areas_with_own_and_fetched_keys_are_those_of_the_stages(mask, config, cp_size) -> None:
+    if skip_too_few_tokens(mask, config, cp_size):
+        return
+    plan = make_plan(mask, config, cp_size)
+    own, fetched = areas_by_place(partition(mask, plan.dispatch))
+    for rank in range(cp_size):
+        local, *remote = (int(bd.areas(b).sum()) for b in plan.for_rank(rank).bands)
+        assert (own[rank], fetched[rank]) == (local, sum(remote))
+
+
+def test_bands_are_put_into_local_coordinates_once_whatever_the_degree(monkeypatch) -> None:
+    degrees = []
+    original = plan_module.localise
+    monkeypatch.setattr(plan_module, "localise", lambda *args: degrees.append(args[-1]) or original(*args))
+    for degree in (None, 0, 1, 3):
+        make_plan(documents([100, 300]), MagiConfig(overlap=OverlapConfig(degree=degree)), 4)
+    assert len(degrees) == 4 and degrees[1:] == [1, 1, 3]
 
 
 @settings(max_examples=100, deadline=None)

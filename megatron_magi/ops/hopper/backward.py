@@ -39,17 +39,20 @@ def backward(
     *,
     grads: tuple[Tensor, Tensor, Tensor],
     accumulate: bool,
+    accumulate_keys: bool | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
-    Beside the gradients it takes one fp32 dq of device memory, for wide heads none.
+    ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
+    fp32 dq of device memory, for wide heads none.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
+    adds_keys = accumulate if accumulate_keys is None else accumulate_keys
     if q.shape[0] == 0 or k.shape[0] == 0:
-        if not accumulate:
-            for grad in grads:
+        for grad, adds in zip(grads, (accumulate, adds_keys, adds_keys), strict=True):
+            if not adds:
                 grad.zero_()
         return
     dims = (q.shape[2], v.shape[2])
@@ -64,7 +67,7 @@ def backward(
         processors = num_processors(q.device) - options.sm_margin
         splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
     stats = _row_stats(lse, delta, shape[1], stream)
-    store, dk, dv = _key_gradients(grads[1:], q.dtype, accumulate, splits)
+    store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
     if wide:
@@ -73,9 +76,9 @@ def backward(
     else:
         sums = _run_backward(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
         _finish_dq(sums, dq, q.dtype, options.softmax_scale, dq_store, stream)
-    for grad, buffer in zip(grads, (dq, dk, dv), strict=True):
+    for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
         if buffer is not grad:
-            grad.copy_(grad + buffer if accumulate else buffer)
+            grad.copy_(grad + buffer if adds else buffer)
 
 
 def _run_backward(

@@ -1,7 +1,9 @@
-"""Compiles the kernels: NVRTC, which every CUDA build of torch brings, or a cubin from the disk cache.
+"""Compiles the kernels with NVRTC, which every CUDA build of torch brings; or finds them compiled.
 
-The cache is keyed by the sources, the options and the compiler's version. A file lock lets one process of many
-compile; an atomic rename makes the result visible whole.
+A cubin has a name by its content: the sources, the options and the compiler's version. It is looked for in the
+package, where building a wheel may have put it, and then in a cache on disk. A file lock lets one process of many
+compile; an atomic rename makes the result visible whole. Where the cache is and how to compile is the one thing that
+operations take from the environment: it changes no result, and no caller is there to ask.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
 import megatron_magi
+from megatron_magi import envs
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,13 @@ def source_root() -> Path:
 
 def default_cache_dir() -> Path:
     """Where cubins are kept unless told otherwise."""
-    return Path.home() / ".cache" / "megatron_magi"
+    workspace = envs.load_build().workspace
+    return (Path.home() if workspace is None else Path(workspace).expanduser()) / ".cache" / "megatron_magi"
+
+
+def prebuilt_dir() -> Path:
+    """Folder of the cubins that came with the package; need not be there."""
+    return Path(megatron_magi.__file__).resolve().parent / "prebuilt"
 
 
 @cache
@@ -57,8 +68,15 @@ def flatten_source(path: Path) -> str:
     return paste(path)
 
 
+def cubin_name(source: str, defines: tuple[str, ...], debug: bool = False) -> str:
+    """File name of a cubin: another one for other sources, macros, options or another compiler."""
+    text = flatten_source(source_root() / source)
+    key = "\0".join([text, *_options(defines, debug), str(_nvrtc_version())])
+    return f"{Path(source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+
+
 def build(source: str, defines: tuple[str, ...], cache_dir: Path | None = None) -> bytes:
-    """A cubin, compiled unless it is cached.
+    """A cubin, compiled unless it came with the package or is cached.
 
     Args:
         source: path below `source_root`.
@@ -67,22 +85,26 @@ def build(source: str, defines: tuple[str, ...], cache_dir: Path | None = None) 
 
     Raises:
         RuntimeError: the compiler reports an error, or that it serialised matrix products.
+        ValueError: a variable of the environment is malformed.
     """
-    text = flatten_source(source_root() / source)
-    key = "\0".join([text, *defines, ARCHITECTURE, str(_nvrtc_version())])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-    folder = default_cache_dir() if cache_dir is None else cache_dir
-    target = folder / f"{Path(source).stem}-{digest}.cubin"
+    settings = envs.load_build()
+    name = cubin_name(source, defines, settings.debug)
+    if not settings.force_jit and (prebuilt_dir() / name).exists():
+        return (prebuilt_dir() / name).read_bytes()
+    if not settings.use_cache:
+        logger.warning("compiling %s (%s) for %s, not kept", source, " ".join(defines), ARCHITECTURE)
+        return _compile(source, defines, settings)
+    target = (default_cache_dir() if cache_dir is None else cache_dir) / name
     if target.exists():
         return target.read_bytes()
     try:
-        return _compile_once(target, source, defines)
+        return _compile_once(target, source, defines, settings)
     except OSError as error:
-        logger.warning("%s cannot be written (%s): %s is compiled for this process alone", folder, error, source)
-        return compile_kernel(source, defines)[0]
+        logger.warning("%s cannot be written (%s): %s is compiled for this process alone", target.parent, error, source)
+        return _compile(source, defines, settings)
 
 
-def _compile_once(target: Path, source: str, defines: tuple[str, ...]) -> bytes:
+def _compile_once(target: Path, source: str, defines: tuple[str, ...], settings: envs.BuildSettings) -> bytes:
     """Compiles into ``target``, or waits for the process that does."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
@@ -92,12 +114,59 @@ def _compile_once(target: Path, source: str, defines: tuple[str, ...]) -> bytes:
         # A warning, so that it is seen: the first step of a training run stands still for it.
         logger.warning("compiling %s (%s) for %s, kept in %s", source, " ".join(defines), ARCHITECTURE, target.parent)
         start = time.perf_counter()
-        image, _ = compile_kernel(source, defines)
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-            file.write(image)
-        os.replace(file.name, target)
+        image = _compile(source, defines, settings, target.with_suffix(".cu"))
+        _write(target, image)
         logger.info("compiled %s in %.1f s", source, time.perf_counter() - start)
     return image
+
+
+def _compile(
+    source: str, defines: tuple[str, ...], settings: envs.BuildSettings, kept_source: Path | None = None
+) -> bytes:
+    if not settings.debug:
+        image, report = compile_kernel(source, defines)
+    else:
+        if kept_source is not None:  # profilers and debuggers show it
+            _write(kept_source, flatten_source(source_root() / source).encode())
+        image, report = compile_kernel(source, defines, debug=True, name=str(kept_source or source))
+    if settings.verbose or settings.debug:
+        logger.warning("%s: %s\n%s", source, " ".join(_options(defines, settings.debug)), report.strip())
+    return image
+
+
+def _write(target: Path, data: bytes) -> None:
+    """Makes a file appear whole."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+        file.write(data)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, target)
+
+
+def compile_into(folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int) -> list[Path]:
+    """Compiles kernels into a folder under the names by which `build` finds them; those that are there stay.
+
+    Args:
+        folder: made if it is not there.
+        kernels: source and macros of each.
+        jobs: how many are compiled at a time.
+
+    Returns:
+        The files, in the order of the kernels.
+
+    Raises:
+        RuntimeError: the compiler reports an error.
+        OSError: there is no compiler, or the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = {folder / cubin_name(source, defines): (source, defines) for source, defines in kernels}
+    missing = {target: kernel for target, kernel in targets.items() if not target.exists()}
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        futures = {pool.submit(compile_kernel, *kernel): target for target, kernel in missing.items()}
+        for number, future in enumerate(as_completed(futures), start=1):
+            _write(futures[future], future.result()[0])
+            source, defines = targets[futures[future]]
+            logger.warning("compiled %d of %d: %s (%s)", number, len(futures), source, " ".join(defines))
+    return list(targets)
 
 
 @cache
@@ -123,12 +192,21 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"NVRTC {what}: {_nvrtc().nvrtcGetErrorString(status).decode()}")
 
 
-def compile_kernel(source: str, defines: tuple[str, ...]) -> tuple[bytes, str]:
+def _options(defines: tuple[str, ...], debug: bool) -> list[str]:
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v", *(f"-D{d}" for d in defines)]
+    return [*options, "--generate-line-info"] if debug else options
+
+
+def compile_kernel(
+    source: str, defines: tuple[str, ...], *, debug: bool = False, name: str | None = None
+) -> tuple[bytes, str]:
     """Compiles without the cache; needs no GPU.
 
     Args:
         source: path below `source_root`.
         defines: macros, ``NAME=VALUE``.
+        debug: with line information, which costs no speed.
+        name: path of the flattened source that line information refers to.
 
     Returns:
         ``(image, report)``: the cubin, and what the assembler says of registers, stack and spills.
@@ -137,9 +215,9 @@ def compile_kernel(source: str, defines: tuple[str, ...]) -> tuple[bytes, str]:
         RuntimeError: the compiler reports an error, or that it serialised matrix products.
     """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    text = flatten_source(source_root() / source)
-    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None), "program")
-    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v", *(f"-D{d}" for d in defines)]
+    text, name = flatten_source(source_root() / source), name or source
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), "program")
+    options = _options(defines, debug)
     array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), array)

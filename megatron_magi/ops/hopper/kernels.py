@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import torch
@@ -28,14 +29,45 @@ def element(dtype: torch.dtype) -> str:
     return f"DTYPE={'Bf16' if dtype == torch.bfloat16 else 'Fp16'}"
 
 
+def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
+    """What a forward kernel is compiled for."""
+    return (
+        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"BLOCK_N={FORWARD_WIDTH[dims]}", f"STAGES={_STAGES}",
+        element(dtype), f"SOFTCAP={int(softcap)}",
+    )  # fmt: skip
+
+
+def backward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, ordered: bool) -> tuple[str, ...]:
+    """What a backward kernel is compiled for."""
+    return (
+        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
+        element(dtype), f"SOFTCAP={int(softcap)}", f"ORDERED={int(ordered)}",
+    )  # fmt: skip
+
+
+def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
+    """Name and macros of the kernels that most models use: those that a wheel brings compiled."""
+    found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
+    for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+        found += [
+            ("forward", forward_macros(dtype, (dim, dim), False)),
+            ("backward", backward_macros(dtype, (dim, dim), False, False)),
+            ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
+            ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
+        ]
+    return found
+
+
+def source_of(name: str) -> str:
+    """Where the source of a kernel is, below the folder of the sources."""
+    return f"attention/sm90/{name}.cu"
+
+
 @cache
 def forward_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention forward."""
     block_n = FORWARD_WIDTH[dims]
-    defines = (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"BLOCK_N={block_n}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}",
-    )  # fmt: skip
+    defines = forward_macros(dtype, dims, softcap)
     shared = 2 * (128 * dims[0] + _STAGES * block_n * sum(dims)) + _SPARE_BYTES
     return _load(device, "forward", defines, 384, shared)
 
@@ -45,10 +77,7 @@ def backward_kernel(
     device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, ordered: bool
 ) -> Kernel:
     """Attention backward; ``ordered``: the deterministic one."""
-    defines = (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}", f"ORDERED={int(ordered)}",
-    )  # fmt: skip
+    defines = backward_macros(dtype, dims, softcap, ordered)
     tiles = (128 + 64 * _STAGES) * sum(dims) + 3 * 128 * 64  # k, v, q, dout; three of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
@@ -88,6 +117,6 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> K
 
 
 def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: int, shared_bytes: int) -> Kernel:
-    image = hopper_build.build(f"attention/sm90/{name}.cu", defines)
+    image = hopper_build.build(source_of(name), defines)
     with torch.cuda.device(device):
         return hopper_driver.load_kernel(image, f"ffa_{name}", threads, shared_bytes)

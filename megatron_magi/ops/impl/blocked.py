@@ -77,8 +77,11 @@ def backward(
     *,
     grads: tuple[Tensor, Tensor, Tensor],
     accumulate: bool,
+    accumulate_keys: bool | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them with ``accumulate``.
+
+    ``accumulate_keys`` says it for dk and dv where it is not the same as for dq.
 
     Arguments are those of `slice_attention_backward`, checked.
     """
@@ -100,8 +103,9 @@ def backward(
     dq, dk, dv = _rows(tensors.dq), tensors.dk.transpose(0, 1), tensors.dv.transpose(0, 1)
     dq.mul_(options.softmax_scale)
     dk.mul_(options.softmax_scale)
-    for into, grad in zip(grads, (dq, dk, dv), strict=True):
-        into.copy_(into + grad if accumulate else grad)
+    adds_keys = accumulate if accumulate_keys is None else accumulate_keys
+    for into, grad, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
+        into.copy_(into + grad if adds else grad)
 
 
 class _BackwardTensors(NamedTuple):

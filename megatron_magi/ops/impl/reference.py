@@ -64,8 +64,11 @@ def backward(
     *,
     grads: tuple[Tensor, Tensor, Tensor],
     accumulate: bool,
+    accumulate_keys: bool | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them with ``accumulate``.
+
+    ``accumulate_keys`` says it for dk and dv where it is not the same as for dq.
 
     Arguments are those of `slice_attention_backward`, checked. With p = exp(s - lse):
     dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = ds k, dk = ds^T q. ``lse`` and
@@ -85,9 +88,10 @@ def backward(
     dk = ds.transpose(1, 2) @ q
     # Query heads that share a key head add up.
     dk, dv = (g.unflatten(0, (num_heads_kv, -1)).sum(dim=1) for g in (dk, dv))
-    for into, grad in zip(grads, (dq, dk, dv), strict=True):
+    adds_keys = accumulate if accumulate_keys is None else accumulate_keys
+    for into, grad, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
         grad = grad.transpose(0, 1)
-        into.copy_(into + grad if accumulate else grad)
+        into.copy_(into + grad if adds else grad)
 
 
 def _visible(bands: np.ndarray, q: Tensor, k: Tensor) -> Tensor:

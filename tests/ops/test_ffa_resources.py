@@ -1,0 +1,111 @@
+"""What calls of the Hopper kernels cost beside time on the GPU: memory, time on the host; and that they repeat."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from megatron_magi.mask import builders
+from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
+from megatron_magi.ops.slice_attention import slice_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+SLACK_BYTES = 2 << 20
+"""For tile plans, row statistics of the backward and the like: far below one tensor of the sizes used here."""
+HOST_LIMIT_US = 60
+"""Twice what is aimed at: hosts differ, and tests run beside others."""
+
+
+def tensors(num_rows, num_heads=16, num_heads_kv=8, dim=128):
+    gen = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(num_rows, heads, dim, generator=gen, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in (num_heads, num_heads_kv, num_heads_kv)
+    ]
+
+
+def bytes_of(*given: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in given)
+
+
+def peak_of(call):
+    """What ``call`` returns, and by how many bytes memory grew at its peak; it has run before, so nothing is new."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("mask", [builders.causal(16384), builders.varlen(doc_lengths=[4000, 384, 12000], causal=True)])
+def test_the_forward_allocates_out_and_lse_and_nothing_of_their_size_beside(mask):
+    inputs = [t.detach() for t in tensors(16384)]
+    (out, meta), peak = peak_of(lambda: slice_attention(*inputs, mask, impl="ffa"))
+    assert peak <= bytes_of(out, meta.lse) + SLACK_BYTES
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backward_allocates_one_fp32_dq_beside_the_gradients(deterministic):
+    q, k, v = tensors(16384)
+    out, meta = slice_attention(q, k, v, builders.causal(16384), impl="ffa", deterministic=deterministic)
+    dout = torch.randn_like(out)
+    grads, peak = peak_of(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    # Row statistics: delta, and lse and delta as the kernel wants them, 1 / 128 of an fp32 dq each.
+    assert peak <= bytes_of(*grads) + 2 * bytes_of(q) + 4 * bytes_of(meta.lse) + SLACK_BYTES
+
+
+def host_time_us(call, calls: int = 200) -> float:
+    """Median time of a call that is only queued; the device is idle before and has room for all."""
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def test_a_call_with_a_known_mask_takes_little_of_the_host(capsys):
+    q, k, v = tensors(256)
+    frozen = [t.detach() for t in (q, k, v)]
+    mask = builders.causal(256)
+    ranges = torch.tensor([[0, 256]], dtype=torch.int32, device="cuda")
+    types = torch.tensor([1], dtype=torch.int32, device="cuda")
+    found = {
+        "slice_attention": host_time_us(lambda: slice_attention(*frozen, mask, impl="ffa")),
+        "slice_attention, recorded": host_time_us(lambda: slice_attention(q, k, v, mask, impl="ffa")),
+        "flex_flash_attn_func": host_time_us(lambda: flex_flash_attn_func(*frozen, ranges, ranges, types)),
+    }
+    with capsys.disabled():
+        print("\n" + "\n".join(f"host time of {name}: {value:.1f} us" for name, value in found.items()))
+    assert all(value < HOST_LIMIT_US for value in found.values()), found
+
+
+@pytest.mark.parametrize("mask", [builders.causal(1500), builders.varlen(doc_lengths=[13] * 100 + [200], causal=False)])
+def test_deterministic_passes_repeat_bit_by_bit_100_times(mask):
+    q, k, v = tensors(1500, num_heads=8, num_heads_kv=2)
+    dout = torch.randn(1500, 8, 128, device="cuda", dtype=torch.bfloat16)
+
+    def run():
+        out, meta = slice_attention(q, k, v, mask, impl="ffa", deterministic=True)
+        return [out, meta.lse, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    first = run()
+    for _ in range(99):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_the_forward_repeats_bit_by_bit_without_being_asked_to():
+    inputs = [t.detach() for t in tensors(3000)]
+    first = slice_attention(*inputs, builders.causal(3000), impl="ffa")[0]
+    for _ in range(99):
+        assert torch.equal(first, slice_attention(*inputs, builders.causal(3000), impl="ffa")[0])

@@ -1,0 +1,66 @@
+"""`row_delta`: a kernel where an implementation has one, one meaning everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_magi.attention import distributed_attention
+from megatron_magi.config import AttendConfig, MagiConfig
+from megatron_magi.mask import builders
+from megatron_magi.ops import slice_attention as attention
+from megatron_magi.ops.impl import blocked, hopper
+from megatron_magi.plan import make_plan
+
+
+def tensors(num_rows=20, dim=8):
+    gen = torch.Generator().manual_seed(0)
+    return [torch.randn(num_rows, heads, dim, generator=gen, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def test_an_output_of_zero_counts_as_zero_whatever_its_gradient_is():
+    out, dout = torch.ones(3, 2, 4), torch.full((3, 2, 4), torch.nan)
+    dout[0], out[1:] = 2.0, 0.0
+    assert attention.row_delta(dout, out).tolist() == [[8.0, 8.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_the_hopper_kernels_bring_their_own():
+    assert hopper.row_delta is not None
+    assert getattr(blocked, "row_delta", None) is None
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_both_operators_use_the_kernel_of_their_implementation(monkeypatch, distributed):
+    q, k, v = tensors()
+    mask = builders.causal(20)
+    plan, config = make_plan(mask), MagiConfig(attend=AttendConfig(impl="torch"))
+
+    def grads():
+        if distributed:
+            out, _ = distributed_attention(q, k, v, plan.for_rank(0), None, config=config)
+        else:
+            out, _ = attention.slice_attention(q, k, v, mask, impl="torch")
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected, calls = grads(), []
+
+    def kernel(dout, out):
+        calls.append(out.shape)
+        return (dout * out).sum(-1)
+
+    monkeypatch.setattr(blocked, "row_delta", kernel, raising=False)
+    for got, grad in zip(grads(), expected, strict=True):
+        torch.testing.assert_close(got, grad)
+    assert calls == [(20, 4, 8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_kernel_gives_what_torch_gives(dtype, dim):
+    gen = torch.Generator("cuda").manual_seed(0)
+    dout, out = (torch.randn(1000, 6, dim, generator=gen, device="cuda").to(dtype) for _ in range(2))
+    out[5], dout[5] = 0, torch.nan
+    got = attention.row_delta(dout.transpose(0, 1).contiguous().transpose(0, 1), out, "ffa")
+    torch.testing.assert_close(got, attention.row_delta(dout, out), rtol=1e-5, atol=1e-4)

@@ -1,0 +1,94 @@
+"""What a wheel holds: the sources of the kernels, and kernels compiled ahead where there is a compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megatron_magi
+from megatron_magi.__main__ import main
+from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+
+ROOT = Path(megatron_magi.__file__).parents[1]
+ONE_KERNEL = '\n\ndef common_kernels():\n    return [("prepare", ())]\n'
+BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
+
+
+def build_wheel(folder: Path, what: str = "wheel", **variables: str) -> tuple[zipfile.ZipFile, str]:
+    """A wheel of this checkout (or what an editable install builds), but with one common kernel; what was said."""
+    for name in ("megatron_magi", "csrc"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    with open(folder / "megatron_magi" / "ops" / "hopper" / "kernels.py", "a") as file:
+        file.write(ONE_KERNEL)
+    (folder / "dist").mkdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAGI_")} | variables
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD.format(what)],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return zipfile.ZipFile(wheel), done.stdout + done.stderr
+
+
+def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkeypatch):
+    pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
+    wheel, said = build_wheel(tmp_path)
+    cubins = [name for name in wheel.namelist() if name.endswith(".cubin")]
+    assert len(cubins) == 1 and "1 kernels for sm_90a" in said
+    assert "megatron_magi/csrc/attention/sm90/prepare.cu" in wheel.namelist()
+    wheel.extractall(tmp_path / "installed")
+    monkeypatch.setattr(hopper_build, "prebuilt_dir", lambda: tmp_path / "installed" / "megatron_magi" / "prebuilt")
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_, **__: pytest.fail("compiled"))
+    for name in ("MAGI_ATTENTION_FORCE_JIT_BUILD", "MAGI_ATTENTION_BUILD_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    image = hopper_build.build(hopper_kernels.source_of("prepare"), (), tmp_path / "cache")
+    assert image == wheel.read(cubins[0]) and not (tmp_path / "cache").exists()
+
+
+def test_compiling_ahead_can_be_switched_off(tmp_path):
+    wheel, said = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
+    assert not [name for name in wheel.namelist() if name.endswith(".cubin")]
+    assert "switched off" in said and "megatron_magi/csrc/attention/sm90/prepare.cu" in wheel.namelist()
+
+
+def test_an_editable_install_compiles_nothing(tmp_path):
+    wheel, said = build_wheel(tmp_path, "editable")
+    assert not [name for name in wheel.namelist() if name.endswith(".cubin")]
+    assert not list(tmp_path.rglob("*.cubin")) and "kernels" not in said
+
+
+def test_a_step_of_an_installation_fails_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("MAGI_ATTENTION_PREBUILD_FFA", raising=False)
+
+    def no_compiler(*_args, **_options):
+        raise OSError("libnvrtc.so: cannot open shared object file")
+
+    monkeypatch.setattr(hopper_build, "compile_into", no_compiler)
+    assert main(["build", "--into", str(tmp_path), "--optional"]) == 0
+    assert "each is when it is first used: libnvrtc.so" in capsys.readouterr().out
+    with pytest.raises(OSError, match="libnvrtc"):
+        main(["build", "--into", str(tmp_path)])
+
+
+def test_the_command_fills_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hopper_kernels, "common_kernels", lambda: [("prepare", ()), ("prepare", ("A=1",))])
+    monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: (b"\x7fELF", ""))
+    assert main(["build", "--into", str(tmp_path), "--jobs", "2"]) == 0
+    assert len(list(tmp_path.glob("*.cubin"))) == 2
+    assert f"2 kernels for sm_90a are in {tmp_path}" in capsys.readouterr().out
