@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -175,3 +177,16 @@ def test_autograd_through_views_of_one_projection_matches_fp64(dims, determinist
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):
         assert_as_good(name, got, plain.flatten(1), exact.flatten(1))
+
+
+def test_a_thread_that_never_used_the_device_can_launch():
+    # Autograd's threads are such: the first thing that they do may be a kernel here, loaded then or before.
+    out = torch.randn((300, 4, 128), device="cuda", dtype=torch.bfloat16)
+    spare = torch.empty((300, 4), device="cuda")
+    del spare  # so that the kernel's output comes from torch's cache, without a call of the runtime
+    for _ in range(2):
+        found = []
+        thread = threading.Thread(target=lambda found=found: found.append(hopper.row_delta(out, out)))
+        thread.start()
+        thread.join()
+        assert torch.allclose(found[0], (out.double() ** 2).sum(-1).float(), rtol=1e-4)

@@ -6,6 +6,8 @@ Talks to ``libcuda`` directly, so that no compiled extension stands between Pyth
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,6 +17,7 @@ from torch import Tensor
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE_128B = 3
+_WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _PROMOTE_256B = 3
 PANEL = 64
 """Columns of a swizzled shared-memory panel of two-byte elements."""
@@ -26,7 +29,34 @@ def _libcuda() -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
     library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
+    library.cuCtxPushCurrent_v2.argtypes = library.cuCtxSetCurrent.argtypes = [pointer]
     return library
+
+
+@cache
+def _primary_context(device_index: int) -> int:
+    """Handle of the context that torch uses on a device."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(_libcuda().cuDeviceGet(ctypes.byref(device), device_index), "finding the device")
+    _check(_libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "finding the context")
+    assert context.value is not None
+    return context.value
+
+
+@contextmanager
+def _in_context(context: int) -> Iterator[None]:
+    """Makes a context current: for good where the thread has none, as in autograd's threads, else for a while."""
+    cuda, before = _libcuda(), ctypes.c_void_p()
+    _check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "asking for the context")
+    if before.value is None:
+        _check(cuda.cuCtxSetCurrent(context), "setting the context")
+        yield
+        return
+    _check(cuda.cuCtxPushCurrent_v2(context), "setting the context")
+    try:
+        yield
+    finally:
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(before))
 
 
 def _check(status: int, what: str) -> None:
@@ -44,34 +74,45 @@ class Kernel:
         handle: CUfunction.
         threads: threads a block.
         shared_bytes: dynamic shared memory a block.
+        context: CUcontext that it is loaded into.
     """
 
     handle: ctypes.c_void_p
     threads: int
     shared_bytes: int
+    context: int = 0
 
     def launch(self, num_blocks: int, stream: int, pointers: ctypes.Array) -> None:
         """Queues the kernel on a stream (its raw handle); ``pointers`` holds the address of its parameter struct."""
-        status = _libcuda().cuLaunchKernel(
-            self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None
-        )
+        status = self._queue(num_blocks, stream, pointers)
+        if status in _WRONG_CONTEXT:
+            with _in_context(self.context):
+                status = self._queue(num_blocks, stream, pointers)
         if status:
             _check(status, "kernel launch")
 
+    def _queue(self, num_blocks: int, stream: int, pointers: ctypes.Array) -> int:
+        return _libcuda().cuLaunchKernel(
+            self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None
+        )
 
-def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int) -> Kernel:
-    """Loads a cubin into the current context and makes its kernel ready to launch.
+
+def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device: torch.device) -> Kernel:
+    """Loads a cubin on a device and makes its kernel ready to launch.
 
     Raises:
         RuntimeError: the driver refuses the image.
     """
-    torch.cuda.current_stream()  # makes the context of the device current
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    context = _primary_context(index)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     cuda = _libcuda()
-    _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
-    _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
-    _check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
-    return Kernel(function, threads, shared_bytes)
+    with _in_context(context):
+        _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
+        _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+        _check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
+    return Kernel(function, threads, shared_bytes, context)
 
 
 def tensor_map(t: Tensor, box_rows: int) -> bytes:

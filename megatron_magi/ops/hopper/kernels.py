@@ -118,5 +118,4 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> K
 
 def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: int, shared_bytes: int) -> Kernel:
     image = hopper_build.build(source_of(name), defines)
-    with torch.cuda.device(device):
-        return hopper_driver.load_kernel(image, f"ffa_{name}", threads, shared_bytes)
+    return hopper_driver.load_kernel(image, f"ffa_{name}", threads, shared_bytes, device)
