@@ -227,15 +227,16 @@ DEVICE void add_dq(const BackwardParams& p, int piece, u32 staging, int lane, in
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) {
-    float* const to = p.dq + static_cast<i64>(piece) * (kDqColumns * 16);
-    int* const done = p.done + piece;
-    if (ORDERED) wait_turn(done, turn);
-    add_floats(to, staging, kDqColumns * 64);
-    if (ORDERED) {
-      bulk_wait();
-      next_turn(done, turn);
-    }
+    if (ORDERED) wait_turn(p.done + piece, turn);
+    add_floats(p.dq + static_cast<i64>(piece) * (kDqColumns * 16), staging, kDqColumns * 64);
   }
+}
+
+// ORDERED: when the sums have arrived, the next tile may add its own.
+DEVICE void announce_dq(const BackwardParams& p, int piece, int lane, int turn) {
+  if (!ORDERED || lane != 0) return;
+  bulk_wait();
+  next_turn(p.done + piece, turn);
 }
 
 template <int kColumns>
@@ -312,6 +313,7 @@ struct Consumer {
   DEVICE u32 staging() const { return smem_address(s.dq[warpgroup * 4 + warp()]); }
 
   DEVICE void release(u64& barrier) {
+    __syncwarp();  // what the other threads read, they have read
     if (lane == 0) barrier_arrive(smem_address(&barrier));
   }
 
@@ -431,6 +433,7 @@ struct Consumer {
     wgmma_wait<1>();  // S
     pin(x);
     if (more) form_probs(x, probs, slope, lse, info);
+    if (to_add >= 0) announce_dq(p, to_add, lane, turn);
     wgmma_wait<0>();  // dP
     pin(y);
     return more;
@@ -467,6 +470,7 @@ struct Consumer {
     release(s.kv_empty);
     stage_dq(staging(), dq, lane);
     add_dq(p, previous, staging(), lane, last_turn);
+    announce_dq(p, previous, lane, last_turn);
   }
 
   DEVICE void run() {

@@ -174,6 +174,7 @@ DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int
       }
     }
   }
+  __syncwarp();  // before one thread releases the keys for all
 }
 
 DEVICE void store_output(const ForwardParams& p, float (&acc)[kHeadDimV / 2], const float (&factor)[2],
