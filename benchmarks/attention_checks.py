@@ -26,12 +26,14 @@ class Sample:
         rows: int64 ``[num_rows]``, query rows, and keys that are compared between implementations.
         heads: query heads.
         out, dq: fp64 ``[num_rows, num_heads, dim]``.
+        dq_terms: fp64 ``[num_rows, num_heads]``, norm of what dq would be if none of its terms cancelled.
     """
 
     rows: Tensor
     heads: tuple[int, ...]
     out: Tensor
     dq: Tensor
+    dq_terms: Tensor
 
 
 def sample_rows(mask: AttnMask, count: int = 24) -> np.ndarray:
@@ -60,7 +62,7 @@ def exact_sample(problem: Problem) -> Sample:
     seen = torch.from_numpy(visible_keys(problem.case.mask, picked)).to(device)
     rows = torch.from_numpy(picked).to(device)
     heads = tuple(sorted({0, shape.num_heads_q - 1}))
-    outs, dqs = [], []
+    outs, dqs, terms = [], [], []
     for head in heads:
         kv_head = head * shape.num_heads_kv // shape.num_heads_q
         q, dout = problem.q[rows, head].double(), problem.dout[rows, head].double()
@@ -69,10 +71,11 @@ def exact_sample(problem: Problem) -> Sample:
         p = torch.softmax((q @ k.T * scale).masked_fill(~seen, -torch.inf), 1)
         p = torch.where(seen.any(1, keepdim=True), p, 0)
         out = p @ v
-        ds = p * (dout @ v.T - (dout * out).sum(1, keepdim=True))
+        dp, delta = dout @ v.T, (dout * out).sum(1, keepdim=True)
         outs.append(out)
-        dqs.append(ds @ k * scale)
-    return Sample(rows, heads, torch.stack(outs, 1), torch.stack(dqs, 1))
+        dqs.append((p * (dp - delta)) @ k * scale)
+        terms.append(((p * (dp.abs() + delta.abs())) @ k.abs() * scale).norm(dim=-1))
+    return Sample(rows, heads, torch.stack(outs, 1), torch.stack(dqs, 1), torch.stack(terms, 1))
 
 
 def mismatch(sample: Sample, results: Sequence[Tensor], trusted: Sequence[Tensor] | None) -> str:
@@ -90,6 +93,8 @@ def mismatch(sample: Sample, results: Sequence[Tensor], trusted: Sequence[Tensor
     for name, got, want in checks:
         error, norm = (got.double() - want.double()).norm(dim=-1), want.double().norm(dim=-1)
         over = error - TOLERANCE * norm - FLOOR * norm.median()
+        if name == "dq":  # short documents: large terms that cancel leave their rounding
+            over -= FLOOR * sample.dq_terms
         if not bool(torch.isfinite(error).all()):
             return f"wrong: {name} is not finite"
         if float(over.max()) > 0:

@@ -24,6 +24,8 @@ from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
 _QUERIES = 64  # of a block
+_L2_BYTES = 50 << 20  # of a Hopper GPU
+_MANY_TILES = 3  # for each processor: few enough are left at the end of a head
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -111,14 +113,15 @@ def _run_backward(
 def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, store: int, dk, dv, stream) -> Launch:
     (num_rows, num_heads, _), num_heads_kv = q.shape, k.shape[1]
     softcap, scale, padded = options.softcap, options.softmax_scale, _padded(num_rows, _QUERIES)
+    alone = _walks_alone(plan, q, splits)
     params = BackwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step, turns=plan.turns,
         counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         num_tiles=plan.num_tiles, num_items=plan.num_tiles * num_heads_kv * splits, group=num_heads // num_heads_kv,
         heads=num_heads // (num_heads_kv * splits),
-        head_section=_head_section(plan, num_heads_kv, splits, num_processors(q.device)),
-        heads_inner=int(plan.heads_inner), stats_row=padded, units=padded // UNIT, store=store,
+        head_section=1 if alone else num_heads_kv * splits, heads_inner=int(plan.heads_inner and not alone),
+        stats_row=padded, units=padded // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(
@@ -209,11 +212,18 @@ def _finish_dq(sums: Tensor, dq: Tensor, dtype: torch.dtype, scale: float, store
         launch.fire(stream)
 
 
-def _head_section(plan: hopper_plan.DevicePlan, num_heads_kv: int, splits: int, processors: int) -> int:
-    """Heads worked on together: one where its tiles keep all processors busy and are of one size, so that they read
-    the same queries; else all, so that the longest tiles come first."""
-    even = plan.num_tiles >= processors and max(plan.costs) * plan.num_tiles <= 1.1 * sum(plan.costs)
-    return 1 if even and splits == 1 else num_heads_kv * splits
+def _walks_alone(plan: hopper_plan.DevicePlan, q: Tensor, splits: int) -> bool:
+    """Whether the tiles of one key head are worked on before those of the next, so that they read the same queries.
+
+    That is so where they keep all processors busy, and are of one size or the queries of a head, their gradients
+    and sums do not fit in the L2 cache. Else all heads go together, and the longest tiles come first.
+    """
+    processors = num_processors(q.device)
+    if splits > 1 or plan.num_tiles < processors:
+        return False
+    even = max(plan.costs) * plan.num_tiles <= 1.1 * sum(plan.costs)
+    head_bytes = q.shape[0] * q.shape[2] * (2 * q.element_size() + 4)
+    return even or (head_bytes > _L2_BYTES and plan.num_tiles >= _MANY_TILES * processors)
 
 
 def _key_gradients(grads, dtype: torch.dtype, accumulate: bool, splits: int) -> tuple[int, Tensor, Tensor]:
