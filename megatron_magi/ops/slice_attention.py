@@ -208,22 +208,35 @@ def slice_attention_backward(
     grad_dtype = q.dtype if grad_dtype is None else grad_dtype
     if grad_dtype not in FLOAT_DTYPES:
         raise ValueError(f"grad_dtype: expected a floating-point dtype of 16 to 64 bits, got {grad_dtype}")
-    accumulate, accumulate_keys = dq is not None, dk is not None or dv is not None
-    grads = []
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if given is not None:
             check_like(name, given, like.shape, q.device)
-        elif accumulate_keys and name != "dq":
-            given = like.new_zeros(like.shape, dtype=grad_dtype)
-        else:
-            given = like.new_empty(like.shape, dtype=grad_dtype)
-        grads.append(given)
-    with _no_autocast(q):
+    return _backward(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
+
+
+def _backward(
+    dout: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    module: ModuleType,
+    given: tuple[Tensor | None, Tensor | None, Tensor | None],
+    grad_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`slice_attention_backward` of checked arguments, where no gradients are recorded."""
+    adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
+    dq, dk, dv = (t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(qkv, given, strict=True))
+    if adds_keys:
+        for grad, before in ((dk, given[1]), (dv, given[2])):
+            if before is None:
+                grad.zero_()
+    with _no_autocast(dout):
         module.backward(
-            dout, q, k, v, lse, delta, bands, options,
-            grads=tuple(grads), accumulate=accumulate, accumulate_keys=accumulate_keys,
+            dout, *qkv, lse, delta, bands, options, grads=(dq, dk, dv), accumulate=adds, accumulate_keys=adds_keys
         )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+    return dq, dk, dv
 
 
 def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
@@ -267,10 +280,9 @@ class _SliceAttention(torch.autograd.Function):
         delta = row_delta(dout, out, ctx.impl, ctx.options.deterministic)
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
-            dq, dk, dv = slice_attention_backward(
-                dout, q, k, v, lse, delta, ctx.bands,
-                softmax_scale=ctx.options.softmax_scale, softcap=ctx.options.softcap,
-                deterministic=ctx.options.deterministic, sm_margin=ctx.options.sm_margin, impl=ctx.impl,
+            module = resolve_impl(ctx.impl, q, v, ctx.options.deterministic)
+            dq, dk, dv = _backward(
+                dout, (q, k, v), lse, delta, ctx.bands, ctx.options, module, (None, None, None), q.dtype
             )  # fmt: skip
         if ctx.needs_input_grad[3]:
             dsink = sink_gradient(sink, lse, delta)
