@@ -59,11 +59,6 @@ struct BlockWalk {
     open();
     return true;
   }
-  // Of the 16 columns that a warp adds to. `turns`: four each block.
-  DEVICE int turn(const int* turns, int warp) const {
-    const int4 more = __ldg(plan.passes + 2 * pass + 1);
-    return __ldg(turns + 4 * (more.z + n) + warp);
-  }
   DEVICE bool masked() const { return n < full_begin || n >= full_end; }
   DEVICE void load_bounds(int2 (&bounds)[2]) const {
     const int2* b = plan.bounds + static_cast<i64>(pass) * kTileRows + row;
