@@ -7,9 +7,8 @@
 //
 // Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has products of the
 // same warpgroup to hide under: dS is formed under dV; S and dP of the next block are queued behind dQ, and while they
-// run dQ is drained and the exponentials are taken. The softmax
-// scale is left out of dS and multiplies dQ and dK at the end. dQ lags a block behind, so that neither warpgroup waits
-// for the other's dS.
+// run dQ is drained and the exponentials are taken. The softmax scale is left out of dS and multiplies dQ and dK at the
+// end. dQ lags a block behind, so that neither warpgroup waits for the other's dS.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums of dQ in
 // the order of the tiles, so that results repeat bit by bit).
@@ -24,7 +23,6 @@ constexpr int kGroups = 2;       // consumer warpgroups
 constexpr int kKeys = 64;        // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
-constexpr int kPanel = 64;    // columns of a swizzled panel
 constexpr int kDsBuffers = 3;
 constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
@@ -92,12 +90,6 @@ DEVICE int4 decode_item(const BackwardParams& p, int item) {
 }
 
 // ---- producer: one thread ----
-
-template <int kPanels>
-DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, u32 bar) {
-#pragma unroll
-  for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
-}
 
 DEVICE void produce(const BackwardParams& p, Shared& s) {
   prefetch_map(&p.q);
@@ -488,7 +480,6 @@ struct Consumer {
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
       if (some) accumulate(dk, dv);
       const int4 item = s.item[slot.index];
-      __syncwarp();
       release(s.item_empty[slot.index]);
       slot.advance();
       if (!some && p.store == kAddFloat) continue;
@@ -512,8 +503,6 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     for (int i = 0; i < kStages; ++i) {
       barrier_init(smem_address(&s.dout_full[i]), 1);
       barrier_init(smem_address(&s.dout_empty[i]), 4 * kGroups);
-    }
-    for (int i = 0; i < kStages; ++i) {
       barrier_init(smem_address(&s.q_full[i]), 1);
       barrier_init(smem_address(&s.q_empty[i]), 4 * kGroups);
     }

@@ -15,7 +15,6 @@
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kRows = 64;   // rows of a warpgroup's accumulators
-constexpr int kPanel = 64;  // columns of a swizzled panel
 using T = DTYPE;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2, kAddHalf = 3 };
@@ -34,12 +33,6 @@ struct BackwardWideParams {
   int head_section;  // query heads that are worked on together, for queries
   float scale, scale_log2, softcap_factor;
 };
-
-template <int kPanels>
-DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, u32 bar) {
-#pragma unroll
-  for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
-}
 
 // acc[64, kWidth] = a[64, kDepth] * b[kWidth, kDepth]^T
 template <int kDepth, int kWidth>

@@ -15,7 +15,6 @@ constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kRows = 64;   // query rows of a warpgroup
-constexpr int kPanel = 64;  // columns of a swizzled panel
 using T = DTYPE;
 
 struct ForwardParams {

@@ -3,6 +3,15 @@
 
 #include "../../common/ptx.cuh"
 
+constexpr int kPanel = 64;  // columns of a swizzled panel
+
+// Loads rows of a head, panel by panel.
+template <int kPanels>
+DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, u32 bar) {
+#pragma unroll
+  for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
+}
+
 // A position in a ring of buffers.
 template <int N>
 struct Ring {

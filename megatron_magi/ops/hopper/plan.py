@@ -17,6 +17,8 @@ from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.tiles import TilePlan
 
 _MAX_PLANS = 256
+_SMALL_DRIFT = 32
+"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
 _plans: OrderedDict[tuple, DevicePlan] = OrderedDict()
 _digests: dict[int, tuple[weakref.ref, bytes]] = {}
 
@@ -31,7 +33,6 @@ class DevicePlan:
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         num_tiles: tiles of one head.
-        num_blocks: blocks of one head.
         costs: blocks of each tile, falling.
         splits: answers of `group_splits`.
     """
@@ -44,7 +45,6 @@ class DevicePlan:
     step: int
     heads_inner: bool
     num_tiles: int
-    num_blocks: int
     costs: tuple[int, ...]
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
@@ -84,7 +84,6 @@ def _upload(plan: TilePlan, turns: np.ndarray, heads_inner: bool, device: torch.
         plan.step,
         heads_inner,
         len(plan.tiles),
-        plan.num_blocks,
         tuple(plan.costs.tolist()),
     )
 
@@ -105,22 +104,17 @@ def backward_plan(
     """Plan of tiles of keys over blocks of queries, ``shape``: that of the transposed mask. ``ordered``: with turns."""
 
     def make() -> DevicePlan:
-        turned = hopper_tiles.transpose(bands)
-        plan = hopper_tiles.plan_tiles(turned, num_keys, *shape, align=hopper_tiles.UNIT, hide_tail=True)
+        plan = hopper_tiles.plan_tiles(
+            hopper_tiles.transpose(bands), num_keys, *shape, align=hopper_tiles.UNIT, hide_tail=True
+        )
         starts, ends = hopper_tiles.drift(plan)
         if ends < starts:
-            plan = hopper_tiles.plan_tiles(
-                turned, num_keys, *shape, align=hopper_tiles.UNIT, hide_tail=True, descending=True
-            )
+            plan = hopper_tiles.descending(plan)
         turns = hopper_tiles.block_turns(plan) if ordered else np.zeros(0, dtype=np.int32)
         heads_inner = min(starts, ends) < _SMALL_DRIFT < max(starts, ends)
         return _upload(plan, turns, heads_inner, device)
 
     return _device_plan(("backward", content_digest(bands), num_keys, ordered, shape), device, make)
-
-
-_SMALL_DRIFT = 32
-"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
 
 
 # Cost of a backward item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.

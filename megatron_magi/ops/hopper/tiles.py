@@ -12,7 +12,7 @@ of the transposed mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,14 +74,7 @@ def transpose(bands: bd.IntArray) -> bd.IntArray:
 
 
 def plan_tiles(
-    bands: bd.IntArray,
-    num_rows: int,
-    block_m: int,
-    block_n: int,
-    *,
-    align: int = 1,
-    descending: bool = False,
-    hide_tail: bool = False,
+    bands: bd.IntArray, num_rows: int, block_m: int, block_n: int, *, align: int = 1, hide_tail: bool = False
 ) -> TilePlan:
     """Plans the tiles of a mask.
 
@@ -91,7 +84,6 @@ def plan_tiles(
         block_m: most rows of a tile, a multiple of `SUB_ROWS`.
         block_n: columns of a block.
         align: first columns of passes are multiples of it.
-        descending: visit blocks from the last to the first.
         hide_tail: rows behind the end of a tile see nothing, for kernels that add what they compute of them to the
             results of other rows; else they see everything, so that no block needs a mask for their sake.
     """
@@ -105,8 +97,6 @@ def plan_tiles(
         for i in np.flatnonzero(rows[pass_tile] < block_m).tolist():
             bounds[i, rows[pass_tile[i]] :] = (0, EVERYTHING)
     passes = _describe_passes(pieces, pass_of_piece, bounds, block_n, align)
-    if descending:
-        passes, bounds, pass_tile = _reverse(passes, bounds, pass_tile, block_n)
     passes[1:, 6] = np.cumsum(passes[:-1, 1])
     tiles = np.zeros((len(starts), 4), dtype=np.int32)
     tiles[:, 0], tiles[:, 3] = starts, rows
@@ -115,19 +105,22 @@ def plan_tiles(
     blocks = np.bincount(pass_tile, passes[:, 1], minlength=len(starts)).astype(np.int64)
     cost = blocks + PASS_COST * (128 / block_n) * (1 + tiles[:, 2] - tiles[:, 1])
     order = np.argsort(-cost, kind="stable")
-    step = -block_n if descending else block_n
-    return TilePlan(tiles[order], passes, bounds, blocks[order], block_m, block_n, step)
+    return TilePlan(tiles[order], passes, bounds, blocks[order], block_m, block_n, block_n)
 
 
-def _reverse(passes, bounds, pass_tile, block_n: int):
-    """Passes of each tile, and blocks of each pass, in opposite order."""
-    order = np.lexsort((-np.arange(len(passes)), pass_tile))
-    out = passes[order]
+def descending(plan: TilePlan) -> TilePlan:
+    """The same plan with the passes of each tile, and the blocks of each pass, from the last to the first."""
+    first, past = plan.tiles[:, 1].astype(np.int64), plan.tiles[:, 2].astype(np.int64)
+    tile, passes = bd.expand(first, past - first)
+    order = np.empty(len(plan.passes), dtype=np.int64)
+    order[passes] = (first + past - 1)[tile] - passes
+    out = plan.passes[order]
     count = out[:, 1].copy()
-    out[:, 0] += (count - 1) * block_n
+    out[:, 0] += (count - 1) * plan.block_n
     for half in (2, 4):
-        out[:, half], out[:, half + 1] = count - passes[order, half + 1], count - passes[order, half]
-    return out, np.ascontiguousarray(bounds[order]), pass_tile[order]
+        out[:, half], out[:, half + 1] = count - plan.passes[order, half + 1], count - plan.passes[order, half]
+    out[:, 6] = np.cumsum(count) - count
+    return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
 
 
 def drift(plan: TilePlan) -> tuple[float, float]:
