@@ -139,6 +139,9 @@ DEVICE void pin(u32 (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// Keeps x in a register, where the compiler would compute it anew at each use.
+DEVICE void keep(u32& x) { asm volatile("" : "+r"(x)); }
+
 // Makes the assembler compute x, which is never negative, before the statements that follow: it is free to
 // sink arithmetic past a wait for the tensor cores, and does.
 DEVICE void hold(float x) {
@@ -209,6 +212,13 @@ struct Fp16 {
 DEVICE void store_matrices_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c),
                "r"(d)
+               : "memory");
+}
+
+// The same of the transposed matrices.
+DEVICE void store_transposed_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 

@@ -48,7 +48,7 @@ def test_attention_kernels_compile_without_serialised_products_or_large_spills(m
         assert spilled <= (SOFTCAP_SPILL_BYTES if softcap else PRODUCER_SPILL_BYTES), f"{name} {defines}: {report}"
 
 
-@pytest.mark.parametrize("name", ["prepare", "row_delta", "finish_dq"])
+@pytest.mark.parametrize("name", ["prepare", "row_delta", "finish_dq", "finish_keys"])
 def test_small_kernels_compile_without_spills(name):
     for dim, dtype in itertools.product((64, 128, 256), (torch.bfloat16, torch.float16)):
         defines = (f"HEAD_DIM={dim}", f"HEAD_DIM_V={dim}", hopper_kernels.element(dtype))

@@ -48,6 +48,7 @@ STRUCTS = [
     ),
     ("prepare", "PrepareParams", ()),
     ("finish_dq", "FinishParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
+    ("finish_keys", "FinishKeysParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
     ("row_delta", "RowDeltaParams", ("HEAD_DIM_V=64", "DTYPE=Bf16")),
 ]
 
@@ -113,8 +114,8 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
         delta = hopper.row_delta(q, out)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
-    assert launched == ["forward", "row_delta", "prepare", "backward", "finish_dq"] * 3
-    assert len(hopper_launch._launches) == 5
+    assert launched == ["forward", "row_delta", "prepare", "backward", "finish_keys", "finish_dq"] * 3
+    assert len(hopper_launch._launches) == 6
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -157,7 +158,7 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, 
     delta = hopper.row_delta(q, out)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
-    assert len(asked) == 5 and set(asked) <= set(hopper_kernels.common_kernels())
+    assert len(asked) == 6 and set(asked) <= set(hopper_kernels.common_kernels())
 
 
 def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):

@@ -45,9 +45,10 @@ def check_plan(plan: TilePlan, visible: np.ndarray, align: int = 1) -> None:
 
 
 def check_turns(plan: TilePlan) -> None:
-    turns, visits = block_turns(plan), {}
+    order = np.argsort(plan.tiles[:, 0])
+    turns, visits = block_turns(plan, order), {}
     assert len(turns) == plan.num_blocks
-    for _, first, past, _ in plan.tiles.tolist():
+    for _, first, past, _ in plan.tiles[order].tolist():
         for column, count, offset in plan.passes[first:past, [0, 1, 6]].tolist():
             for i in range(count):
                 for j in range(plan.block_n // UNIT):

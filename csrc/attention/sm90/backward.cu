@@ -1,17 +1,19 @@
-// Attention backward for sm_90a: one work item is 128 keys of one key head, and some or all query heads of its group.
+// Attention backward for sm_90a: one work item is 128 keys of one key head, and one or all query heads of its group.
 //
 // dK and dV of the item stay in registers over all its queries. A consumer warpgroup owns 64 keys and works on
 // transposed logits, so that P and dS are, as they lie in registers, the first operands of dV and dK. dS goes through
-// shared memory for dQ = dS K, of which each warpgroup computes half the columns and adds them to fp32 dQ in
-// device memory. The tile plan is that of the transposed mask: rows are keys, columns are queries.
+// shared memory, transposed, for dQ = dS K, of which each warpgroup computes half the columns. What is added to sums in
+// device memory (dQ of every block; dK and dV of items of one query head among several) is handed over, through shared
+// memory, to a warp that has the copy engine add it. The tile plan is that of the transposed mask: rows are keys,
+// columns are queries.
 //
-// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), dV, dK, dQ. Each elementwise stage has products of the
-// same warpgroup to hide under: dS is formed under dV; S and dP of the next block are queued behind dQ, and while they
-// run dQ is drained and the exponentials are taken. The softmax scale is left out of dS and multiplies dQ and dK at the
-// end. dQ lags a block behind, so that neither warpgroup waits for the other's dS.
+// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dQ of the block before, dV, dK. dQ lags, so that it
+// waits for no dS of the other warpgroup, and the two drift apart: while one is at its exponentials and dS, the tensor
+// cores work for the other. dQ is handed over under dV and dK. The softmax scale is left out of dS and multiplies dQ
+// and dK at the end.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums of dQ in
-// the order of the tiles, so that results repeat bit by bit).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums are added
+// in the order of the items, so that results repeat bit by bit).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -23,36 +25,58 @@ constexpr int kGroups = 2;       // consumer warpgroups
 constexpr int kKeys = 64;        // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
-constexpr int kDsBuffers = 3;
+constexpr int kDsBuffers = 2;
 constexpr int kDqColumns = kHeadDim / kGroups;
+constexpr u32 kPieceFloats = kDqColumns * 16;         // sums of 16 rows and half the columns: those of one warp
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
+static_assert(kHeadDim == kHeadDimV);
 using T = DTYPE;
 
-// Named barriers: two for the turns at the tensor cores, and for dS of each warpgroup two that alternate.
-constexpr u32 kMyTurn = 1, kDsThere = 3;
+// Named barriers: the place where a warpgroup puts what is to be added is free, is full; and dS of each warpgroup is
+// there, two that alternate.
+constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 
+// Sums lie in pieces: 16 rows and half the columns as a warp's accumulators lie in registers.
 struct BackwardParams {
   TensorMap q, k, v, dout;
   TilePlan plan;
+  const int2* items;   // in the order of work: tile; first query head and 65536 * their number
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: -delta
-  float* dq;           // sums, [num_heads, stats_row / 16, 2 halves, 16 queries as accumulators lie in registers]
+  float* dq;           // sums [num_heads, 2 halves, units] pieces
+  float* key_sums;     // sums [tiles, key heads, dk and dv, 2 halves, 8 units] pieces, of tiles whose heads are apart
   void *dk, *dv;
-  int* counter;      // two words, zero before and after
-  const int* turns;  // ORDERED: of each visit of 16 queries, the visits before it
-  int* done;         // ORDERED: [num_heads, stats_row / 16, 2 halves], visits that have been added; zero before
-  i64 dk_row, dk_head, dv_row, dv_head;                    // strides, elements
-  int num_tiles, num_items, group, heads;                  // heads: query heads of an item, a part of the group
-  int head_section, heads_inner, stats_row, units, store;  // units: stats_row / 16
+  int* counter;                          // two words, zero before and after
+  const int* turns;                      // ORDERED: of each visit of 16 queries, the visits before it
+  int *done, *key_done;                  // ORDERED: of each piece, how often it has been added to; zero before
+  i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
+  int num_items, group, heads_kv;
+  int heads_inner, stats_row, units, store;  // units: stats_row / 16
   float scale, scale_log2, softcap_factor;
+};
+
+struct Item {
+  int row, rows;  // keys of the tile; row -1: no more items
+  int first_pass, past_pass;
+  int head, heads;  // query heads
+  int tile, unused;
+  DEVICE bool empty() const { return first_pass >= past_pass; }
+};
+
+// What a warpgroup hands over.
+struct Parcel {
+  int piece;  // the first of four; -1: no more
+  int turn;   // ORDERED: of dQ the number of the block among all visits, of dK and dV the turn itself
+  int keys;   // 1: for key_sums
+  int unused;
 };
 
 // A query block as the producer announces it beside the queries.
 struct BlockInfo {
   int column;       // first query
-  int unit;         // where its sums begin, in units of 16 queries
+  int piece;        // of its sums, the first half
   int pass_masked;  // 4 * pass, and a bit for each warpgroup that has to apply the mask
   int turn_last;    // 8 * number of the block among all visits, and 1 for the last block of the item
 };
@@ -62,13 +86,14 @@ struct Shared {
   u16 v[kHeadDimV / kPanel][kTileKeys][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
-  u16 ds[kDsBuffers][kTileKeys][kQueries];
-  float dq[kGroups * 4][kDqColumns * 16];  // of each warp: 16 queries, as they lie in registers
+  u16 ds[kDsBuffers][kGroups][kQueries][kKeys];
+  float place[kGroups][4][kPieceFloats];  // what a warpgroup hands over
   float lse[kStages][kQueries], delta[kStages][kQueries];
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
-  int4 item[2];
+  Item item[2];
+  Parcel parcel[kGroups];
   int4 info[kStages];               // BlockInfo
   int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
 };
@@ -79,14 +104,11 @@ constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * sizeof(float);
 constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 
-// Items of a section of heads, tile by tile; its head is the first of the query heads.
-DEVICE int4 decode_item(const BackwardParams& p, int item) {
-  if (item >= p.num_items) return make_int4(-1, 0, 0, 0);
-  const int per_section = p.num_tiles * p.head_section;
-  const int section = item / per_section, rest = item - section * per_section;
-  const int tile = rest / p.head_section;
-  const int head = section * p.head_section + rest - tile * p.head_section;
-  return pack_item(__ldg(p.plan.tiles + tile), head * p.heads);
+DEVICE Item load_item(const BackwardParams& p, int index) {
+  if (index >= p.num_items) return {-1, 0, 0, 0, 0, 0, 0, 0};
+  const int2 item = __ldg(p.items + index);
+  const int4 tile = __ldg(p.plan.tiles + item.x);
+  return {tile.x, tile.w, tile.y, tile.z, item.y & 0xffff, item.y >> 16, item.x, 0};
 }
 
 // ---- producer: one thread ----
@@ -99,39 +121,39 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   Ring<kStages> ring;
   Ring<2> slot;
   u32 kv_parity = 1;
-  int4 item = decode_item(p, blockIdx.x), next_item;
+  Item item = load_item(p, blockIdx.x), next_item;
   for (;; item = next_item) {
     barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
     s.item[slot.index] = item;
     barrier_arrive(smem_address(&s.item_full[slot.index]));
     slot.advance();
-    if (item.x < 0) break;
-    auto fetch_next = [&] { next_item = decode_item(p, gridDim.x + atomicAdd(p.counter, 1)); };
-    if (item.z >= item.w) {
+    if (item.row < 0) break;
+    auto fetch_next = [&] { next_item = load_item(p, gridDim.x + atomicAdd(p.counter, 1)); };
+    if (item.empty()) {
       fetch_next();
       continue;
     }
-    const int first_head = item_head(item), head_kv = first_head / p.group;
+    const int head_kv = item.head / p.group;
     barrier_wait(smem_address(&s.kv_empty), kv_parity);
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kTileKeys * 128, item.x, head_kv, kv);
-    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kTileKeys * 128, item.x, head_kv, kv);
-    int pass = item.z, n = 0, h = 0;
+    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kTileKeys * 128, item.row, head_kv, kv);
+    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kTileKeys * 128, item.row, head_kv, kv);
+    int pass = item.first_pass, n = 0, h = 0;
     bool first = true, last = false;
     while (!last) {
       const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
-      const int row = range.x + n * static_cast<int>(p.plan.step), head = first_head + h;
+      const int row = range.x + n * static_cast<int>(p.plan.step), head = item.head + h;
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
-      int4 info = make_int4(row, head * p.units + row / 16, 4 * pass + masked, 8 * (more.z + n));
-      if (!p.heads_inner || ++h == p.heads) {
+      int4 info = make_int4(row, 2 * head * p.units + row / 16, 4 * pass + masked, 8 * (more.z + n));
+      if (!p.heads_inner || ++h == item.heads) {
         if (p.heads_inner) h = 0;
         if (++n == range.y) {
           n = 0;
-          if (++pass == item.w) {
-            pass = item.z;
-            last = p.heads_inner || ++h == p.heads;
+          if (++pass == item.past_pass) {
+            pass = item.first_pass;
+            last = p.heads_inner || ++h == item.heads;
           }
         }
       }
@@ -160,6 +182,51 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   leave(p.counter);
 }
 
+// ---- two warps, one for each warpgroup of consumers: they add to the sums in device memory ----
+
+// Work items are started in their order, and wait only for earlier ones, so all of them get their turn.
+DEVICE void wait_turn(int* done, int turn) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
+  } while (now != turn);
+  fence_async_global();
+}
+
+DEVICE void next_turn(int* done, int turn) {
+  fence_async_global();
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(done), "r"(turn + 1) : "memory");
+}
+
+DEVICE void add_parcels(const BackwardParams& p, Shared& s, int warpgroup) {
+  const int lane = threadIdx.x % 32;
+  const u32 place = smem_address(s.place[warpgroup]), free = kPlaceFree + warpgroup, full = kPlaceFull + warpgroup;
+  int *added = nullptr, turn = 0;
+  while (true) {
+    named_arrive(free, 160);
+    if (ORDERED && added) {
+      bulk_wait();
+      next_turn(added, turn);
+    }
+    __syncwarp();
+    named_sync(full, 160);
+    const Parcel parcel = s.parcel[warpgroup];
+    if (parcel.piece < 0) break;
+    float* sums = (parcel.keys ? p.key_sums : p.dq) + static_cast<i64>(parcel.piece) * kPieceFloats;
+    if (ORDERED && lane < 4) {
+      added = (parcel.keys ? p.key_done : p.done) + parcel.piece + lane;
+      turn = parcel.keys ? parcel.turn : __ldg(p.turns + 4 * parcel.turn + lane);
+      wait_turn(added, turn);
+      add_floats(sums + lane * kPieceFloats, place + lane * kPieceFloats * 4, kPieceFloats * 4);
+    } else if (!ORDERED && lane == 0) {
+      add_floats(sums, place, 4 * kPieceFloats * 4);
+    }
+    bulk_wait_read();
+    __syncwarp();
+  }
+  bulk_wait();
+}
+
 // ---- consumers ----
 
 // acc[64 keys, 64 queries] = a[64 keys, kColumns] * b[64 queries, kColumns]^T
@@ -182,57 +249,18 @@ DEVICE void issue_key_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kQueri
   wgmma_commit();
 }
 
-// acc[64 queries, kDqColumns] = ds[128 keys, 64 queries]^T * keys[128 keys, kDqColumns]
+// acc[64 queries, kDqColumns] = ds[64 queries, 128 keys] * keys[128 keys, kDqColumns]
 DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Operand& b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kTileKeys / 16; ++i)
-    Wgmma<T, kDqColumns>::template ss<1, 1>(acc, a.at(i * 16 * 128), b.at(i * 16 * 128), i > 0);
+    Wgmma<T, kDqColumns>::template ss<0, 1>(acc, a.at((i / 4) * kQueries * 128 + (i % 4) * 32), b.at(i * 16 * 128),
+                                            i > 0);
   wgmma_commit();
 }
 
-// Work items are started in their order, and wait only for earlier ones, so all of them get their turn.
-DEVICE void wait_turn(int* done, int turn) {
-  int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
-  } while (now != turn);
-  fence_async_global();
-}
-
-DEVICE void next_turn(int* done, int turn) {
-  fence_async_global();
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(done), "r"(turn + 1) : "memory");
-}
-
-// A warp adds its accumulators to device memory through its piece of shared memory, by the copy engine: first they are
-// staged, and later, when the stores have long landed, handed over.
-DEVICE void stage_dq(u32 staging, const float (&acc)[kDqColumns / 2], int lane) {
-  if (lane == 0) bulk_wait_read();
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kDqColumns / 8; ++i)
-    store_shared_v4(staging + i * 512 + lane * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-}
-
-DEVICE void add_dq(const BackwardParams& p, int piece, u32 staging, int lane, int turn) {
-  fence_async_proxy();
-  __syncwarp();
-  if (lane == 0) {
-    if (ORDERED) wait_turn(p.done + piece, turn);
-    add_floats(p.dq + static_cast<i64>(piece) * (kDqColumns * 16), staging, kDqColumns * 64);
-  }
-}
-
-// ORDERED: when the sums have arrived, the next tile may add its own.
-DEVICE void announce_dq(const BackwardParams& p, int piece, int lane, int turn) {
-  if (!ORDERED || lane != 0) return;
-  bulk_wait();
-  next_turn(p.done + piece, turn);
-}
-
 template <int kColumns>
-DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i64 row_stride, bool (&valid)[2],
+DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i64 row_stride, const bool (&valid)[2],
                                const float (&acc)[kColumns / 2], float factor, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -280,9 +308,7 @@ struct Consumer {
   Shared& s;
   const int warpgroup, lane, row;  // row: first of this thread's keys in the tile
   Ring<kStages> ring;
-  Ring<kDsBuffers> buffer;  // of dS, to be written next
-  u32 parity = 0;           // of the dS written last
-  int last_turn = 0;
+  Ring<kDsBuffers> buffer;  // of dS
   u32 kv_parity = 0;
   const Operand k_half;
   u32 ds_store;
@@ -296,13 +322,12 @@ struct Consumer {
         k_half(
             smem_address(s.k) + warpgroup * kDqColumns / kPanel * kTileKeys * 128 + warpgroup * kDqColumns % kPanel * 2,
             kTileKeys * 128) {
-    // stmatrix: lane L gives the address of row L % 8 of matrix L / 8; matrices 1 and 3 are 8 keys below.
-    const int key = row - lane / 4 + (lane / 8 % 2) * 8 + lane % 8;
-    ds_store = smem_address(s.ds) + key * 128;
+    // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys on, 2 and 3 are 8
+    // queries on.
+    const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    ds_store = smem_address(s.ds[0][warpgroup]) + (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ (lane % 8)) << 4);
+    keep(ds_store);
   }
-
-  DEVICE int warp() const { return uniform(threadIdx.x % 128 / 32); }
-  DEVICE u32 staging() const { return smem_address(s.dq[warpgroup * 4 + warp()]); }
 
   DEVICE void release(u64& barrier) {
     __syncwarp();  // what the other threads read, they have read
@@ -312,7 +337,7 @@ struct Consumer {
   // One value each query, those of this thread.
   DEVICE void load_values(float2 (&x)[8], u32 values) const {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j + lane % 4 * 8);
+    for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j);
   }
 
   DEVICE BlockInfo block_info() const {
@@ -320,16 +345,14 @@ struct Consumer {
     return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
   }
 
-  DEVICE void issue_s(float (&x)[32], bool real) {
-    const Operand k_own(smem_address(s.k) + warpgroup * kKeys * 128);
-    const Operand q(smem_address(real ? &s.q[ring.index][0][0][0] : &s.k[0][0][0]));
-    issue_transposed_logits<kHeadDim>(x, k_own, q);
+  DEVICE void issue_s(float (&x)[32]) {
+    issue_transposed_logits<kHeadDim>(x, Operand(smem_address(s.k) + warpgroup * kKeys * 128),
+                                      Operand(smem_address(s.q[ring.index])));
   }
 
-  DEVICE void issue_dp(float (&y)[32], bool real) {
-    const Operand v_own(smem_address(s.v) + warpgroup * kKeys * 128);
-    const Operand dout(smem_address(real ? &s.dout[ring.index][0][0][0] : &s.v[0][0][0]));
-    issue_transposed_logits<kHeadDimV>(y, v_own, dout);
+  DEVICE void issue_dp(float (&y)[32]) {
+    issue_transposed_logits<kHeadDimV>(y, Operand(smem_address(s.v) + warpgroup * kKeys * 128),
+                                       Operand(smem_address(s.dout[ring.index])));
   }
 
   DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const float2 (&lse)[8],
@@ -353,9 +376,8 @@ struct Consumer {
     for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
   }
 
-  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, u32 (&ds)[16]) {
-    float2 delta[8];
-    load_values(delta, smem_address(s.delta[ring.index]));
+  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, const float2 (&delta)[8],
+                      u32 (&ds)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 two = delta[i / 2];
@@ -368,128 +390,140 @@ struct Consumer {
   DEVICE void store_ds(const u32 (&ds)[16]) {
     const u32 base = ds_store + buffer.index * (sizeof(Shared::ds) / kDsBuffers);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int chunk = 2 * i + lane / 16;
-      store_matrices_x4(base + ((chunk ^ (lane % 8)) << 4), ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
-    }
-    fence_async_proxy();
+    for (int i = 0; i < 4; ++i)
+      store_transposed_x4(base + i * 16 * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
   }
 
-  // One query block. Finds P in x and in `probs`, and dP in y, with no product under way, and leaves those of the next
-  // block there. dQ is a block behind: that of the piece `previous` is added. Returns whether there is a next block.
-  DEVICE bool step(BlockInfo& info, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], float (&x)[32],
-                   float (&y)[32], u32 (&probs)[16], Slope& slope, int& previous) {
+  // Accumulators of half the columns, from kFirst on, go to sums in device memory.
+  template <int kFirst, int N>
+  DEVICE void hand_over(const float (&acc)[N], const Parcel& parcel) {
+    named_sync(kPlaceFree + warpgroup, 160);
+    const u32 place = smem_address(s.place[warpgroup]) + threadIdx.x % 128 / 32 * (kPieceFloats * 4) + lane * 16;
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 8; ++i)
+      store_shared_v4(place + i * 512, acc[kFirst + 4 * i], acc[kFirst + 4 * i + 1], acc[kFirst + 4 * i + 2],
+                      acc[kFirst + 4 * i + 3]);
+    if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = parcel;
+    fence_async_proxy();
+    named_arrive(kPlaceFull + warpgroup, 160);
+  }
+
+  // Until the other warpgroup's dS of the block before is there; then it has also read dS of the block before that.
+  DEVICE void wait_ds() { named_sync(kDsThere + 2 * buffer.index + 1 - warpgroup, 128 * kGroups); }
+
+  DEVICE void announce_ds() { named_arrive(kDsThere + 2 * buffer.index + warpgroup, 128 * kGroups); }
+
+  // One query block. dQ lags a block behind, so that the warpgroups need not march in step. Returns whether there is a
+  // next block.
+  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Parcel& previous) {
     const int now = ring.index;
-    u32 ds[16];
-    float own[kDqSharesDp ? 1 : kDqColumns / 2];
+    float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);
-    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
-    form_ds(x, y, slope, ds);
+    u32 probs[16], ds[16];
+    Slope slope;
+    barrier_wait(smem_address(&s.q_full[now]), ring.parity);
+    issue_s(x);
+    const BlockInfo info = block_info();
+    const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
+    float2 lse[8];
+    load_values(lse, values);
+    barrier_wait(smem_address(&s.dout_full[now]), ring.parity);
+    issue_dp(y);
+    wgmma_wait<1>();  // S
+    pin(x);
+    // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
+    if (info.piece >= 0) form_probs(x, probs, slope, lse, info);
+    float2 delta[8];
+    load_values(delta, values + sizeof(Shared::lse));
+    wgmma_wait<0>();  // dP
+    pin(y);
+    form_ds(x, y, slope, delta, ds);
+    if (previous.piece >= 0) wait_ds();
+    const Operand ds_before(smem_address(s.ds[buffer.index]));
+    buffer.advance();
     store_ds(ds);
-    const int to_add = previous, turn = last_turn;
-    previous = 2 * (info.unit + warp()) + warpgroup;
-    if (ORDERED) last_turn = __ldg(p.turns + info.turn_last / 2 + warp());
-    const bool more = !(info.turn_last & 1);
-    ring.advance();
-    if (more) barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-    wgmma_wait<0>();  // dV
+    // Of the first block this is computed of whatever lies there, for nobody: a product on one side of a branch would
+    // serialise all of them.
+    issue_dq(dq, ds_before, k_half);
+    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
+    issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
+    fence_async_proxy();
+    wgmma_wait<2>();  // dQ
+    pin(dq);
+    announce_ds();
+    if (previous.piece >= 0) hand_over<0>(dq, previous);
+    previous = {info.piece + warpgroup * p.units, info.turn_last / 8, 0, 0};
+    wgmma_wait<1>();  // dV
     pin(probs);
     pin(dv);
     release(s.dout_empty[now]);
-    issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
-    if (to_add >= 0) named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
-    // The warpgroups take turns at the products that have both operands in shared memory, dQ, S and dP: one at a time
-    // reads all that shared memory gives, while the other is at its exponentials, dS, dV and dK.
-    named_sync(kMyTurn + warpgroup, 128 * kGroups);
-    issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
-    wgmma_wait<1>();  // dK
+    wgmma_wait<0>();  // dK
     pin(ds);
     pin(dk);
     release(s.q_empty[now]);
-    // After the last block, S and dP are computed of what lies in k and v, for nobody: where products are on one side
-    // of a branch, the assembler would serialise all of them.
-    issue_s(x, more);
-    if (more) info = block_info();
-    float2 lse[8];
-    load_values(lse, smem_address(s.lse[ring.index]));
-    wgmma_wait<1>();  // dQ
-    pin(dq);
-    parity ^= 1;
-    buffer.advance();
-    named_arrive(kDsThere + 2 * parity + warpgroup, 128 * kGroups);
-    if (to_add >= 0) stage_dq(staging(), dq, lane);
-    if (more) barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
-    issue_dp(y, more);
-    named_arrive(kMyTurn + 1 - warpgroup, 128 * kGroups);
-    if (to_add >= 0) add_dq(p, to_add, staging(), lane, turn);
-    wgmma_wait<1>();  // S
-    pin(x);
-    if (more) form_probs(x, probs, slope, lse, info);
-    if (to_add >= 0) announce_dq(p, to_add, lane, turn);
-    wgmma_wait<0>();  // dP
-    pin(y);
-    return more;
+    ring.advance();
+    return !(info.turn_last & 1);
   }
 
   // All query blocks of one work item.
   DEVICE void accumulate(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
-    float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
-    auto& dq = choose<kDqSharesDp>(y, own);
-    u32 probs[16];
-    Slope slope;
-    int previous = -1;
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
-    barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
-    issue_s(x, true);
-    barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
-    issue_dp(y, true);
-    float2 lse[8];
-    BlockInfo info = block_info();
-    load_values(lse, smem_address(s.lse[ring.index]));
-    wgmma_wait<1>();
-    pin(x);
-    form_probs(x, probs, slope, lse, info);
-    wgmma_wait<0>();
-    pin(y);
-    // No product is under way where the loop closes: the assembler would serialise all of them.
-    while (step(info, dk, dv, x, y, probs, slope, previous)) {
+    Parcel previous = {-1, 0, 0, 0};
+    while (step(dk, dv, previous)) {
     }
-    named_sync(kDsThere + 2 * parity + 1 - warpgroup, 128 * kGroups);
-    issue_dq(dq, Operand(smem_address(s.ds[buffer.before()])), k_half);
+    wait_ds();
+    float dq[kDqColumns / 2];
+    issue_dq(dq, Operand(smem_address(s.ds[buffer.index])), k_half);
     wgmma_wait<0>();
     pin(dq);
     release(s.kv_empty);
-    stage_dq(staging(), dq, lane);
-    add_dq(p, previous, staging(), lane, last_turn);
-    announce_dq(p, previous, lane, last_turn);
+    hand_over<0>(dq, previous);
+  }
+
+  // dK and dV of one query head of several.
+  DEVICE void add_key_gradients(const Item& item, const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDimV / 2]) {
+    constexpr int kHalf = kDqColumns / 2, kUnits = kTileKeys / 16;
+    const int head_kv = item.head / p.group, turn = item.head - head_kv * p.group;
+    const int piece = (item.tile * p.heads_kv + head_kv) * 4 * kUnits + 4 * warpgroup;
+    hand_over<0>(dk, {piece, turn, 1, 0});
+    hand_over<kHalf>(dk, {piece + kUnits, turn, 1, 0});
+    hand_over<0>(dv, {piece + 2 * kUnits, turn, 1, 0});
+    hand_over<kHalf>(dv, {piece + 3 * kUnits, turn, 1, 0});
+  }
+
+  DEVICE void store_key_gradients(const Item& item, const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDimV / 2]) {
+    const i64 key = item.row + row;
+    const int head_kv = item.head / p.group;
+    const bool valid[2] = {row < item.rows, row + 8 < item.rows};
+    store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale, lane);
+    store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
   }
 
   DEVICE void run() {
-    if (warpgroup == 1) named_arrive(kMyTurn, 128 * kGroups);
     Ring<2> slot;
     while (true) {
       barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
       // The item stays there until its gradients are written: registers are scarce meanwhile.
-      const bool some = s.item[slot.index].z < s.item[slot.index].w;
-      if (s.item[slot.index].x < 0) break;
+      const Item& item = s.item[slot.index];
+      if (item.row < 0) break;
       float dk[kHeadDim / 2], dv[kHeadDimV / 2];
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
-      if (some) accumulate(dk, dv);
-      const int4 item = s.item[slot.index];
+      if (!item.empty()) accumulate(dk, dv);
+      if (item.heads < p.group)
+        add_key_gradients(item, dk, dv);
+      else if (!item.empty() || p.store != kAddFloat)
+        store_key_gradients(item, dk, dv);
       release(s.item_empty[slot.index]);
       slot.advance();
-      if (!some && p.store == kAddFloat) continue;
-      const i64 key = item.x + row;
-      bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
-      const int head_kv = item_head(item) / p.group;
-      store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale, lane);
-      store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
     }
-    if (lane == 0) bulk_wait();
+    named_sync(kPlaceFree + warpgroup, 160);
+    if (threadIdx.x % 128 == 0) s.parcel[warpgroup].piece = -1;
+    __syncwarp();
+    named_arrive(kPlaceFull + warpgroup, 160);
   }
 };
 
@@ -515,7 +549,11 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
-    if (threadIdx.x == 0) produce(p, s);
+    const int warp = uniform(threadIdx.x / 32);
+    if (threadIdx.x == 0)
+      produce(p, s);
+    else if (warp == 1 || warp == 2)
+      add_parcels(p, s, warp - 1);
   } else {
     registers_grow<240>();
     Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();

@@ -11,7 +11,14 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
-from megatron_magi.ops.hopper.params import BackwardParams, FinishParams, PrepareParams, RowDeltaParams
+from megatron_magi.ops.hopper.params import (
+    BackwardParams,
+    FinishKeysParams,
+    FinishParams,
+    PrepareParams,
+    RowDeltaParams,
+)
+from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -23,9 +30,8 @@ from megatron_magi.ops.hopper.support import (
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
-_QUERIES = 64  # of a block
-_L2_BYTES = 50 << 20  # of a Hopper GPU
-_MANY_TILES = 3  # for each processor: few enough are left at the end of a head
+_KEYS, _QUERIES = 128, 64  # of a tile, of a block
+_FEW_BYTES = 32 << 20  # sums of dk and dv that are worth a little more speed
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -46,7 +52,8 @@ def backward(
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
     ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
-    fp32 dq of device memory, for wide heads none.
+    fp32 dq of device memory, for wide heads none; where dq is added to, and a key head has at least four query heads,
+    also an fp32 dk and dv.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -62,13 +69,13 @@ def backward(
     q, k, v, dout = map(loadable, (q, k, v, dout.to(q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
     wide = dims in hopper_kernels.WIDE_TILES
-    shape = hopper_kernels.WIDE_TILES.get(dims, (128, _QUERIES))
-    plan = hopper_plan.backward_plan(bands, k.shape[0], options.deterministic and not wide, q.device, shape)
-    splits = 1
-    if not options.deterministic:
-        processors = num_processors(q.device) - options.sm_margin
-        splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
+    shape = hopper_kernels.WIDE_TILES.get(dims, (_KEYS, _QUERIES))
+    plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape)
+    processors = num_processors(q.device) - options.sm_margin
     stats = _row_stats(lse, delta, shape[1], stream)
+    splits = 1
+    if wide and not options.deterministic:
+        splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
     store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
@@ -76,59 +83,96 @@ def backward(
         hopper_wide.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
         hopper_wide.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
     else:
-        sums = _run_backward(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
-        _finish_dq(sums, dq, q.dtype, options.softmax_scale, dq_store, stream)
+        room = dq if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
+        sums = _run_backward(inputs, stats, bands, options, plan, store, (dk, dv), room, processors, stream)
+        _finish_dq(sums, dq, stats.shape[2] // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
     for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
         if buffer is not grad:
             grad.copy_(grad + buffer if adds else buffer)
 
 
 def _run_backward(
-    inputs, stats: Tensor, bands, options: AttnOptions, plan, splits: int, store: int, grads, stream: int
+    inputs,
+    stats: Tensor,
+    bands,
+    options: AttnOptions,
+    plan: DevicePlan,
+    store: int,
+    grads,
+    room: Tensor | None,
+    processors: int,
+    stream: int,
 ) -> Tensor:
-    """Writes dk and dv; returns the sums of dq, which lie as `_finish_dq` wants them."""
+    """Writes dk and dv; returns the sums of dq, which lie as `_finish_dq` wants them.
+
+    ``room``: memory that is free until then.
+    """
     q, k, v, dout = inputs
     dk, dv = grads
-    sums = torch.zeros((q.shape[1], stats.shape[2], q.shape[2]), dtype=torch.float32, device=q.device)
+    num_heads, dim, num_heads_kv = *q.shape[1:], k.shape[1]
+    group = num_heads // num_heads_kv
+    few = 2 * 4 * k.numel() <= _FEW_BYTES
+    schedule = hopper_plan.schedule_of(
+        plan, num_heads_kv, group, processors, apart=group >= 4 or few, ordered=options.deterministic
+    )
+    pieces = 2 * num_heads * (stats.shape[2] // UNIT)
+    key_pieces = 4 * (_KEYS // UNIT) * schedule.num_apart * num_heads_kv
+    sums = torch.zeros(pieces * UNIT * dim // 2, dtype=torch.float32, device=q.device)
+    key_sums = _zeros_in(room, key_pieces * UNIT * dim // 2, q.device)
+    done = None
+    if options.deterministic:
+        done = torch.zeros(pieces + key_pieces, dtype=torch.int32, device=q.device)
     launch = prepared(
         (
             "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
             q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
         ),
-        lambda: _prepare_backward(q, k, v, dout, options, plan, splits, store, dk, dv, stream),
+        lambda: _prepare_backward(inputs, stats, options, plan, schedule, store, grads, stream),
     )  # fmt: skip
-    done = None
-    if options.deterministic:
-        done = torch.zeros((q.shape[1], stats.shape[2] // UNIT, 2), dtype=torch.int32, device=q.device)
     with launch.lock:
         launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
         params = launch.params
         params.lse, params.delta = stats[0].data_ptr(), stats[1].data_ptr()
-        params.dq, params.dk, params.dv = sums.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        params.done = 0 if done is None else done.data_ptr()
+        params.dq, params.key_sums = sums.data_ptr(), key_sums.data_ptr()
+        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        if done is not None:
+            params.done, params.key_done = done.data_ptr(), done.data_ptr() + 4 * pieces
         launch.fire(stream)
+    if schedule.num_apart:
+        _finish_keys(key_sums, grads, plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
     return sums
 
 
-def _prepare_backward(q, k, v, dout, options: AttnOptions, plan, splits: int, store: int, dk, dv, stream) -> Launch:
-    (num_rows, num_heads, _), num_heads_kv = q.shape, k.shape[1]
-    softcap, scale, padded = options.softcap, options.softmax_scale, _padded(num_rows, _QUERIES)
-    alone = _walks_alone(plan, q, splits)
+def _prepare_backward(
+    inputs, stats: Tensor, options: AttnOptions, plan: DevicePlan, schedule: DeviceSchedule, store: int, grads, stream
+) -> Launch:
+    q, k, v, dout = inputs
+    dk, dv = grads
+    num_heads_kv, padded = k.shape[1], stats.shape[2]
+    softcap, scale, num_items = options.softcap, options.softmax_scale, len(schedule.items)
     params = BackwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step, turns=plan.turns,
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
+        items=schedule.items.data_ptr(), turns=schedule.turns.data_ptr(),
         counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-        num_tiles=plan.num_tiles, num_items=plan.num_tiles * num_heads_kv * splits, group=num_heads // num_heads_kv,
-        heads=num_heads // (num_heads_kv * splits),
-        head_section=1 if alone else num_heads_kv * splits, heads_inner=int(plan.heads_inner and not alone),
-        stats_row=padded, units=padded // UNIT, store=store,
+        num_items=num_items, group=q.shape[1] // num_heads_kv, heads_kv=num_heads_kv,
+        heads_inner=int(plan.heads_inner), stats_row=padded, units=padded // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
-    kernel = hopper_kernels.backward_kernel(
-        q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, options.deterministic
-    )
-    grid = grid_size(q.device, plan.num_tiles * num_heads_kv * splits, options.sm_margin)
-    return Launch(kernel, grid, params, ((q, _QUERIES), (k, 128), (v, 128), (dout, _QUERIES)), keep=plan)
+    dims = (q.shape[2], v.shape[2])
+    kernel = hopper_kernels.backward_kernel(q.device, q.dtype, dims, softcap > 0, options.deterministic)
+    grid = grid_size(q.device, num_items, options.sm_margin)
+    maps = ((q, _QUERIES), (k, _KEYS), (v, _KEYS), (dout, _QUERIES))
+    return Launch(kernel, grid, params, maps, keep=(plan, schedule))
+
+
+def _zeros_in(room: Tensor | None, count: int, device: torch.device) -> Tensor:
+    """``count`` fp32 zeros, in the memory of a tensor if they fit there."""
+    if room is not None and room.is_contiguous() and room.data_ptr() % 16 == 0:
+        flat = room.view(-1)
+        if count * 4 <= flat.numel() * flat.element_size():
+            return flat[: count * 4 // flat.element_size()].view(torch.float32).zero_()
+    return torch.zeros(count, dtype=torch.float32, device=device)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -193,37 +237,47 @@ def _query_gradient(grad: Tensor, dtype: torch.dtype, accumulate: bool) -> tuple
     return _ADD_HALF if accumulate else _STORE_HALF, grad
 
 
-def _finish_dq(sums: Tensor, dq: Tensor, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
-    """Writes scale times the sums to dq, or adds them to it."""
+def _finish_dq(sums: Tensor, dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
+    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
     num_rows, num_heads, head_dim = dq.shape
 
     def make() -> Launch:
         blocks = -(-num_rows // _QUERIES)
         params = FinishParams(
             dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
-            units=sums.shape[1] // UNIT, store=store, scale=scale,
+            units=units, store=store, scale=scale,
         )  # fmt: skip
         defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
         return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
 
-    launch = prepared(("finish_dq", dq.device, dtype, store, scale, sums.shape, dq.shape, dq.stride()), make)
+    launch = prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
     with launch.lock:
         launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
         launch.fire(stream)
 
 
-def _walks_alone(plan: hopper_plan.DevicePlan, q: Tensor, splits: int) -> bool:
-    """Whether the tiles of one key head are worked on before those of the next, so that they read the same queries.
+def _finish_keys(
+    sums: Tensor, grads, plan: DevicePlan, num_tiles: int, dtype: torch.dtype, scale: float, store: int, stream: int
+) -> None:
+    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them to them."""
+    dk, dv = grads
+    heads_kv, dim = dk.shape[1:]
 
-    That is so where they keep all processors busy, and are of one size or the queries of a head, their gradients
-    and sums do not fit in the L2 cache. Else all heads go together, and the longest tiles come first.
-    """
-    processors = num_processors(q.device)
-    if splits > 1 or plan.num_tiles < processors:
-        return False
-    even = max(plan.costs) * plan.num_tiles <= 1.1 * sum(plan.costs)
-    head_bytes = q.shape[0] * q.shape[2] * (2 * q.element_size() + 4)
-    return even or (head_bytes > _L2_BYTES and plan.num_tiles >= _MANY_TILES * processors)
+    def make() -> Launch:
+        params = FinishKeysParams(
+            tiles=plan.tiles, heads_kv=heads_kv, store=store, scale=scale,
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+        )  # fmt: skip
+        defines = (f"HEAD_DIM={dim}", hopper_kernels.element(dtype))
+        kernel = hopper_kernels.small_kernel(dk.device, "finish_keys", defines)
+        return Launch(kernel, 4 * num_tiles * heads_kv, params, keep=plan)
+
+    key = ("finish_keys", plan.tiles, num_tiles, dk.device, dtype, store, scale, heads_kv, dk.stride(), dv.stride())
+    launch = prepared(key, make)
+    with launch.lock:
+        params = launch.params
+        params.sums, params.dk, params.dv = sums.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        launch.fire(stream)
 
 
 def _key_gradients(grads, dtype: torch.dtype, accumulate: bool, splits: int) -> tuple[int, Tensor, Tensor]:

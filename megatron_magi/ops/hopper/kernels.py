@@ -54,6 +54,7 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
             ("backward", backward_macros(dtype, (dim, dim), False, False)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
             ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
+            ("finish_keys", (f"HEAD_DIM={dim}", element(dtype))),
         ]
     return found
 
@@ -78,7 +79,7 @@ def backward_kernel(
 ) -> Kernel:
     """Attention backward; ``ordered``: the deterministic one."""
     defines = backward_macros(dtype, dims, softcap, ordered)
-    tiles = (128 + 64 * _STAGES) * sum(dims) + 3 * 128 * 64  # k, v, q, dout; three of dS
+    tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 
@@ -112,7 +113,7 @@ def _wide_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, widt
 
 @cache
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> Kernel:
-    """One of ``prepare``, ``row_delta``, ``finish_dq``."""
+    """One of ``prepare``, ``row_delta``, ``finish_dq``, ``finish_keys``."""
     return _load(device, name, defines, 256, 0)
 
 

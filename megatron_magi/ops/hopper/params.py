@@ -28,14 +28,15 @@ class BackwardParams(ctypes.Structure):
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
         ("dout", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
-        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
-        ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
-        ("counter", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("done", ctypes.c_void_p),
+        ("items", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
+        ("dq", ctypes.c_void_p), ("key_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p), ("turns", ctypes.c_void_p),
+        ("done", ctypes.c_void_p), ("key_done", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64),
         ("dv_head", ctypes.c_int64),
-        ("num_tiles", ctypes.c_int32), ("num_items", ctypes.c_int32), ("group", ctypes.c_int32),
-        ("heads", ctypes.c_int32), ("head_section", ctypes.c_int32), ("heads_inner", ctypes.c_int32),
-        ("stats_row", ctypes.c_int32), ("units", ctypes.c_int32), ("store", ctypes.c_int32),
+        ("num_items", ctypes.c_int32), ("group", ctypes.c_int32), ("heads_kv", ctypes.c_int32),
+        ("heads_inner", ctypes.c_int32), ("stats_row", ctypes.c_int32), ("units", ctypes.c_int32),
+        ("store", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
@@ -75,6 +76,16 @@ class FinishParams(ctypes.Structure):
         ("sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("units", ctypes.c_int32),
         ("store", ctypes.c_int32), ("scale", ctypes.c_float),
+        ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class FinishKeysParams(ctypes.Structure):
+    _fields_ = [
+        ("sums", ctypes.c_void_p), ("tiles", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
+        ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64),
+        ("heads_kv", ctypes.c_int32), ("store", ctypes.c_int32), ("scale", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 

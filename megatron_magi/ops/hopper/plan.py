@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.tiles import TilePlan
 
@@ -28,25 +29,43 @@ class DevicePlan:
     """A `TilePlan` in device memory.
 
     Attributes:
+        host: the plan itself.
         memory: one int32 tensor that holds all tables.
-        tiles, passes, bounds, turns: their addresses; turns is valid if it was asked for.
+        tiles, passes, bounds: their addresses.
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         num_tiles: tiles of one head.
         costs: blocks of each tile, falling.
         splits: answers of `group_splits`.
+        schedules: answers of `schedule_of`.
     """
 
+    host: TilePlan
     memory: Tensor
     tiles: int
     passes: int
     bounds: int
-    turns: int
     step: int
     heads_inner: bool
     num_tiles: int
     costs: tuple[int, ...]
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSchedule:
+    """A `schedule.Schedule` in device memory.
+
+    Attributes:
+        items: int32 ``[num_items, 2]``.
+        turns: of `tiles.block_turns`, empty where nothing is ordered.
+        num_apart: tiles whose query heads are apart.
+    """
+
+    items: Tensor
+    turns: Tensor
+    num_apart: int
 
 
 def content_digest(bands: np.ndarray) -> bytes:
@@ -74,11 +93,12 @@ def _device_plan(key: tuple, device: torch.device, make: Callable[[], DevicePlan
     return plan
 
 
-def _upload(plan: TilePlan, turns: np.ndarray, heads_inner: bool, device: torch.device) -> DevicePlan:
-    parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1), turns.reshape(-1)]
+def _upload(plan: TilePlan, heads_inner: bool, device: torch.device) -> DevicePlan:
+    parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
     memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
     addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
     return DevicePlan(
+        plan,
         memory,
         *addresses.tolist(),
         plan.step,
@@ -93,15 +113,15 @@ def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, device: torch.d
 
     def make() -> DevicePlan:
         plan = hopper_tiles.plan_tiles(bands, num_rows, 128, block_n)
-        return _upload(plan, np.zeros(0, dtype=np.int32), False, device)
+        return _upload(plan, False, device)
 
     return _device_plan(("forward", content_digest(bands), num_rows, block_n), device, make)
 
 
 def backward_plan(
-    bands: np.ndarray, num_keys: int, ordered: bool, device: torch.device, shape: tuple[int, int] = (128, 64)
+    bands: np.ndarray, num_keys: int, device: torch.device, shape: tuple[int, int] = (128, 64)
 ) -> DevicePlan:
-    """Plan of tiles of keys over blocks of queries, ``shape``: that of the transposed mask. ``ordered``: with turns."""
+    """Plan of tiles of keys over blocks of queries, ``shape``: that of the transposed mask."""
 
     def make() -> DevicePlan:
         plan = hopper_tiles.plan_tiles(
@@ -110,21 +130,35 @@ def backward_plan(
         starts, ends = hopper_tiles.drift(plan)
         if ends < starts:
             plan = hopper_tiles.descending(plan)
-        turns = hopper_tiles.block_turns(plan) if ordered else np.zeros(0, dtype=np.int32)
         heads_inner = min(starts, ends) < _SMALL_DRIFT < max(starts, ends)
-        return _upload(plan, turns, heads_inner, device)
+        return _upload(plan, heads_inner, device)
 
-    return _device_plan(("backward", content_digest(bands), num_keys, ordered, shape), device, make)
+    return _device_plan(("backward", content_digest(bands), num_keys, shape), device, make)
 
 
-# Cost of a backward item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.
+def schedule_of(
+    plan: DevicePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool, ordered: bool
+) -> DeviceSchedule:
+    """Items of the backward kernel; see `schedule.make_schedule`."""
+    key = (heads_kv, group, num_sms, apart, ordered)
+    if key not in plan.schedules:
+        made = hopper_schedule.make_schedule(plan.host, heads_kv, group, num_sms, apart=apart, ordered=ordered)
+        turns = np.zeros(0, dtype=np.int32)
+        if ordered:
+            turns = hopper_tiles.block_turns(plan.host, made.tile_order)
+        items, turns = (torch.from_numpy(t).to(plan.memory.device) for t in (made.items, turns))
+        plan.schedules[key] = DeviceSchedule(items, turns, made.num_apart)
+    return plan.schedules[key]
+
+
+# Of wide heads: cost of an item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.
 _ITEM_COST, _SPLIT_ITEM_COST = 6, 14
 # With so many items a processor, none needs to be split.
 _ENOUGH_ITEMS = 8
 
 
 def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to in the backward pass, so that no processor idles.
+    """Parts that the query heads of a group are dealt to in the backward of wide heads, so that no processor idles.
 
     Parts of a group add their dk and dv in fp32, so a group is split only for a gain.
     """

@@ -136,15 +136,15 @@ def drift(plan: TilePlan) -> tuple[float, float]:
     return tuple(float(np.abs(np.diff(x))[common].mean()) for x in (first, last))
 
 
-def block_turns(plan: TilePlan) -> Int32Array:
-    """For each `UNIT` of columns of each visit of a block, how many visits come before it in the order of the tiles.
+def block_turns(plan: TilePlan, tile_order: NDArray[np.int64]) -> Int32Array:
+    """For each `UNIT` of columns of each visit of a block, how many visits come before it in an order of the tiles.
 
     Returns:
         int32 ``[num_blocks, block_n // UNIT]``, the blocks of all passes one pass after another (see ``passes[:, 6]``).
     """
     place = np.empty(len(plan.passes), dtype=np.int64)  # of a pass, in the order in which tiles are worked on
-    counts = (plan.tiles[:, 2] - plan.tiles[:, 1]).astype(np.int64)
-    _, passes = bd.expand(plan.tiles[:, 1].astype(np.int64), counts)
+    first, past = plan.tiles[tile_order, 1].astype(np.int64), plan.tiles[tile_order, 2].astype(np.int64)
+    _, passes = bd.expand(first, past - first)
     place[passes] = np.arange(len(passes))
     index, block = bd.expand(np.zeros(len(plan.passes), dtype=np.int64), plan.passes[:, 1].astype(np.int64))
     first = (plan.passes[index, 0] + block * plan.step) // UNIT

@@ -1,0 +1,110 @@
+"""The order in which the backward kernel works: a list of items, each a tile of keys and one or all query heads.
+
+Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
+the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums. Short tiles
+take all query heads of a key head at once, and write dk and dv themselves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_magi.ops.hopper.tiles import TilePlan
+
+LONG = 32
+"""Blocks of a tile that is worked on head by head; see docs/measured_facts.md."""
+
+# What an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding them to sums.
+_ITEM_COST, _PART_COST = 2, 3
+_LAST_ITEMS = 2  # a processor
+# With so many items a processor, the longest come first and none needs to be split for the sake of balance.
+_ENOUGH_ITEMS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Items in the order of work.
+
+    Attributes:
+        items: int32 ``[num_items, 2]``: tile; first query head and 65536 times the number of query heads.
+        num_apart: tiles, the first so many, whose items have one query head of several each.
+        tile_order: int64 ``[num_tiles]``, the order in which every query head's tiles are worked on, if there is one.
+    """
+
+    items: NDArray[np.int32]
+    num_apart: int
+    tile_order: NDArray[np.int64]
+
+
+def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool, ordered: bool) -> Schedule:
+    """Deals the tiles and heads of a backward pass into items.
+
+    Args:
+        plan: of the transposed mask.
+        heads_kv: key heads.
+        group: query heads of a key head.
+        num_sms: processors that take the items in their order.
+        apart: whether query heads of a group may be apart.
+        ordered: the tiles of every query head are worked on in one order.
+    """
+    candidates = [LONG]
+    if apart and group > 1 and len(plan.costs) * heads_kv < _ENOUGH_ITEMS * num_sms:
+        candidates += [8, 1]
+    best, shortest = None, float("inf")
+    for least in candidates:
+        num_long = _num_long(plan.costs, least) if apart or group == 1 else 0
+        schedule = _schedule(plan, num_long, heads_kv, group, num_sms, ordered)
+        time = _makespan(schedule.items, plan.costs, group, num_sms) if len(candidates) > 1 else 0.0
+        if time < 0.98 * shortest:
+            best, shortest = schedule, time
+    assert best is not None
+    return best
+
+
+def _num_long(costs: np.ndarray, least: int) -> int:
+    """Tiles before the first that has less than so many blocks."""
+    less = np.flatnonzero(costs < least)
+    return int(less[0]) if len(less) else len(costs)
+
+
+def _schedule(plan: TilePlan, num_long: int, heads_kv: int, group: int, num_sms: int, ordered: bool) -> Schedule:
+    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by falling cost."""
+    heads = heads_kv * group
+    place = np.argsort(plan.tiles[:, 0], kind="stable")
+    long, short = place[place < num_long], place[place >= num_long]
+    if not num_long:
+        last = short >= len(place) - -(-_LAST_ITEMS * num_sms // heads_kv)
+        short = np.concatenate([short[~last], np.sort(short[last])])
+    together = _tail_heads(plan.costs[:num_long], heads, num_sms)
+    parts = [_section(short, range(0, heads, group), group)]
+    parts += [_section(long, [head], 1) for head in range(heads - together)]
+    parts.append(_section(long if ordered else np.arange(num_long), range(heads - together, heads), 1))
+    items = np.concatenate(parts).astype(np.int32)
+    return Schedule(items, num_long if group > 1 else 0, np.concatenate([short, long]))
+
+
+def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
+    """Items of some tiles and heads, tile by tile."""
+    heads = np.asarray(first_heads, dtype=np.int64) + (num_heads << 16)
+    return np.stack([np.repeat(tiles, len(heads)), np.tile(heads, len(tiles))], axis=1)
+
+
+def _tail_heads(costs: np.ndarray, heads: int, num_sms: int) -> int:
+    """Heads that are worked on together at the end, so that no processor is left with a long tile alone."""
+    if not len(costs):
+        return 0
+    return min(heads, -(-2 * int(costs[0]) * num_sms // int(costs.sum())))
+
+
+def _makespan(items: np.ndarray, costs: np.ndarray, group: int, num_sms: int) -> float:
+    """When the last processor is done, in blocks, if each takes the next item whenever it is free."""
+    heads = items[:, 1] >> 16
+    costs = costs[items[:, 0]] * heads + np.where(heads < group, _PART_COST, _ITEM_COST)
+    busy = [0] * max(1, num_sms)
+    for cost in costs.tolist():
+        heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy)
