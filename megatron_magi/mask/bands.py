@@ -47,6 +47,11 @@ def row_bounds(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     return lo, hi
 
 
+def has_diagonals(bands: IntArray) -> bool:
+    """Whether a band of the table may be cut by a diagonal."""
+    return bool(np.any((bands[:, D_LO] != -NO_DIAGONAL) | (bands[:, D_HI] != NO_DIAGONAL)))
+
+
 def tighten(bands: IntArray) -> IntArray:
     """The same visible area in the smallest rectangles; empty bands are dropped.
 
@@ -58,6 +63,9 @@ def tighten(bands: IntArray) -> IntArray:
 
 def tighten_with_index(bands: IntArray) -> tuple[IntArray, IntArray]:
     """`tighten`, and the row of ``bands`` that each remaining band came from, int64 ``[m]``."""
+    if not has_diagonals(bands):
+        index = np.flatnonzero((bands[:, Q0] < bands[:, Q1]) & (bands[:, K0] < bands[:, K1]))
+        return bands[index], index
     index = np.flatnonzero(bands[:, D_LO] < bands[:, D_HI])
     out = bands[index]
     # Rows that see a key: k1 > q + d_lo and k0 < q + d_hi.
@@ -144,8 +152,7 @@ def expand(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
     """For each i, the pairs ``(i, first[i] + j)`` for ``0 <= j < counts[i]``, concatenated."""
     index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     offsets = np.cumsum(counts) - counts
-    value = np.arange(len(index), dtype=np.int64) - offsets[index] + first[index]
-    return index, value
+    return index, np.arange(len(index), dtype=np.int64) + np.repeat(first - offsets, counts)
 
 
 def merge_ranges(ranges: IntArray, group: IntArray | None = None) -> tuple[IntArray, IntArray]:
@@ -164,12 +171,13 @@ def merge_ranges(ranges: IntArray, group: IntArray | None = None) -> tuple[IntAr
     ranges, group = ranges[keep], group[keep]
     if not len(ranges):
         return ranges.reshape(0, 2), group
-    order = np.lexsort((ranges[:, 0], group))
-    ranges, group = ranges[order], group[order]
     # Lift each group above all ends of the one before it: then one running maximum serves all.
     low, high = ranges.min(), ranges.max()
     lift = group * (high - low + 2)
-    start, end = ranges[:, 0] + lift, ranges[:, 1] + lift
+    start = ranges[:, 0] + lift
+    order = np.argsort(start, kind="stable")
+    ranges, group, lift, start = ranges[order], group[order], lift[order], start[order]
+    end = ranges[:, 1] + lift
     reach = np.maximum.accumulate(end)
     is_first = np.ones(len(ranges), dtype=bool)
     is_first[1:] = start[1:] > reach[:-1]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
+from megatron_magi.ops.hopper.cuts import _segment_columns
 from megatron_magi.ops.hopper.plan import _best_splits
 from megatron_magi.ops.hopper.tiles import (
     EVERYTHING,
@@ -79,19 +80,25 @@ def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray
 
 @st.composite
 def disjoint_bands(draw, num_rows: int, num_columns: int):
-    """Random bands without overlap: random cuts of rows, in each random column intervals and diagonals."""
+    """Random bands without overlap: random cuts of rows, in each random column intervals and diagonals.
+
+    Columns are multiples of a step, so that bands of different rows often touch; so do bands along a diagonal.
+    """
     table = []
+    step = draw(st.sampled_from([1, 20]))
     cuts = sorted([*draw(st.lists(st.integers(0, num_rows), max_size=8)), 0, num_rows])
     for q0, q1 in itertools.pairwise(cuts):
-        edges = sorted(draw(st.lists(st.integers(0, num_columns), max_size=6)))
+        edges = [x * step for x in sorted(draw(st.lists(st.integers(0, num_columns // step), max_size=6)))]
         for k0, k1 in itertools.pairwise(edges):
-            kind = draw(st.integers(0, 4))
+            kind = draw(st.integers(0, 5))
             d = draw(st.integers(-num_rows, num_columns))
             width = draw(st.integers(1, 60))
-            lo = {0: -bd.NO_DIAGONAL, 1: -bd.NO_DIAGONAL, 2: d, 3: d, 4: None}[kind]
-            hi = {0: bd.NO_DIAGONAL, 1: d, 2: bd.NO_DIAGONAL, 3: d + width, 4: None}[kind]
+            lo = {0: -bd.NO_DIAGONAL, 1: -bd.NO_DIAGONAL, 2: d, 3: d, 4: None, 5: d}[kind]
+            hi = {0: bd.NO_DIAGONAL, 1: d, 2: bd.NO_DIAGONAL, 3: d + width, 4: None, 5: bd.NO_DIAGONAL}[kind]
             if lo is not None and q0 < q1 and k0 < k1:
                 table.append([q0, q1, k0, k1, lo, hi])
+                if kind == 5:
+                    table.append([q0, q1, k0, k1, -bd.NO_DIAGONAL, d])
     return np.array(table, dtype=np.int64).reshape(-1, 6)
 
 
@@ -117,6 +124,19 @@ def test_transposed_bands_are_the_transposed_mask(data, num_rows, num_columns):
     check_plan(descending(plan_tiles(turned, num_columns, 128, 64, align=UNIT, hide_tail=True)), visible.T, UNIT)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), num_rows=st.integers(1, 100), num_columns=st.integers(1, 100))
+def test_columns_of_rows_between_breaks_are_counted(data, num_rows, num_columns):
+    bands = data.draw(disjoint_bands(num_rows, num_columns))
+    bands[:, bd.D_LO], bands[:, bd.D_HI] = -bd.NO_DIAGONAL, bd.NO_DIAGONAL
+    bands = np.unique(bands, axis=0)
+    visible = dense_bands(bands, num_rows, num_columns).astype(np.int64)
+    breaks = np.unique(np.concatenate([bands[:, bd.Q0], bands[:, bd.Q1], [0, num_rows]]))
+    length, shared = _segment_columns(bands, breaks)
+    assert length.tolist() == visible[breaks[:-1]].sum(axis=1).tolist()
+    assert shared.tolist() == [0] + [(visible[i - 1] * visible[i]).sum() for i in breaks[1:-1].tolist()]
+
+
 def documents(lengths, causal: bool) -> np.ndarray:
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -137,6 +157,48 @@ def test_touching_rectangles_are_one_interval():
     plan = plan_tiles(table, 128, 128, 128)
     assert plan.passes[:, :2].tolist() == [[0, 4]]
     assert plan.bounds[0, :, :].tolist() == [[0, 500]] * 128
+
+
+def rectangles(*table) -> np.ndarray:
+    return np.array([[*edges, -bd.NO_DIAGONAL, bd.NO_DIAGONAL] for edges in table], dtype=np.int64)
+
+
+def test_what_neighbouring_groups_of_rows_see_in_common_is_one_interval():
+    # Groups of 100 queries see 600 keys each, 24 further than the group before: a key is seen by 25 groups in a row.
+    table = rectangles(*([100 * i, 100 * i + 100, 24 * i, 24 * i + 600] for i in range(60)))
+    plan = plan_tiles(transpose(table), 2016, 128, 64, align=UNIT, hide_tail=True)
+    assert len(plan.tiles) == len(plan.passes) == 16
+    check_plan(plan, dense_bands(table, 6000, 2016).T, UNIT)
+
+
+def test_distant_ranges_take_a_pass_each():
+    near = [[100 * i, 100 * i + 100, 24 * i, 24 * i + 600] for i in range(60)]
+    table = rectangles(*near, *([q0 + 6000, q1 + 6000, k0, k1] for q0, q1, k0, k1 in near if q0 >= 3000))
+    plan = plan_tiles(transpose(table), 2016, 128, 64, align=UNIT, hide_tail=True)
+    assert len(plan.passes) <= 2 * len(plan.tiles)
+    check_plan(plan, dense_bands(table, 12000, 2016).T, UNIT)
+
+
+def test_triangles_that_touch_are_one_interval():
+    table = documents([1000, 1000], causal=True)
+    upper = table.copy()
+    upper[:, bd.D_LO], upper[:, bd.D_HI] = 1, bd.NO_DIAGONAL
+    plan = plan_tiles(np.concatenate([table, upper]), 2000, 128, 128)
+    whole = plan_tiles(documents([1000, 1000], causal=False), 2000, 128, 128)
+    np.testing.assert_array_equal(plan.passes, whole.passes)
+    np.testing.assert_array_equal(plan.bounds, whole.bounds)
+
+
+def test_a_hole_in_some_rows_costs_no_column_twice():
+    plan = plan_tiles(rectangles([0, 64, 0, 500], [0, 64, 600, 1280], [64, 128, 0, 1280]), 128, 128, 128)
+    assert plan.passes[:, :2].tolist() == [[0, 4], [512, 6]]
+
+
+def test_stripes_closer_than_a_tile_is_tall_are_dealt_to_layers():
+    table = np.array([[0, 512, 0, 1024, 40 * i, 40 * i + 20] for i in range(6)], dtype=np.int64)
+    plan = plan_tiles(table, 512, 128, 128)
+    assert len(plan.passes) == 6 * len(plan.tiles)
+    check_plan(plan, dense_bands(table, 512, 1024))
 
 
 def test_causal_plan_masks_only_the_diagonal():

@@ -53,17 +53,29 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int) -> bd.IntArray:
 def _segment_columns(bands: bd.IntArray, breaks: bd.IntArray) -> tuple[bd.IntArray, bd.IntArray]:
     """How many columns the rows between two breaks see, and how many of them the rows before see too."""
     num_segments = len(breaks) - 1
+    if not bd.has_diagonals(bands):
+        return _rectangle_columns(bands, breaks)
     pieces, segment = bd.cut_rows(bands, breaks)
     pieces, index = bd.tighten_with_index(pieces)
-    ranges, segment = pieces[:, [bd.K0, bd.K1]], segment[index]
+    ranges, segment = bd.merge_ranges(pieces[:, [bd.K0, bd.K1]], segment[index])
     length = _total(ranges, segment, num_segments)
     # Segment i together with the one before it is group i.
-    union = _total(np.concatenate([ranges, ranges]), np.concatenate([segment, segment + 1]), num_segments + 1)
+    both, group = bd.merge_ranges(np.concatenate([ranges, ranges]), np.concatenate([segment, segment + 1]))
     shared = length.copy()
     shared[1:] += length[:-1]
-    return length, shared - union[:-1]
+    return length, shared - _total(both, group, num_segments + 1)[:-1]
+
+
+def _rectangle_columns(bands: bd.IntArray, breaks: bd.IntArray) -> tuple[bd.IntArray, bd.IntArray]:
+    """`_segment_columns` of disjoint rectangles, where all but the rectangles that end or begin goes on at a break."""
+    num_breaks, ranges = len(breaks), bands[:, [bd.K0, bd.K1]]
+    begin, end = np.searchsorted(breaks, bands[:, bd.Q0]), np.searchsorted(breaks, bands[:, bd.Q1])
+    begun, ended = _total(ranges, begin, num_breaks), _total(ranges, end, num_breaks)
+    changed, group = bd.merge_ranges(np.concatenate([ranges, ranges]), np.concatenate([begin, end]))
+    length = np.cumsum(begun - ended)
+    shared = length + ended - _total(changed, group, num_breaks)
+    return length[:-1], shared[:-1]
 
 
 def _total(ranges: bd.IntArray, group: bd.IntArray, num_groups: int) -> bd.IntArray:
-    merged, group = bd.merge_ranges(ranges, group)
-    return np.bincount(group, merged[:, 1] - merged[:, 0], minlength=num_groups).astype(np.int64)
+    return np.bincount(group, ranges[:, 1] - ranges[:, 0], minlength=num_groups).astype(np.int64)

@@ -3,8 +3,8 @@
 A kernel computes tiles of at most ``block_m`` rows. The mask of a tile is a list of *passes*; a pass is a
 run of blocks of ``block_n`` columns and, for each row of the tile, one interval of columns that it sees.
 Rows whose columns lie close together share a pass, so many short documents in one tile cost one
-block, not one each. A row with several intervals takes part in several passes. Neither tiles nor blocks are aligned:
-tiles begin where documents do, and a pass with its first visible column.
+block, not one each. A row with several intervals takes part in several passes (`passes.py`). Neither tiles nor
+blocks are aligned: tiles begin where documents do, and a pass with its first visible column.
 
 The forward plan has queries as rows and keys as columns; the backward plan is the same function
 of the transposed mask.
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper.cuts import tile_starts
+from megatron_magi.ops.hopper.passes import PASS_COST, assign_passes
 
 Int32Array = NDArray[np.int32]
 
@@ -27,9 +28,6 @@ SUB_ROWS = 64
 
 EVERYTHING = 1 << 30
 """Past-the-last column of rows behind the end of a tile, whose results nobody reads."""
-
-PASS_COST = 0.35
-"""Cost of a tile or pass beside its blocks, in blocks of 128 columns."""
 
 UNIT = 16
 """Columns that are added to in turn where sums are ordered: those of one warp."""
@@ -89,19 +87,15 @@ def plan_tiles(
     """
     bands = _join_columns(bd.tighten(bands))
     starts = tile_starts(bands, num_rows, block_m)
-    rows = np.diff(starts, append=num_rows)
     pieces, tile = _pieces(bands, starts, num_rows)
-    pieces, pass_of_piece, pass_tile = _assign_passes(pieces, tile, block_n)
-    bounds = _fill_bounds(pieces, pass_of_piece, pass_tile, starts, block_m)
-    if not hide_tail:
-        for i in np.flatnonzero(rows[pass_tile] < block_m).tolist():
-            bounds[i, rows[pass_tile[i]] :] = (0, EVERYTHING)
-    passes = _describe_passes(pieces, pass_of_piece, bounds, block_n, align)
-    passes[1:, 6] = np.cumsum(passes[:-1, 1])
+    pieces, pass_of_piece, pass_tile = assign_passes(pieces, tile, block_n, align)
     tiles = np.zeros((len(starts), 4), dtype=np.int32)
-    tiles[:, 0], tiles[:, 3] = starts, rows
+    tiles[:, 0], tiles[:, 3] = starts, np.diff(starts, append=num_rows)
     tiles[:, 1] = np.searchsorted(pass_tile, np.arange(len(starts)), side="left")
     tiles[:, 2] = np.searchsorted(pass_tile, np.arange(len(starts)), side="right")
+    bounds = _fill_bounds(pieces, pass_of_piece, pass_tile, tiles, block_m, 0 if hide_tail else EVERYTHING)
+    passes = _describe_passes(pieces, pass_of_piece, bounds, block_n, align)
+    passes[1:, 6] = np.cumsum(passes[:-1, 1])
     blocks = np.bincount(pass_tile, passes[:, 1], minlength=len(starts)).astype(np.int64)
     cost = blocks + PASS_COST * (128 / block_n) * (1 + tiles[:, 2] - tiles[:, 1])
     order = np.argsort(-cost, kind="stable")
@@ -158,12 +152,10 @@ def block_turns(plan: TilePlan, tile_order: NDArray[np.int64]) -> Int32Array:
 
 
 def _pieces(bands: bd.IntArray, starts: bd.IntArray, num_rows: int) -> tuple[bd.IntArray, bd.IntArray]:
-    """Bands cut at tile borders, each as small as it can be, sorted by (tile, first column)."""
+    """Bands cut at tile borders, each as small as it can be, and their tiles."""
     pieces, tile = bd.cut_rows(bands, np.append(starts, num_rows))
     pieces, index = bd.tighten_with_index(pieces)
-    tile = tile[index]
-    order = np.lexsort((pieces[:, bd.Q0], pieces[:, bd.K0], tile))
-    return pieces[order], tile[order]
+    return pieces, tile[index]
 
 
 def _join_columns(bands: bd.IntArray) -> bd.IntArray:
@@ -185,75 +177,49 @@ def _join_columns(bands: bd.IntArray) -> bd.IntArray:
     return out
 
 
-def _assign_passes(pieces, tile, block_n: int):
-    """Puts pieces into passes: a pass has columns close together and at most one piece a row.
+def _fill_bounds(
+    pieces: bd.IntArray, pass_of_piece: bd.IntArray, pass_tile: bd.IntArray, tiles: Int32Array, block_m: int, past: int
+) -> Int32Array:
+    """First and past-the-last columns of the rows of each pass, int32 ``[num_passes, block_m, 2]``.
 
-    Returns:
-        ``(pieces, pass_of_piece, pass_tile)``, the pieces sorted by pass.
+    Args:
+        pieces: int64 ``[n, 6]``, sorted by (pass, first row).
+        pass_of_piece, pass_tile: int64 ``[n]`` and ``[num_passes]``.
+        tiles: int32 ``[num_tiles, 4]``, see `TilePlan`.
+        past: past-the-last column of rows behind the end of a tile.
     """
-    # Apart by less than half a block, two runs of blocks mostly cost as much as one.
-    ranges = np.stack([pieces[:, bd.K0], pieces[:, bd.K1] + block_n // 2], axis=1)
-    group = _components(ranges, tile)
-    order = np.lexsort((pieces[:, bd.Q0], group))
-    pieces, tile, ranges, group = pieces[order], tile[order], ranges[order], group[order]
-    if _has_row_conflict(pieces, group):
-        layer = _layers(pieces, group)
-        # Pieces of one layer may have come apart again.
-        order = np.lexsort((ranges[:, 0], layer))
-        pieces, tile, ranges = pieces[order], tile[order], ranges[order]
-        group = _components(ranges, layer[order])
-    # Ascending passes within a tile: groups are numbered by (tile, first column) already.
-    order = np.argsort(group, kind="stable")
-    pieces, tile, group = pieces[order], tile[order], group[order]
-    is_first = np.append(True, group[1:] != group[:-1]) if len(group) else np.zeros(0, dtype=bool)
-    return pieces, np.cumsum(is_first) - 1, tile[is_first]
+    num_passes = len(pass_tile)
+    origin = pass_of_piece * block_m - tiles[pass_tile[pass_of_piece], 0]  # from rows to rows of the flat result
+    begin, end = pieces[:, bd.Q0] + origin, pieces[:, bd.Q1] + origin
+    # The flat result is runs of equal rows: for each piece those before it and its own, behind the last piece of
+    # a pass those to the end of the tile and those behind it.
+    own = np.arange(len(pieces)) + pass_of_piece
+    behind = np.searchsorted(pass_of_piece, np.arange(num_passes), side="right") + np.arange(num_passes)
+    stop = np.zeros((len(pieces) + num_passes, 2), dtype=np.int64)
+    stop[own, 0], stop[own, 1] = begin, end
+    stop[behind, 1] = np.arange(1, num_passes + 1) * block_m
+    stop[behind, 0] = stop[behind, 1] - block_m + tiles[pass_tile, 3]
+    values = np.zeros((len(stop), 2, 2), dtype=np.int32)
+    values[own, 1], values[behind, 1, 1] = pieces[:, [bd.K0, bd.K1]], past
+    counts = np.diff(stop.reshape(-1), prepend=0)
+    flat = np.repeat(values.view(np.int64).reshape(-1), counts).view(np.int32).reshape(-1, 2)  # a pair as one number
+    # Rows that a diagonal cuts: behind its crossing of the first column, before its crossing of the last.
+    cut = np.maximum(begin, origin + pieces[:, bd.K0] - pieces[:, bd.D_LO])
+    _fill_diagonals(flat[:, 0], cut, end, pieces[:, bd.D_LO] - origin)
+    cut = np.minimum(end, origin + pieces[:, bd.K1] - pieces[:, bd.D_HI])
+    _fill_diagonals(flat[:, 1], begin, cut, pieces[:, bd.D_HI] - origin)
+    return flat.reshape(num_passes, block_m, 2)
 
 
-def _components(ranges: bd.IntArray, group: bd.IntArray) -> bd.IntArray:
-    """Connected component of each range among the touching ranges of its group; ascending."""
-    if not len(ranges):
-        return np.zeros(0, dtype=np.int64)
-    merged, merged_group = bd.merge_ranges(ranges, group)
-    width = int(merged[:, 1].max()) + 1
-    return np.searchsorted(merged_group * width + merged[:, 0], group * width + ranges[:, 0], side="right") - 1
-
-
-def _has_row_conflict(pieces: bd.IntArray, group: bd.IntArray) -> bool:
-    """Whether two pieces of one group share a row; pieces sorted by (group, first row)."""
-    return bool(np.any((group[1:] == group[:-1]) & (pieces[1:, bd.Q0] < pieces[:-1, bd.Q1])))
-
-
-def _layers(pieces: bd.IntArray, group: bd.IntArray) -> bd.IntArray:
-    """Splits each group into layers without shared rows: first fit, as few layers as can be.
-
-    Returns:
-        For each piece a layer number; numbers ascend with the group.
-    """
-    layers = np.empty(len(group), dtype=np.int64)
-    starts, ends = pieces[:, bd.Q0].tolist(), pieces[:, bd.Q1].tolist()
-    groups = group.tolist()
-    base, open_ends, current = 0, [], -1
-    for i, (g, start, end) in enumerate(zip(groups, starts, ends, strict=True)):
-        if g != current:
-            base, open_ends, current = base + len(open_ends), [], g
-        for j, busy_until in enumerate(open_ends):
-            if busy_until <= start:
-                open_ends[j] = end
-                layers[i] = base + j
-                break
-        else:
-            layers[i] = base + len(open_ends)
-            open_ends.append(end)
-    return layers
-
-
-def _fill_bounds(pieces, pass_of_piece, pass_tile, starts, block_m: int) -> Int32Array:
-    flat = np.zeros((len(pass_tile) * block_m, 2), dtype=np.int32)
-    index, row = bd.expand(pieces[:, bd.Q0], pieces[:, bd.Q1] - pieces[:, bd.Q0])
-    at = row + (pass_of_piece * block_m - starts[pass_tile[pass_of_piece]])[index]
-    flat[at, 0] = np.maximum(pieces[index, bd.K0], row + pieces[index, bd.D_LO])
-    flat[at, 1] = np.minimum(pieces[index, bd.K1], row + pieces[index, bd.D_HI])
-    return flat.reshape(len(pass_tile), block_m, 2)
+def _fill_diagonals(columns: Int32Array, begin: bd.IntArray, end: bd.IntArray, shift: bd.IntArray) -> None:
+    """Sets ``columns[i] = i + shift`` for ``begin <= i < end``, ranges one after another."""
+    cut = np.flatnonzero(begin < end)
+    if not len(cut):
+        return
+    counts = (end - begin)[cut]
+    at = np.repeat(begin[cut] - np.cumsum(counts) + counts, counts)
+    at += np.arange(len(at))
+    columns[at] = at + np.repeat(shift[cut], counts)
 
 
 def _describe_passes(pieces, pass_of_piece, bounds, block_n: int, align: int) -> Int32Array:
