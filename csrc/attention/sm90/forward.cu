@@ -1,9 +1,11 @@
 // Attention forward for sm_90a: one work item is 128 query rows of one head, computed completely.
 //
-// A producer warp streams keys and values through shared memory; two consumer warpgroups own 64 rows each and
-// take turns at the tensor cores, so that the softmax of one hides under the products of the other. The mask of
-// a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside the
-// sub-range that all rows see completely apply the mask.
+// A producer warp streams keys and values through shared memory and announces each block beside its keys, so that
+// consumers read no tables; a scout reads them, a pass ahead of it. Two consumer warpgroups own 64 rows each and
+// take turns at the tensor cores, so that the softmax of one hides under the products of the other.
+//
+// The mask of a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside
+// the sub-range that all rows see completely apply the mask.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
 
@@ -35,19 +37,38 @@ struct ForwardParams {
   int accumulate, out_fp32;
 };
 
+// What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
+enum : int {
+  kMasked = 3,  // both
+  kLast = 4,    // the last of its item
+  kEnd = 8,     // no item follows; nothing is loaded, and nobody uses what is computed of it
+};
+
+// A block as the producer announces it beside the keys.
+struct BlockInfo {
+  int column, flags;  // first key
+  int first_row;      // of the tile
+  int head_rows;      // see item_head() and item_rows()
+};
+
 struct Shared {
   alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kRows][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
   u64 q_full[kGroups], q_empty[kGroups];
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  u64 item_full[2], item_empty[2];
-  int4 item[2];
+  u64 pass_full[2], pass_empty[2];
+  int4 info[kStages];                     // BlockInfo
+  int4 pass[2][3];                        // as the scout describes it
+  int2 bounds[kStages][kGroups * kRows];  // of a masked block: first and past-the-last key that a row sees
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / kGroups;
 constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 constexpr u32 kBytesV = sizeof(Shared::v) / kStages;
+constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
+
+// ---- scout: one thread ----
 
 DEVICE int4 decode_item(const ForwardParams& p, int item) {
   if (item >= p.num_tiles * p.num_heads) return make_int4(-1, 0, 0, 0);
@@ -58,74 +79,126 @@ DEVICE int4 decode_item(const ForwardParams& p, int item) {
   return pack_item(__ldg(p.plan.tiles + tile), head);
 }
 
-// ---- producer: one thread ----
-
-DEVICE void load_block(const TensorMap* map, u32 smem, int panels, int row, int head, u32 bar, u32 bytes) {
-  barrier_expect_bytes(bar, bytes);
-  for (int i = 0; i < panels; ++i) load_box(smem + i * kBlockN * 128, map, i * kPanel, head, row, bar);
-}
-
-DEVICE void produce(const ForwardParams& p, Shared& s) {
-  prefetch_map(&p.q);
-  prefetch_map(&p.k);
-  prefetch_map(&p.v);
-  Ring<kStages> rk, rv;
-  u32 q_parity = 1;
-  auto load_k = [&](int key, int head) {
-    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-    load_block(&p.k, smem_address(s.k[rk.index]), kHeadDim / kPanel, key, head, smem_address(&s.k_full[rk.index]),
-               kBytesK);
-    rk.advance();
-  };
-  auto load_v = [&](int key, int head) {
-    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    load_block(&p.v, smem_address(s.v[rv.index]), kHeadDimV / kPanel, key, head, smem_address(&s.v_full[rv.index]),
-               kBytesV);
-    rv.advance();
-  };
-  int4 item = decode_item(p, blockIdx.x);
+// Takes work items and reads the tables, one pass ahead of the producer: all that takes as long as a block.
+DEVICE void scout(const ForwardParams& p, Shared& s) {
   Ring<2> slot;
-  while (true) {
-    barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
-    s.item[slot.index] = item;
-    barrier_arrive(smem_address(&s.item_full[slot.index]));
+  int4 item = make_int4(0, 0, 0, 0);
+  int pass = 0;
+  for (bool started = false;; started = true) {
+    barrier_wait(smem_address(&s.pass_empty[slot.index]), slot.parity ^ 1);
+    const bool first = pass >= item.w;
+    if (first) {
+      item = decode_item(p, started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x);
+      pass = item.z;
+    }
+    int4 range = make_int4(0, 0, 0, 0), more = range;  // an item that sees nothing: no blocks
+    if (pass < item.w) range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
+    s.pass[slot.index][0] = range;
+    s.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
+    ++pass;
+    s.pass[slot.index][2] = make_int4(item.x, item.y, first, pass >= item.w);
+    barrier_arrive(smem_address(&s.pass_full[slot.index]));
     slot.advance();
     if (item.x < 0) break;
-    int4 next_item;
-    bool fetched = false;
-    auto fetch_next = [&] {  // early enough to hide how long it takes
-      if (!fetched) next_item = decode_item(p, gridDim.x + atomicAdd(p.counter, 1));
-      fetched = true;
-    };
-    const int head = item_head(item), head_kv = head / p.group;
-    int previous = -1;
-    for (int pass = item.z; pass < item.w; ++pass) {
-      const int4 range = __ldg(p.plan.passes + 2 * pass);
-      for (int n = 0; n < range.y; ++n) {
-        const int key = range.x + n * static_cast<int>(p.plan.step);
-        load_k(key, head_kv);
-        if (previous < 0) {
-          for (int w = 0; w < kGroups; ++w) {
-            barrier_wait(smem_address(&s.q_empty[w]), q_parity);
-            const u32 bar = smem_address(&s.q_full[w]);
-            barrier_expect_bytes(bar, kBytesQ);
-            for (int i = 0; i < kHeadDim / kPanel; ++i)
-              load_box(smem_address(s.q[w][i]), &p.q, i * kPanel, head, item.x + w * kRows, bar);
-          }
-          q_parity ^= 1;
-          fetch_next();
-        } else {
-          load_v(previous, head_kv);
-        }
-        previous = key;
-      }
-    }
-    if (previous >= 0) load_v(previous, head_kv);
-    fetch_next();
-    item = next_item;
   }
   leave(p.counter);
 }
+
+// ---- producer: one thread ----
+
+struct Producer {
+  const ForwardParams& p;
+  Shared& s;
+  Ring<kStages> rk, rv;
+  u32 q_parity = 1;
+
+  // Waits for the place of the next keys and describes their block. The barrier it returns has yet to be told of bytes.
+  DEVICE u32 announce(int column, int flags, const int4& item) {
+    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+    s.info[rk.index] = make_int4(column, flags, item.x, item.y);
+    return smem_address(&s.k_full[rk.index]);
+  }
+
+  DEVICE void load_k(int key, int head, int flags, int pass, const int4& item) {
+    const u32 bar = announce(key, flags, item);
+    const bool masked = flags & kMasked;
+    barrier_expect_bytes(bar, kBytesK + (masked ? kBytesBounds : 0));
+    if (masked)
+      load_bytes(smem_address(s.bounds[rk.index]), p.plan.bounds + static_cast<i64>(pass) * (kGroups * kRows),
+                 kBytesBounds, bar);
+    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kBlockN * 128, key, head, bar);
+    rk.advance();
+  }
+
+  DEVICE void load_q(int row, int head) {
+#pragma unroll 1
+    for (int w = 0; w < kGroups; ++w) {
+      const u32 bar = smem_address(&s.q_full[w]);
+      barrier_wait(smem_address(&s.q_empty[w]), q_parity);
+      barrier_expect_bytes(bar, kBytesQ);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row + w * kRows, head, bar);
+    }
+    q_parity ^= 1;
+  }
+
+  DEVICE void load_v(int key, int head) {
+    const u32 bar = smem_address(&s.v_full[rv.index]);
+    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    barrier_expect_bytes(bar, kBytesV);
+    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v[rv.index]), kBlockN * 128, key, head, bar);
+    rv.advance();
+  }
+
+  // A block whose keys and queries are what lies there.
+  DEVICE void skip_kq(int flags, const int4& item) {
+    const u32 bar = announce(0, flags, item);
+    if (flags & kMasked) {  // no row sees anything
+      for (int i = 0; i < kGroups * kRows; ++i) s.bounds[rk.index][i] = make_int2(0, 0);
+      fence_async_proxy();
+    }
+    barrier_arrive(bar);
+    rk.advance();
+    for (int w = 0; w < kGroups; ++w) {
+      barrier_wait(smem_address(&s.q_empty[w]), q_parity);
+      barrier_arrive(smem_address(&s.q_full[w]));
+    }
+    q_parity ^= 1;
+  }
+
+  DEVICE void run() {
+    prefetch_map(&p.q);
+    prefetch_map(&p.k);
+    prefetch_map(&p.v);
+    Ring<2> slot;
+    int previous = 0;
+#pragma unroll 1
+    while (true) {
+      barrier_wait(smem_address(&s.pass_full[slot.index]), slot.parity);
+      const int4* pass = s.pass[slot.index];
+      const int4 item = pass[2];
+      if (item.x < 0) break;
+      const int count = pass[0].y, head_kv = pass[1].w;
+      int key = pass[0].x;
+#pragma unroll 1
+      for (int n = 0; n < count; ++n) {
+        const int4 range = pass[0], more = pass[1];
+        const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
+        load_k(key, head_kv, masked | (item.w && n + 1 == count ? kLast : 0), more.z, item);
+        if (item.z && n == 0)
+          load_q(item.x, item_head(item));
+        else
+          load_v(previous, head_kv);
+        previous = key;
+        key += static_cast<int>(p.plan.step);
+      }
+      if (count == 0) skip_kq(kMasked | kLast, item), previous = 0;  // nothing to see: zeros times some values
+      if (item.w) load_v(previous, head_kv);
+      barrier_arrive(smem_address(&s.pass_empty[slot.index]));
+      slot.advance();
+    }
+    skip_kq(kEnd, make_int4(0, 0, 0, 0));
+  }
+};
 
 // ---- consumers ----
 
@@ -176,44 +249,61 @@ DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int
   __syncwarp();  // before one thread releases the keys for all
 }
 
-DEVICE void store_output(const ForwardParams& p, float (&acc)[kHeadDimV / 2], const float (&factor)[2],
-                         const float (&prior)[2], int row, int end_row, int head, int lane) {
+// Stores the rows of this thread: factor * acc, and where kAdd, prior * what is there.
+template <bool kFloat, bool kAdd>
+DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const float (&factor)[2],
+                       const float (&prior)[2], int row, int end_row, int head, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int at = row + 8 * r;
     const bool valid = at < end_row;
+    const bool add = kAdd && prior[r] > 0.f;  // else the old output may be anything
     const i64 offset = at * p.out_row + head * p.out_head;
     float* out32 = static_cast<float*>(p.out) + offset + 2 * (lane % 4);
     u16* out16 = static_cast<u16*>(p.out) + offset;
 #pragma unroll
     for (int g = 0; g < kHeadDimV / 32; ++g) {
       u32 word[4];
+      float2 old[4];
+#pragma unroll
+      for (int j = 0; j < (kAdd ? 4 : 0); ++j) {
+        const int column = 32 * g + 8 * j;
+        u32 both = 0;
+        old[j] = make_float2(0.f, 0.f);
+        if (kFloat && add) old[j] = *reinterpret_cast<float2*>(out32 + column);
+        if (!kFloat && add) both = *reinterpret_cast<u32*>(out16 + column + 2 * (lane % 4));
+        if (!kFloat) old[j] = make_float2(T::low(both), T::high(both));
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int column = 32 * g + 8 * j, i = 4 * (4 * g + j) + 2 * r;
         float x = acc[i] * factor[r], y = acc[i + 1] * factor[r];
-        if (prior[r] > 0.f) {  // else the old output may be anything
-          if (p.out_fp32) {
-            const float2 old = *reinterpret_cast<float2*>(out32 + column);
-            x += old.x * prior[r], y += old.y * prior[r];
-          } else {
-            const u32 old = *reinterpret_cast<u32*>(out16 + column + 2 * (lane % 4));
-            x += T::low(old) * prior[r], y += T::high(old) * prior[r];
-          }
-        }
-        if (p.out_fp32) {
-          if (valid) *reinterpret_cast<float2*>(out32 + column) = make_float2(x, y);
-        } else {
+        if (kAdd) x += old[j].x * prior[r], y += old[j].y * prior[r];
+        if (!kFloat)
           word[j] = T::pack(x, y);
-        }
+        else if (valid)
+          *reinterpret_cast<float2*>(out32 + column) = make_float2(x, y);
       }
-      if (!p.out_fp32) {
+      if (!kFloat) {
         transpose_quad(word, lane);  // now each thread stores 16 bytes
         if (valid)
           *reinterpret_cast<uint4*>(out16 + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
       }
     }
   }
+}
+
+// The choice is made once, not for each element: an item of few blocks would spend a fifth of its time on branches.
+DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const float (&factor)[2],
+                         const float (&prior)[2], int row, int end_row, int head, int lane) {
+  if (!p.accumulate && !p.out_fp32)
+    store_rows<false, false>(p, acc, factor, prior, row, end_row, head, lane);
+  else if (!p.accumulate)
+    store_rows<true, false>(p, acc, factor, prior, row, end_row, head, lane);
+  else if (!p.out_fp32)
+    store_rows<false, true>(p, acc, factor, prior, row, end_row, head, lane);
+  else
+    store_rows<true, true>(p, acc, factor, prior, row, end_row, head, lane);
 }
 
 // log(exp(a) + exp(b)), -inf where both are.
@@ -233,8 +323,8 @@ DEVICE void atomic_max_logit(float* address, float value) {
     atomicMin(reinterpret_cast<u32*>(address), __float_as_uint(value));
 }
 
-DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax& softmax, int row, int end_row,
-                   int head, int lane) {
+DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, int row,
+                   int end_row, int head, int lane) {
   float factor[2], prior[2];
   float top = -kInfinity;
 #pragma unroll
@@ -274,98 +364,118 @@ DEVICE void finish(const ForwardParams& p, float (&acc)[kHeadDimV / 2], Softmax&
 DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int row = warpgroup * kRows + (thread / 32) * 16 + lane / 4;
-  Ring<kStages> rk, rv;
-  Ring<2> slot;
-  u32 q_parity = 0;
   const u32 my_turn = 1 + warpgroup, other_turn = 2 - warpgroup;
   if (warpgroup == 1) named_arrive(other_turn, 256);
-  auto release = [&](u64& barrier) {
-    if (lane == 0) barrier_arrive(smem_address(&barrier));
+  int leads = lane == 0;
+  asm("" : "+r"(leads));  // else the thread's number is read anew for each release, which takes longer
+  auto release = [&](u32 barrier) {
+    if (leads) barrier_arrive(barrier);
   };
-  BlockWalk<true> walk(p.plan, warpgroup, row);
-  auto take_item = [&] {
-    barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
-    const int4 item = s.item[slot.index];
+  Ring<kStages> rk, rv;
+  u32 q_parity = 0;
+  // Sums of 32 bits, which stay in uniform registers.
+  auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
+  int flags;  // of the block whose logits were computed last
+  float logits[kBlockN / 2];
+  auto wait_k = [&] { barrier_wait(nth(s.k_full, 8, rk.index), rk.parity); };
+  auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
+  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, warpgroup), q_parity); };
+  auto release_k = [&] {
+    release(nth(s.k_empty, 8, rk.index));
+    rk.advance();
+  };
+  auto release_v = [&] {
+    release(nth(s.v_empty, 8, rv.index));
+    rv.advance();
+  };
+  auto queries = [&] { return nth(s.q, kBytesQ, warpgroup); };
+  auto keys = [&] { return nth(s.k, kBytesK, rk.index); };
+  auto values = [&] { return Operand(nth(s.v, kBytesV, rv.index), kBlockN * 128); };
+  auto shape = [&](float (&x)[kBlockN / 2]) {
+    if (SOFTCAP) apply_softcap(x, p.softcap_factor);
+    if (flags & (1 << warpgroup)) {
+      const int2* of_row = s.bounds[rk.index] + row;
+      const int2 bounds[2] = {of_row[0], of_row[8]};
+      apply_mask(x, s.info[rk.index].x + 2 * (lane % 4), bounds);
+      __syncwarp();  // all have read before one thread releases the block
+    }
+  };
+  auto again = [&](float (&x)[kBlockN / 2]) {
+    recompute_logits(x, queries(), keys(), row % kRows, lane);
+    shape(x);
+  };
+  const bool look = p.max_logits != nullptr;
+
+  wait_k();
+  wait_q();
+  issue_qk(logits, Operand(queries()), Operand(keys()));
+  __syncwarp();
+  flags = uniform(s.info[rk.index].y);
+  wgmma_wait<0>();
+  pin(logits);
+  while (!(flags & kEnd)) {
+    // The logits of an item's first block are there.
+    const int first_row = s.info[rk.index].z, head_rows = s.info[rk.index].w;
     __syncwarp();
-    release(s.item_empty[slot.index]);
-    slot.advance();
-    walk.start(item.z, item.w);
-    return item;
-  };
-  int4 item = take_item();
-  while (item.x >= 0) {
-    float out[kHeadDimV / 2];
+    float out[kHeadDimV / 2], rescale[2];
+    u32 probs[kBlockN / 4];
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
     Softmax softmax;
     softmax.reset();
-    if (item.z < item.w) {
-      float logits[kBlockN / 2];
-      u32 probs[kBlockN / 4];
-      float rescale[2];
-      const u32 q_at = smem_address(s.q[warpgroup]);
-      const Operand q(q_at);
-      auto keys = [&] { return Operand(smem_address(s.k[rk.index])); };
-      auto values = [&] { return Operand(smem_address(s.v[rv.index]), kBlockN * 128); };
-      auto shape = [&](float (&x)[kBlockN / 2]) {
-        if (SOFTCAP) apply_softcap(x, p.softcap_factor);
-        if (walk.masked()) apply_mask(x, walk.column + 2 * (lane % 4), walk.bounds);
-      };
-      auto again = [&](float (&x)[kBlockN / 2]) {
-        recompute_logits(x, q_at, smem_address(s.k[rk.index]), row % kRows, lane);
-        shape(x);
-      };
-      const bool look = p.max_logits != nullptr;
-
-      barrier_wait(smem_address(&s.q_full[warpgroup]), q_parity);
-      q_parity ^= 1;
-      barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-      issue_qk(logits, q, keys());
-      wgmma_wait<0>();
+    shape(logits);
+    softmax.update(logits, p.scale_log2, rescale, look, again);
+    release_k();
+    pack_probs(probs, logits);
+    const Operand q(queries());
+    while (true) {
+      // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
+      // the assembler finds too few registers and serialises the products.
+      if (flags & kLast) {
+        if (p.num_tiles >= 0) break;
+        flags = uniform(flags + 1);
+      }
+      const Operand k(keys()), v = values();
+      wait_k();
+      named_sync(my_turn, 256);
+      issue_qk(logits, q, k);
+      wait_v();
+      issue_pv(out, probs, v);
+      named_arrive(other_turn, 256);
+      flags = uniform(s.info[rk.index].y);
+      wgmma_wait<1>();
       pin(logits);
       shape(logits);
-      softmax.update(logits, p.scale_log2, rescale, look, again);
-      release(s.k_empty[rk.index]);
-      rk.advance();
-      pack_probs(probs, logits);
-
-      while (walk.advance()) {
-        const Operand k = keys(), v = values();
-        barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-        named_sync(my_turn, 256);
-        issue_qk(logits, q, k);
-        barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
-        issue_pv(out, probs, v);
-        named_arrive(other_turn, 256);
-        wgmma_wait<1>();
-        pin(logits);
-        shape(logits);
-        const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
-        hold(softmax.sum[0] + softmax.sum[1]);
-        release(s.k_empty[rk.index]);
-        rk.advance();
-        wgmma_wait<0>();
-        pin(out);
-        pin(probs);
-        release(s.v_empty[rv.index]);
-        rv.advance();
-        if (grown) {
-#pragma unroll
-          for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
-        }
-        pack_probs(probs, logits);
-      }
-      release(s.q_empty[warpgroup]);
-      barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
-      issue_pv(out, probs, values());
+      const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
+      hold(softmax.sum[0] + softmax.sum[1]);
+      release_k();
       wgmma_wait<0>();
       pin(out);
-      release(s.v_empty[rv.index]);
-      rv.advance();
+      pin(probs);
+      release_v();
+      if (grown) {
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
+      }
+      pack_probs(probs, logits);
     }
-    const int first_row = item.x, end_row = first_row + item_rows(item), head = item_head(item);
-    item = take_item();  // its tables arrive while the output is written
-    finish(p, out, softmax, first_row + row, end_row, head, lane);
+    release(nth(s.q_empty, 8, warpgroup));
+    q_parity ^= 1;
+    const Operand v = values();
+    wait_v();
+    issue_pv(out, probs, v);
+    wgmma_wait<0>();
+    pin(out);
+    pin(probs);
+    release_v();
+    finish(p, out, softmax, first_row + row, first_row + (head_rows >> 16), head_rows & 0xffff, lane);
+    const Operand next_q(queries()), next_k(keys());
+    wait_k();
+    wait_q();
+    issue_qk(logits, next_q, next_k);
+    flags = uniform(s.info[rk.index].y);
+    wgmma_wait<0>();
+    pin(logits);
   }
   if (warpgroup == 0) named_sync(my_turn, 256);
 }
@@ -386,15 +496,16 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
       barrier_init(smem_address(&s.v_empty[i]), 4 * kGroups);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(smem_address(&s.item_full[i]), 1);
-      barrier_init(smem_address(&s.item_empty[i]), 4 * kGroups);
+      barrier_init(smem_address(&s.pass_full[i]), 1);
+      barrier_init(smem_address(&s.pass_empty[i]), 1);
     }
     barrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
-    if (threadIdx.x == 0) produce(p, s);
+    if (threadIdx.x == 0) Producer{p, s}.run();
+    if (threadIdx.x == 32) scout(p, s);
   } else {
     registers_grow<240>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);

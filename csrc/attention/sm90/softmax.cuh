@@ -10,19 +10,27 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
 
-// Hides what is outside [lo, hi) of each row. `base`: column of the first element of this thread.
+// One bit for each element of a row that lies at this column or behind it, of `columns` at most.
+DEVICE u32 bits_from(int column, int columns) {
+  const int c = min(max(column, 0), columns);
+  u32 bits;
+  asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(0xffffffffu), "r"(2 * (c / 8) + min(c % 8, 2)));  // none from 32 on
+  return bits;
+}
+
+// Hides what is outside [lo, hi) of each row. `base`: column of the first element of this thread. The assembler moves
+// seven bits at a time to predicates: half the instructions of comparing columns.
 template <int N>
 DEVICE void apply_mask(float (&s)[N], int base, const int2 (&bounds)[2]) {
-  int lo[2], hi[2];
+  static_assert(N <= 64);  // elements of two rows
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    lo[r] = bounds[r].x - base;
-    hi[r] = bounds[r].y - base;
-  }
+    const u32 visible = bits_from(bounds[r].x - base, 4 * N) & ~bits_from(bounds[r].y - base, 4 * N);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int r = (i >> 1) & 1, column = 8 * (i / 4) + (i & 1);
-    s[i] = (column >= lo[r] && column < hi[r]) ? s[i] : -kInfinity;
+    for (int i = 0; i < N / 2; ++i) {
+      float& x = s[4 * (i / 2) + 2 * r + i % 2];
+      x = visible & (1u << i) ? x : -kInfinity;
+    }
   }
 }
 

@@ -54,7 +54,7 @@ def forward(
     if num_rows == 0:
         return max_logits
     q, k, v = map(loadable, (q, k, v))
-    if k.shape[0] == 0:  # nothing is read, but addresses must be valid
+    if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
         k, v = q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:]))
         bands = bands[:0]
     direct = out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out)
@@ -97,11 +97,13 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     block_n = hopper_kernels.FORWARD_WIDTH[dims]
     plan = hopper_plan.forward_plan(bands, num_rows, block_n, q.device)
     softcap, scale = options.softcap, options.softmax_scale
+    # What sees nothing adds nothing; such tiles are the last.
+    num_tiles = sum(c > 0 for c in plan.costs) if accumulate and sink_lse is None else plan.num_tiles
     params = ForwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         counter=work_counter(q.device, stream).data_ptr(),
         out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-        num_tiles=plan.num_tiles, num_heads=num_heads, group=group,
+        num_tiles=num_tiles, num_heads=num_heads, group=group,
         head_section=head_section(num_heads, group, k, v), logit_scale=softcap or scale,
         scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
         accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
@@ -109,5 +111,5 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     if sink_lse is not None:
         params.sink_row, params.sink_head = sink_lse.stride()
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0)
-    grid = grid_size(q.device, plan.num_tiles * num_heads, options.sm_margin)
+    grid = grid_size(q.device, num_tiles * num_heads, options.sm_margin)
     return Launch(kernel, grid, params, ((q, 64), (k, block_n), (v, block_n)), keep=plan)
