@@ -101,9 +101,6 @@ DEVICE void store_shared_v4(u32 smem, float a, float b, float c, float d) {
 // Ordinary writes to shared memory become visible to the tensor cores and the copy engine.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same between ordinary accesses and the copy engine's in global memory.
-DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
 // ---- registers ----
 
 template <int N>
@@ -209,13 +206,7 @@ struct Fp16 {
   }
 };
 
-DEVICE void store_matrices_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c),
-               "r"(d)
-               : "memory");
-}
-
-// The same of the transposed matrices.
+// Four 8 x 8 matrices, transposed.
 DEVICE void store_transposed_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b),
                "r"(c), "r"(d)

@@ -27,12 +27,12 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
     seen: list[tuple[str, tuple[str, ...]]] = []
     monkeypatch.setattr(hopper_kernels, "_load", lambda _device, name, defines, *_: seen.append((name, defines)))
     hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, softcap)
-    if dims in hopper_kernels.WIDE_TILES:
-        hopper_kernels.backward_wide_keys_kernel.__wrapped__(None, dtype, dims, softcap)
-        hopper_kernels.backward_wide_queries_kernel.__wrapped__(None, dtype, dims, softcap)
+    hopper_kernels.backward_queries_kernel.__wrapped__(None, dtype, dims, softcap)
+    if dims in hopper_kernels.WHOLE_DIMS:
+        for adds_dq in (False, True):
+            hopper_kernels.backward_kernel.__wrapped__(None, dtype, dims, softcap, adds_dq)
     else:
-        for ordered in (False, True):
-            hopper_kernels.backward_kernel.__wrapped__(None, dtype, dims, softcap, ordered)
+        hopper_kernels.backward_keys_kernel.__wrapped__(None, dtype, dims, softcap)
     return seen
 
 
@@ -40,7 +40,7 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
 @pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
 def test_attention_kernels_compile_without_serialised_products_or_large_spills(monkeypatch, dims, softcap):
     found = kernels(monkeypatch, dims, torch.bfloat16, softcap)
-    assert len(found) == 3
+    assert len(found) == (4 if dims in hopper_kernels.WHOLE_DIMS else 3)
     for name, defines in found:
         image, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
         assert image[:4] == b"\x7fELF"

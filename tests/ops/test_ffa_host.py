@@ -28,12 +28,12 @@ STRUCTS = [
     (
         "backward",
         "BackwardParams",
-        ("HEAD_DIM=64", "HEAD_DIM_V=64", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0", "ORDERED=0"),
+        ("HEAD_DIM=64", "HEAD_DIM_V=64", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0", "ADD_DQ=1"),
     ),
     *(
         (
-            f"backward_wide_{part}",
-            "BackwardWideParams",
+            f"backward_{part}",
+            "BackwardPartParams",
             (
                 "HEAD_DIM=192",
                 "HEAD_DIM_V=128",
@@ -85,8 +85,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: type("Stream", (), {"cuda_stream": 0})())
     monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
     kernels = (
-        hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.backward_wide_keys_kernel,
-        hopper_kernels.backward_wide_queries_kernel, hopper_kernels.small_kernel,
+        hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.backward_keys_kernel,
+        hopper_kernels.backward_queries_kernel, hopper_kernels.small_kernel,
     )  # fmt: skip
     for kernel in kernels:
         kernel.cache_clear()
@@ -107,6 +107,7 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
     q, k, v, bands = tensors()
     options = AttnOptions(0.1, deterministic=deterministic)
     out, lse = torch.empty_like(q), torch.empty(300, 4)
+    backward = ["backward", "backward_queries"] if deterministic else ["backward", "finish_keys", "finish_dq"]
     for _ in range(3):
         hopper.forward(
             q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
@@ -114,12 +115,12 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
         delta = hopper.row_delta(q, out)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
-    assert launched == ["forward", "row_delta", "prepare", "backward", "finish_keys", "finish_dq"] * 3
-    assert len(hopper_launch._launches) == 6
+    assert launched == ["forward", "row_delta", "prepare", *backward] * 3
+    assert len(hopper_launch._launches) == 3 + len(backward)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", list(hopper_kernels.WIDE_TILES))
+@pytest.mark.parametrize("dims", list(hopper_kernels.PART_TILES))
 def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, deterministic):
     q, k, v, bands = tensors(dims=dims)
     options, dout, row = (
@@ -130,9 +131,9 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
     for _ in range(2):
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(dout, q, k, v, row, row, bands, options, grads=grads, accumulate=False)
-    assert launched == ["prepare", "backward_wide_keys", "backward_wide_queries"] * 2
+    assert launched == ["prepare", "backward_keys", "backward_queries"] * 2
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
-    keys, queries = by_name["backward_wide_keys"], by_name["backward_wide_queries"]
+    keys, queries = by_name["backward_keys"], by_name["backward_queries"]
     assert (keys.dk, keys.dk_row, keys.dk_head) == (grads[1].data_ptr(), 2 * dims[0], dims[0])
     assert (keys.dv, keys.dv_row, keys.dv_head) == (grads[2].data_ptr(), 2 * dims[1], dims[1])
     assert (queries.dq, queries.dq_row, queries.dq_head) == (grads[0].data_ptr(), 4 * dims[0], dims[0])

@@ -17,7 +17,6 @@ from megatron_magi.ops.hopper.tiles import (
     SUB_ROWS,
     UNIT,
     TilePlan,
-    block_turns,
     descending,
     plan_tiles,
     transpose,
@@ -40,22 +39,7 @@ def check_plan(plan: TilePlan, visible: np.ndarray, align: int = 1) -> None:
             cover_pass(plan, i, row0, rows, covered)
     assert sorted(used) == list(range(len(plan.passes)))
     np.testing.assert_array_equal(covered, visible.astype(np.int64))
-    if align == UNIT:
-        check_turns(plan)
     assert np.all(plan.costs[:-1] + 1 + plan.tiles[:-1, 2] - plan.tiles[:-1, 1] >= plan.costs[1:])
-
-
-def check_turns(plan: TilePlan) -> None:
-    order = np.argsort(plan.tiles[:, 0])
-    turns, visits = block_turns(plan, order), {}
-    assert len(turns) == plan.num_blocks
-    for _, first, past, _ in plan.tiles[order].tolist():
-        for column, count, offset in plan.passes[first:past, [0, 1, 6]].tolist():
-            for i in range(count):
-                for j in range(plan.block_n // UNIT):
-                    unit = (column + i * plan.step) // UNIT + j
-                    assert turns[offset + i, j] == visits.setdefault(unit, 0)
-                    visits[unit] += 1
 
 
 def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray) -> None:

@@ -12,8 +12,8 @@
 // cores work for the other. dQ is handed over under dV and dK. The softmax scale is left out of dS and multiplies dQ
 // and dK at the end.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ORDERED (0 or 1: sums are added
-// in the order of the items, so that results repeat bit by bit).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
+// order of additions does not depend on time).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -49,8 +49,6 @@ struct BackwardParams {
   float* key_sums;     // sums [tiles, key heads, dk and dv, 2 halves, 8 units] pieces, of tiles whose heads are apart
   void *dk, *dv;
   int* counter;                          // two words, zero before and after
-  const int* turns;                      // ORDERED: of each visit of 16 queries, the visits before it
-  int *done, *key_done;                  // ORDERED: of each piece, how often it has been added to; zero before
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int num_items, group, heads_kv;
   int heads_inner, stats_row, units, store;  // units: stats_row / 16
@@ -68,9 +66,7 @@ struct Item {
 // What a warpgroup hands over.
 struct Parcel {
   int piece;  // the first of four; -1: no more
-  int turn;   // ORDERED: of dQ the number of the block among all visits, of dK and dV the turn itself
   int keys;   // 1: for key_sums
-  int unused;
 };
 
 // A query block as the producer announces it beside the queries.
@@ -78,7 +74,7 @@ struct BlockInfo {
   int column;       // first query
   int piece;        // of its sums, the first half
   int pass_masked;  // 4 * pass, and a bit for each warpgroup that has to apply the mask
-  int turn_last;    // 8 * number of the block among all visits, and 1 for the last block of the item
+  int last;         // 1: the last block of the item
 };
 
 struct Shared {
@@ -146,7 +142,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
       const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
       const int row = range.x + n * static_cast<int>(p.plan.step), head = item.head + h;
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
-      int4 info = make_int4(row, 2 * head * p.units + row / 16, 4 * pass + masked, 8 * (more.z + n));
+      int4 info = make_int4(row, 2 * head * p.units + row / 16, 4 * pass + masked, 0);
       if (!p.heads_inner || ++h == item.heads) {
         if (p.heads_inner) h = 0;
         if (++n == range.y) {
@@ -157,7 +153,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
           }
         }
       }
-      info.w += last;
+      info.w = last;
       const int i = ring.index;
       u32 bar = smem_address(&s.q_full[i]);
       barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
@@ -184,44 +180,18 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
 
 // ---- two warps, one for each warpgroup of consumers: they add to the sums in device memory ----
 
-// Work items are started in their order, and wait only for earlier ones, so all of them get their turn.
-DEVICE void wait_turn(int* done, int turn) {
-  int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
-  } while (now != turn);
-  fence_async_global();
-}
-
-DEVICE void next_turn(int* done, int turn) {
-  fence_async_global();
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(done), "r"(turn + 1) : "memory");
-}
-
 DEVICE void add_parcels(const BackwardParams& p, Shared& s, int warpgroup) {
-  const int lane = threadIdx.x % 32;
   const u32 place = smem_address(s.place[warpgroup]), free = kPlaceFree + warpgroup, full = kPlaceFull + warpgroup;
-  int *added = nullptr, turn = 0;
   while (true) {
     named_arrive(free, 160);
-    if (ORDERED && added) {
-      bulk_wait();
-      next_turn(added, turn);
-    }
-    __syncwarp();
     named_sync(full, 160);
     const Parcel parcel = s.parcel[warpgroup];
     if (parcel.piece < 0) break;
-    float* sums = (parcel.keys ? p.key_sums : p.dq) + static_cast<i64>(parcel.piece) * kPieceFloats;
-    if (ORDERED && lane < 4) {
-      added = (parcel.keys ? p.key_done : p.done) + parcel.piece + lane;
-      turn = parcel.keys ? parcel.turn : __ldg(p.turns + 4 * parcel.turn + lane);
-      wait_turn(added, turn);
-      add_floats(sums + lane * kPieceFloats, place + lane * kPieceFloats * 4, kPieceFloats * 4);
-    } else if (!ORDERED && lane == 0) {
+    if (threadIdx.x % 32 == 0) {
+      float* sums = (parcel.keys ? p.key_sums : p.dq) + static_cast<i64>(parcel.piece) * kPieceFloats;
       add_floats(sums, place, 4 * kPieceFloats * 4);
+      bulk_wait_read();
     }
-    bulk_wait_read();
     __syncwarp();
   }
   bulk_wait();
@@ -438,21 +408,25 @@ struct Consumer {
     wgmma_wait<0>();  // dP
     pin(y);
     form_ds(x, y, slope, delta, ds);
-    if (previous.piece >= 0) wait_ds();
-    const Operand ds_before(smem_address(s.ds[buffer.index]));
-    buffer.advance();
-    store_ds(ds);
-    // Of the first block this is computed of whatever lies there, for nobody: a product on one side of a branch would
-    // serialise all of them.
-    issue_dq(dq, ds_before, k_half);
+    if constexpr (ADD_DQ) {
+      if (previous.piece >= 0) wait_ds();
+      const Operand ds_before(smem_address(s.ds[buffer.index]));
+      buffer.advance();
+      store_ds(ds);
+      // Of the first block this is computed of whatever lies there, for nobody: a product on one side of a branch would
+      // serialise all of them.
+      issue_dq(dq, ds_before, k_half);
+    }
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
-    fence_async_proxy();
-    wgmma_wait<2>();  // dQ
-    pin(dq);
-    announce_ds();
-    if (previous.piece >= 0) hand_over<0>(dq, previous);
-    previous = {info.piece + warpgroup * p.units, info.turn_last / 8, 0, 0};
+    if constexpr (ADD_DQ) {
+      fence_async_proxy();
+      wgmma_wait<2>();  // dQ
+      pin(dq);
+      announce_ds();
+      if (previous.piece >= 0) hand_over<0>(dq, previous);
+      previous = {info.piece + warpgroup * p.units, 0};
+    }
     wgmma_wait<1>();  // dV
     pin(probs);
     pin(dv);
@@ -462,34 +436,36 @@ struct Consumer {
     pin(dk);
     release(s.q_empty[now]);
     ring.advance();
-    return !(info.turn_last & 1);
+    return !info.last;
   }
 
   // All query blocks of one work item.
   DEVICE void accumulate(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
-    Parcel previous = {-1, 0, 0, 0};
+    Parcel previous = {-1, 0};
     while (step(dk, dv, previous)) {
     }
-    wait_ds();
     float dq[kDqColumns / 2];
-    issue_dq(dq, Operand(smem_address(s.ds[buffer.index])), k_half);
-    wgmma_wait<0>();
-    pin(dq);
+    if constexpr (ADD_DQ) {
+      wait_ds();
+      issue_dq(dq, Operand(smem_address(s.ds[buffer.index])), k_half);
+      wgmma_wait<0>();
+      pin(dq);
+    }
     release(s.kv_empty);
-    hand_over<0>(dq, previous);
+    if constexpr (ADD_DQ) hand_over<0>(dq, previous);
   }
 
   // dK and dV of one query head of several.
   DEVICE void add_key_gradients(const Item& item, const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDimV / 2]) {
     constexpr int kHalf = kDqColumns / 2, kUnits = kTileKeys / 16;
-    const int head_kv = item.head / p.group, turn = item.head - head_kv * p.group;
+    const int head_kv = item.head / p.group;
     const int piece = (item.tile * p.heads_kv + head_kv) * 4 * kUnits + 4 * warpgroup;
-    hand_over<0>(dk, {piece, turn, 1, 0});
-    hand_over<kHalf>(dk, {piece + kUnits, turn, 1, 0});
-    hand_over<0>(dv, {piece + 2 * kUnits, turn, 1, 0});
-    hand_over<kHalf>(dv, {piece + 3 * kUnits, turn, 1, 0});
+    hand_over<0>(dk, {piece, 1});
+    hand_over<kHalf>(dk, {piece + kUnits, 1});
+    hand_over<0>(dv, {piece + 2 * kUnits, 1});
+    hand_over<kHalf>(dv, {piece + 3 * kUnits, 1});
   }
 
   DEVICE void store_key_gradients(const Item& item, const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDimV / 2]) {

@@ -1,20 +1,32 @@
-// What the backward needs of each row: lse and delta, transposed to one head after another.
+// What the backward needs of each row: lse and delta, transposed to one head after another. And zeros where it will
+// add.
 
 #include "../../common/ptx.cuh"
 
 struct PrepareParams {
   const float* lse;
   const float* delta;
-  float* lse_out;    // [num_heads, stats_row]: times log2 e
-  float* delta_out;  // [num_heads, stats_row]: negated
+  float* lse_out;           // [num_heads, stats_row]: times log2 e
+  float* delta_out;         // [num_heads, stats_row]: negated
+  float4 *sums, *key_sums;  // to be zeroed
+  i64 num_sums, num_key_sums;
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;
 };
 
-// One block: 32 rows of 32 heads.
+DEVICE void fill_zeros(float4* to, i64 count) {
+  const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
+    to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
+// One block: 32 rows of 32 heads; those after the last row and head only zero.
 extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
   __shared__ float2 tile[32][33];
+  fill_zeros(p.sums, p.num_sums);
+  fill_zeros(p.key_sums, p.num_key_sums);
   const int tiles_row = p.stats_row / 32;
+  if (static_cast<int>(blockIdx.x) >= tiles_row * ((p.num_heads + 31) / 32)) return;
   const int row0 = (blockIdx.x % tiles_row) * 32, head0 = (blockIdx.x / tiles_row) * 32;
   const int x = threadIdx.x % 32, y = threadIdx.x / 32;
   for (int i = y; i < 32; i += 8) {

@@ -1,4 +1,4 @@
-"""The backward pass on Hopper GPUs: statistics of rows, the kernel that does the work (two for wide heads), and dq."""
+"""The backward pass on Hopper GPUs: statistics of rows, the kernels that do the work, and what finishes their sums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.ops.hopper import backward_wide as hopper_wide
+from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.driver import fits_tensor_map
@@ -32,6 +32,7 @@ from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 32 << 20  # sums of dk and dv that are worth a little more speed
+_ZEROING_BLOCKS = 1024
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -52,8 +53,8 @@ def backward(
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
     ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
-    fp32 dq of device memory, for wide heads none; where dq is added to, and a key head has at least four query heads,
-    also an fp32 dk and dv.
+    fp32 dq of device memory, for wide heads and deterministic results none; where dq is added to, and a key head has
+    at least four query heads, also an fp32 dk and dv.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -68,27 +69,57 @@ def backward(
     check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
     q, k, v, dout = map(loadable, (q, k, v, dout.to(q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    wide = dims in hopper_kernels.WIDE_TILES
-    shape = hopper_kernels.WIDE_TILES.get(dims, (_KEYS, _QUERIES))
+    whole = dims in hopper_kernels.WHOLE_DIMS
+    adds_dq = whole and not options.deterministic
+    shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
     plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape)
     processors = num_processors(q.device) - options.sm_margin
-    stats = _row_stats(lse, delta, shape[1], stream)
     splits = 1
-    if wide and not options.deterministic:
+    if not whole and not options.deterministic:
         splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
     store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
-    if wide:
-        hopper_wide.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
-        hopper_wide.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
-    else:
+    if whole:
         room = dq if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
-        sums = _run_backward(inputs, stats, bands, options, plan, store, (dk, dv), room, processors, stream)
+        schedule = _schedule(plan, q, k, processors, adds_dq)
+        sums, key_sums = _sum_buffers(q, k, schedule, adds_dq, room)
+        stats = _row_stats(lse, delta, shape[1], (sums, key_sums), stream)
+        _run_backward(inputs, stats, bands, options, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
+        if schedule.num_apart:
+            _finish_keys(key_sums, (dk, dv), plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
+    else:
+        stats = _row_stats(lse, delta, shape[1], (), stream)
+        hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
+    if adds_dq:
         _finish_dq(sums, dq, stats.shape[2] // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
+    else:
+        hopper_parts.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
     for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
         if buffer is not grad:
             grad.copy_(grad + buffer if adds else buffer)
+
+
+def _schedule(plan: DevicePlan, q: Tensor, k: Tensor, processors: int, adds_dq: bool) -> DeviceSchedule:
+    """The order of work. Heads of a group are apart where their sums fit in dq, or are small."""
+    group = q.shape[1] // k.shape[1]
+    few = 2 * 4 * k.numel() <= _FEW_BYTES
+    return hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart=adds_dq and (group >= 4 or few))
+
+
+def _sum_buffers(
+    q: Tensor, k: Tensor, schedule: DeviceSchedule, adds_dq: bool, room: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Memory for fp32 sums of dq, and of dk and dv: in ``room``, which is free until dq is finished, if they fit."""
+    num_rows, num_heads, dim = q.shape
+    count = num_heads * _padded(num_rows, _QUERIES) * dim * adds_dq
+    key_count = 2 * schedule.num_apart * _KEYS * k.shape[1] * dim
+    sums = torch.empty(count, dtype=torch.float32, device=q.device)
+    if room is not None and room.is_contiguous() and room.data_ptr() % 16 == 0:
+        flat = room.view(-1)
+        if key_count * 4 <= flat.numel() * flat.element_size():
+            return sums, flat[: key_count * 4 // flat.element_size()].view(torch.float32)
+    return sums, torch.empty(key_count, dtype=torch.float32, device=q.device)
 
 
 def _run_backward(
@@ -97,31 +128,14 @@ def _run_backward(
     bands,
     options: AttnOptions,
     plan: DevicePlan,
+    schedule: DeviceSchedule,
     store: int,
-    grads,
-    room: Tensor | None,
-    processors: int,
+    grads: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, Tensor],
     stream: int,
-) -> Tensor:
-    """Writes dk and dv; returns the sums of dq, which lie as `_finish_dq` wants them.
-
-    ``room``: memory that is free until then.
-    """
-    q, k, v, dout = inputs
-    dk, dv = grads
-    num_heads, dim, num_heads_kv = *q.shape[1:], k.shape[1]
-    group = num_heads // num_heads_kv
-    few = 2 * 4 * k.numel() <= _FEW_BYTES
-    schedule = hopper_plan.schedule_of(
-        plan, num_heads_kv, group, processors, apart=group >= 4 or few, ordered=options.deterministic
-    )
-    pieces = 2 * num_heads * (stats.shape[2] // UNIT)
-    key_pieces = 4 * (_KEYS // UNIT) * schedule.num_apart * num_heads_kv
-    sums = torch.zeros(pieces * UNIT * dim // 2, dtype=torch.float32, device=q.device)
-    key_sums = _zeros_in(room, key_pieces * UNIT * dim // 2, q.device)
-    done = None
-    if options.deterministic:
-        done = torch.zeros(pieces + key_pieces, dtype=torch.int32, device=q.device)
+) -> None:
+    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. Without dq where they must repeat."""
+    (q, k, v, dout), (dk, dv) = inputs, grads
     launch = prepared(
         (
             "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
@@ -133,14 +147,9 @@ def _run_backward(
         launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
         params = launch.params
         params.lse, params.delta = stats[0].data_ptr(), stats[1].data_ptr()
-        params.dq, params.key_sums = sums.data_ptr(), key_sums.data_ptr()
+        params.dq, params.key_sums = sums[0].data_ptr(), sums[1].data_ptr()
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
-        if done is not None:
-            params.done, params.key_done = done.data_ptr(), done.data_ptr() + 4 * pieces
         launch.fire(stream)
-    if schedule.num_apart:
-        _finish_keys(key_sums, grads, plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
-    return sums
 
 
 def _prepare_backward(
@@ -152,27 +161,18 @@ def _prepare_backward(
     softcap, scale, num_items = options.softcap, options.softmax_scale, len(schedule.items)
     params = BackwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
-        items=schedule.items.data_ptr(), turns=schedule.turns.data_ptr(),
-        counter=work_counter(q.device, stream).data_ptr(),
+        items=schedule.items.data_ptr(), counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         num_items=num_items, group=q.shape[1] // num_heads_kv, heads_kv=num_heads_kv,
         heads_inner=int(plan.heads_inner), stats_row=padded, units=padded // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
-    dims = (q.shape[2], v.shape[2])
-    kernel = hopper_kernels.backward_kernel(q.device, q.dtype, dims, softcap > 0, options.deterministic)
+    kernel = hopper_kernels.backward_kernel(
+        q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, not options.deterministic
+    )
     grid = grid_size(q.device, num_items, options.sm_margin)
     maps = ((q, _QUERIES), (k, _KEYS), (v, _KEYS), (dout, _QUERIES))
     return Launch(kernel, grid, params, maps, keep=(plan, schedule))
-
-
-def _zeros_in(room: Tensor | None, count: int, device: torch.device) -> Tensor:
-    """``count`` fp32 zeros, in the memory of a tensor if they fit there."""
-    if room is not None and room.is_contiguous() and room.data_ptr() % 16 == 0:
-        flat = room.view(-1)
-        if count * 4 <= flat.numel() * flat.element_size():
-            return flat[: count * 4 // flat.element_size()].view(torch.float32).zero_()
-    return torch.zeros(count, dtype=torch.float32, device=device)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -205,8 +205,8 @@ def _padded(num_rows: int, block: int) -> int:
     return -(-num_rows // 32) * 32 + block
 
 
-def _row_stats(lse: Tensor, delta: Tensor, block: int, stream: int) -> Tensor:
-    """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``."""
+def _row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Tensor, ...], stream: int) -> Tensor:
+    """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``; fills ``to_zero``, two or none, with zeros."""
     (num_rows, num_heads), device = lse.shape, lse.device
     padded = _padded(num_rows, block)
     stats = torch.empty((2, num_heads, padded), dtype=torch.float32, device=device)
@@ -217,13 +217,18 @@ def _row_stats(lse: Tensor, delta: Tensor, block: int, stream: int) -> Tensor:
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=padded,
         )  # fmt: skip
-        return Launch(hopper_kernels.small_kernel(device, "prepare", ()), padded // 32 * -(-num_heads // 32), params)
+        blocks = max(padded // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if to_zero else 1)
+        return Launch(hopper_kernels.small_kernel(device, "prepare", ()), blocks, params)
 
-    launch = prepared(("prepare", device, padded, lse.shape, lse.stride(), delta.stride()), make)
+    key = ("prepare", device, padded, lse.shape, lse.stride(), delta.stride(), len(to_zero))
+    launch = prepared(key, make)
     with launch.lock:
         params = launch.params
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
         params.lse_out, params.delta_out = stats[0].data_ptr(), stats[1].data_ptr()
+        if to_zero:
+            params.sums, params.key_sums = to_zero[0].data_ptr(), to_zero[1].data_ptr()
+            params.num_sums, params.num_key_sums = to_zero[0].numel() // 4, to_zero[1].numel() // 4
         launch.fire(stream)
     return stats
 

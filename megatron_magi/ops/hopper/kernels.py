@@ -14,12 +14,16 @@ from megatron_magi.ops.hopper.driver import Kernel
 FORWARD_WIDTH = {(64, 64): 128, (128, 128): 128, (192, 128): 128, (256, 256): 64}
 """Keys of a block by head dims (qk, v): the kernels that there are."""
 
-BACKWARD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-WIDE_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
-"""Head dims whose backward is two kernels: for keys, with keys of a tile and queries of a block, and for queries."""
+WHOLE_DIMS = ((64, 64), (128, 128))
+"""Head dims whose backward is one kernel, which adds dq in device memory; or two, where results must repeat."""
 
-WIDE_KEYS = 64
-"""Keys of a block of the kernel for queries."""
+PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
+"""Head dims whose backward is always two kernels: for dk and dv, with keys of a tile and queries of a block; for dq."""
+
+BACKWARD_DIMS = (*WHOLE_DIMS, *PART_TILES)
+
+PART_KEYS = 64
+"""Keys of a block of the kernel for dq."""
 _STAGES = 2
 _SPARE_BYTES = 1024  # barriers and the like
 
@@ -37,11 +41,11 @@ def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> 
     )  # fmt: skip
 
 
-def backward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, ordered: bool) -> tuple[str, ...]:
+def backward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> tuple[str, ...]:
     """What a backward kernel is compiled for."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}", f"ORDERED={int(ordered)}",
+        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
     )  # fmt: skip
 
 
@@ -51,7 +55,7 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         found += [
             ("forward", forward_macros(dtype, (dim, dim), False)),
-            ("backward", backward_macros(dtype, (dim, dim), False, False)),
+            ("backward", backward_macros(dtype, (dim, dim), False, True)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
             ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
             ("finish_keys", (f"HEAD_DIM={dim}", element(dtype))),
@@ -69,42 +73,40 @@ def forward_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, in
     """Attention forward."""
     block_n = FORWARD_WIDTH[dims]
     defines = forward_macros(dtype, dims, softcap)
-    shared = 2 * (128 * dims[0] + _STAGES * block_n * sum(dims)) + _SPARE_BYTES
-    return _load(device, "forward", defines, 384, shared)
+    tiles = 128 * dims[0] + _STAGES * block_n * sum(dims)  # q, k and v
+    return _load(device, "forward", defines, 384, 2 * tiles + _STAGES * 1024 + _SPARE_BYTES)
 
 
 @cache
 def backward_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, ordered: bool
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool
 ) -> Kernel:
-    """Attention backward; ``ordered``: the deterministic one."""
-    defines = backward_macros(dtype, dims, softcap, ordered)
+    """Attention backward: dk and dv, and with ``adds_dq`` dq."""
+    defines = backward_macros(dtype, dims, softcap, adds_dq)
     tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 
 
 @cache
-def backward_wide_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
-    """Attention backward of `WIDE_TILES`: dk and dv."""
-    keys, queries = WIDE_TILES[dims]
-    defines = (*_wide_defines(dtype, dims, softcap, queries), f"STAGES={_STAGES}")
+def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
+    """Attention backward of `PART_TILES`: dk and dv."""
+    keys, queries = PART_TILES[dims]
+    defines = (*_part_defines(dtype, dims, softcap, queries), f"STAGES={_STAGES}")
     tiles = (keys + _STAGES * queries) * sum(dims) + keys * queries  # k and v, q and dout, P
-    return _load(device, "backward_wide_keys", defines, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
+    return _load(device, "backward_keys", defines, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
 
 
 @cache
-def backward_wide_queries_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool
-) -> Kernel:
-    """Attention backward of `WIDE_TILES`: dq."""
+def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
+    """Attention backward: dq."""
     stages_v = 1 if dims[1] == 256 else 2  # a second one would not fit
-    defines = (*_wide_defines(dtype, dims, softcap, WIDE_KEYS), f"STAGES={_STAGES}", f"STAGES_V={stages_v}")
-    tiles = 128 * sum(dims) + WIDE_KEYS * (_STAGES * dims[0] + stages_v * dims[1])
-    return _load(device, "backward_wide_queries", defines, 384, 2 * tiles + _SPARE_BYTES)
+    defines = (*_part_defines(dtype, dims, softcap, PART_KEYS), f"STAGES={_STAGES}", f"STAGES_V={stages_v}")
+    tiles = 128 * sum(dims) + PART_KEYS * (_STAGES * dims[0] + stages_v * dims[1])
+    return _load(device, "backward_queries", defines, 384, 2 * tiles + _SPARE_BYTES)
 
 
-def _wide_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:
+def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"WIDTH={width}",
         element(dtype), f"SOFTCAP={int(softcap)}",

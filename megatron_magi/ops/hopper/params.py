@@ -30,8 +30,7 @@ class BackwardParams(ctypes.Structure):
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("items", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("key_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
-        ("counter", ctypes.c_void_p), ("turns", ctypes.c_void_p),
-        ("done", ctypes.c_void_p), ("key_done", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64), ("dv_row", ctypes.c_int64),
         ("dv_head", ctypes.c_int64),
         ("num_items", ctypes.c_int32), ("group", ctypes.c_int32), ("heads_kv", ctypes.c_int32),
@@ -42,7 +41,7 @@ class BackwardParams(ctypes.Structure):
     ]  # fmt: skip
 
 
-class BackwardWideParams(ctypes.Structure):
+class BackwardPartParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
         ("dout", ctypes.c_char * 128),
@@ -64,6 +63,8 @@ class PrepareParams(ctypes.Structure):
     _fields_ = [
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("lse_out", ctypes.c_void_p), ("delta_out", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p), ("key_sums", ctypes.c_void_p),
+        ("num_sums", ctypes.c_int64), ("num_key_sums", ctypes.c_int64),
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),

@@ -59,12 +59,10 @@ class DeviceSchedule:
 
     Attributes:
         items: int32 ``[num_items, 2]``.
-        turns: of `tiles.block_turns`, empty where nothing is ordered.
         num_apart: tiles whose query heads are apart.
     """
 
     items: Tensor
-    turns: Tensor
     num_apart: int
 
 
@@ -136,29 +134,25 @@ def backward_plan(
     return _device_plan(("backward", content_digest(bands), num_keys, shape), device, make)
 
 
-def schedule_of(
-    plan: DevicePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool, ordered: bool
-) -> DeviceSchedule:
-    """Items of the backward kernel; see `schedule.make_schedule`."""
-    key = (heads_kv, group, num_sms, apart, ordered)
+def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool) -> DeviceSchedule:
+    """Items of the backward in one kernel; see `schedule.make_schedule`."""
+    key = (heads_kv, group, num_sms, apart)
     if key not in plan.schedules:
-        made = hopper_schedule.make_schedule(plan.host, heads_kv, group, num_sms, apart=apart, ordered=ordered)
-        turns = np.zeros(0, dtype=np.int32)
-        if ordered:
-            turns = hopper_tiles.block_turns(plan.host, made.tile_order)
-        items, turns = (torch.from_numpy(t).to(plan.memory.device) for t in (made.items, turns))
-        plan.schedules[key] = DeviceSchedule(items, turns, made.num_apart)
+        made = hopper_schedule.make_schedule(plan.host, heads_kv, group, num_sms, apart=apart, uneven=plan.heads_inner)
+        items = torch.from_numpy(made.items).to(plan.memory.device)
+        plan.schedules[key] = DeviceSchedule(items, made.num_apart)
     return plan.schedules[key]
 
 
-# Of wide heads: cost of an item beside its blocks, in blocks: loading keys, writing gradients; or adding them in fp32.
+# Of the backward in parts: what an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding
+# them in fp32.
 _ITEM_COST, _SPLIT_ITEM_COST = 6, 14
 # With so many items a processor, none needs to be split.
 _ENOUGH_ITEMS = 8
 
 
 def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to in the backward of wide heads, so that no processor idles.
+    """Parts that the query heads of a group are dealt to in the backward in parts, so that no processor idles.
 
     Parts of a group add their dk and dv in fp32, so a group is split only for a gain.
     """

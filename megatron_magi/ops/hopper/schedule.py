@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from megatron_magi.ops.hopper.tiles import TilePlan
 
-LONG = 32
-"""Blocks of a tile that is worked on head by head; see docs/measured_facts.md."""
+LONG, LONG_UNEVEN = 32, 8
+"""Blocks of a tile that is worked on head by head; the second where neighbouring tiles differ in their number of
+blocks, and so do not walk in step over the same queries. See docs/measured_facts.md."""
 
 # What an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding them to sums.
 _ITEM_COST, _PART_COST = 2, 3
@@ -32,15 +33,13 @@ class Schedule:
     Attributes:
         items: int32 ``[num_items, 2]``: tile; first query head and 65536 times the number of query heads.
         num_apart: tiles, the first so many, whose items have one query head of several each.
-        tile_order: int64 ``[num_tiles]``, the order in which every query head's tiles are worked on, if there is one.
     """
 
     items: NDArray[np.int32]
     num_apart: int
-    tile_order: NDArray[np.int64]
 
 
-def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool, ordered: bool) -> Schedule:
+def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool, uneven: bool) -> Schedule:
     """Deals the tiles and heads of a backward pass into items.
 
     Args:
@@ -49,15 +48,15 @@ def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, ap
         group: query heads of a key head.
         num_sms: processors that take the items in their order.
         apart: whether query heads of a group may be apart.
-        ordered: the tiles of every query head are worked on in one order.
+        uneven: neighbouring tiles differ in their number of blocks.
     """
-    candidates = [LONG]
+    candidates = [LONG_UNEVEN if uneven else LONG]
     if apart and group > 1 and len(plan.costs) * heads_kv < _ENOUGH_ITEMS * num_sms:
-        candidates += [8, 1]
+        candidates += [LONG_UNEVEN, 1]
     best, shortest = None, float("inf")
+    width = 1 if apart else group
     for least in candidates:
-        num_long = _num_long(plan.costs, least) if apart or group == 1 else 0
-        schedule = _schedule(plan, num_long, heads_kv, group, num_sms, ordered)
+        schedule = _schedule(plan, _num_long(plan.costs, least), heads_kv, group, width, num_sms)
         time = _makespan(schedule.items, plan.costs, group, num_sms) if len(candidates) > 1 else 0.0
         if time < 0.98 * shortest:
             best, shortest = schedule, time
@@ -71,20 +70,22 @@ def _num_long(costs: np.ndarray, least: int) -> int:
     return int(less[0]) if len(less) else len(costs)
 
 
-def _schedule(plan: TilePlan, num_long: int, heads_kv: int, group: int, num_sms: int, ordered: bool) -> Schedule:
-    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by falling cost."""
-    heads = heads_kv * group
+def _schedule(plan: TilePlan, num_long: int, heads_kv: int, group: int, width: int, num_sms: int) -> Schedule:
+    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by falling cost.
+
+    ``width``: query heads of an item of a long tile.
+    """
     place = np.argsort(plan.tiles[:, 0], kind="stable")
     long, short = place[place < num_long], place[place >= num_long]
     if not num_long:
         last = short >= len(place) - -(-_LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
-    together = _tail_heads(plan.costs[:num_long], heads, num_sms)
-    parts = [_section(short, range(0, heads, group), group)]
-    parts += [_section(long, [head], 1) for head in range(heads - together)]
-    parts.append(_section(long if ordered else np.arange(num_long), range(heads - together, heads), 1))
-    items = np.concatenate(parts).astype(np.int32)
-    return Schedule(items, num_long if group > 1 else 0, np.concatenate([short, long]))
+    heads = range(0, heads_kv * group, width)
+    alone = len(heads) - _heads_together(plan.costs[:num_long], len(heads), num_sms)
+    parts = [_section(short, range(0, heads_kv * group, group), group)]
+    parts += [_section(long, [head], width) for head in heads[:alone]]
+    parts.append(_section(np.arange(num_long), heads[alone:], width))
+    return Schedule(np.concatenate(parts).astype(np.int32), num_long if width < group else 0)
 
 
 def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
@@ -93,8 +94,8 @@ def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
     return np.stack([np.repeat(tiles, len(heads)), np.tile(heads, len(tiles))], axis=1)
 
 
-def _tail_heads(costs: np.ndarray, heads: int, num_sms: int) -> int:
-    """Heads that are worked on together at the end, so that no processor is left with a long tile alone."""
+def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
+    """Heads, or groups, that are worked on together at the end, so that no processor is left with a long tile alone."""
     if not len(costs):
         return 0
     return min(heads, -(-2 * int(costs[0]) * num_sms // int(costs.sum())))

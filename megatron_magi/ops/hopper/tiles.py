@@ -30,7 +30,7 @@ EVERYTHING = 1 << 30
 """Past-the-last column of rows behind the end of a tile, whose results nobody reads."""
 
 UNIT = 16
-"""Columns that are added to in turn where sums are ordered: those of one warp."""
+"""Columns that a backward kernel adds gradients of together: those of one warp."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class TilePlan:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
             Every row of the tensor is in one tile, also those that see nothing.
         passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each half of
-            the tile the first and past-the-last block that all its rows see completely; the number of
-            blocks of all passes before it; and 0. Block i begins at column ``first + i * step``.
+            the tile the first and past-the-last block that all its rows see completely; 0 and 0.
+            Block i begins at column ``first + i * step``.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
         costs: int64 ``[num_tiles]``: blocks of each tile.
         block_m, block_n: rows and columns of a block.
@@ -95,7 +95,6 @@ def plan_tiles(
     tiles[:, 2] = np.searchsorted(pass_tile, np.arange(len(starts)), side="right")
     bounds = _fill_bounds(pieces, pass_of_piece, pass_tile, tiles, block_m, 0 if hide_tail else EVERYTHING)
     passes = _describe_passes(pieces, pass_of_piece, bounds, block_n, align)
-    passes[1:, 6] = np.cumsum(passes[:-1, 1])
     blocks = np.bincount(pass_tile, passes[:, 1], minlength=len(starts)).astype(np.int64)
     cost = blocks + PASS_COST * (128 / block_n) * (1 + tiles[:, 2] - tiles[:, 1])
     order = np.argsort(-cost, kind="stable")
@@ -113,12 +112,11 @@ def descending(plan: TilePlan) -> TilePlan:
     out[:, 0] += (count - 1) * plan.block_n
     for half in (2, 4):
         out[:, half], out[:, half + 1] = count - plan.passes[order, half + 1], count - plan.passes[order, half]
-    out[:, 6] = np.cumsum(count) - count
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
 
 
 def drift(plan: TilePlan) -> tuple[float, float]:
-    """How far apart neighbouring tiles begin, and end, in columns: averages over tiles that see columns in common."""
+    """How far apart neighbouring tiles begin, and end, in columns: medians over tiles that see columns in common."""
     tiles = plan.tiles[np.argsort(plan.tiles[:, 0])]
     tiles = tiles[tiles[:, 1] < tiles[:, 2]]
     first = plan.passes[tiles[:, 1], 0]
@@ -127,28 +125,7 @@ def drift(plan: TilePlan) -> tuple[float, float]:
     common = (first[1:] < last[:-1]) & (first[:-1] < last[1:])
     if not common.any():
         return 0.0, 0.0
-    return tuple(float(np.abs(np.diff(x))[common].mean()) for x in (first, last))
-
-
-def block_turns(plan: TilePlan, tile_order: NDArray[np.int64]) -> Int32Array:
-    """For each `UNIT` of columns of each visit of a block, how many visits come before it in an order of the tiles.
-
-    Returns:
-        int32 ``[num_blocks, block_n // UNIT]``, the blocks of all passes one pass after another (see ``passes[:, 6]``).
-    """
-    place = np.empty(len(plan.passes), dtype=np.int64)  # of a pass, in the order in which tiles are worked on
-    first, past = plan.tiles[tile_order, 1].astype(np.int64), plan.tiles[tile_order, 2].astype(np.int64)
-    _, passes = bd.expand(first, past - first)
-    place[passes] = np.arange(len(passes))
-    index, block = bd.expand(np.zeros(len(plan.passes), dtype=np.int64), plan.passes[:, 1].astype(np.int64))
-    first = (plan.passes[index, 0] + block * plan.step) // UNIT
-    units = plan.block_n // UNIT
-    unit = (first[:, None] + np.arange(units)).reshape(-1)
-    order = np.lexsort((np.repeat(place[index], units), unit))
-    sorted_unit = unit[order]
-    turns = np.empty(len(order), dtype=np.int32)
-    turns[order] = np.arange(len(order)) - np.searchsorted(sorted_unit, sorted_unit, side="left")
-    return turns.reshape(-1, units)
+    return tuple(float(np.median(np.abs(np.diff(x))[common])) for x in (first, last))
 
 
 def _pieces(bands: bd.IntArray, starts: bd.IntArray, num_rows: int) -> tuple[bd.IntArray, bd.IntArray]:

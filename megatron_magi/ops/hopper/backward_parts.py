@@ -1,4 +1,4 @@
-"""The backward pass of wide heads on Hopper GPUs: one kernel for dk and dv, one for dq, both without sums in memory."""
+"""The backward pass in parts on Hopper GPUs: one kernel for dk and dv, one for dq, both without sums in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.launch import Launch, prepared
-from megatron_magi.ops.hopper.params import BackwardWideParams
+from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.hopper.support import LOG2_E, grid_size, head_section, work_counter
 from megatron_magi.ops.options import AttnOptions
@@ -32,26 +32,24 @@ def key_gradients(
 
     Args:
         stats: lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``.
-        plan: of the transposed mask, tiles as in `WIDE_TILES`.
+        plan: of the transposed mask, tiles as in `PART_TILES`.
         splits: parts that the query heads of a group are dealt to; with more than one, ``store`` adds.
         store: how gradients are written, as the kernels number it.
     """
     q, k, v, dout = inputs
     dk, dv = grads
-    keys, block = hopper_kernels.WIDE_TILES[q.shape[2], v.shape[2]]
+    keys, block = hopper_kernels.PART_TILES[q.shape[2], v.shape[2]]
 
     def make() -> Launch:
         params = _params(inputs, stats, options, plan, store, stream)
         params.splits, params.heads_inner = splits, int(plan.heads_inner)
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
-        kernel = hopper_kernels.backward_wide_keys_kernel(
-            q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0
-        )
+        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
         return Launch(kernel, grid, params, ((q, block), (k, keys), (v, keys), (dout, block)), keep=plan)
 
-    launch = prepared((*_key("backward_wide_keys", inputs, bands, options, store, grads), stream), make)
+    launch = prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
     with launch.lock:
         launch.params.dk, launch.params.dv = dk.data_ptr(), dv.data_ptr()
         _fire(launch, inputs, stats, stream)
@@ -62,20 +60,20 @@ def query_gradient(
 ) -> None:
     """Writes dq, or adds to it; arguments as in `key_gradients`."""
     q, k, v, dout = inputs
-    num_heads, block = q.shape[1], hopper_kernels.WIDE_KEYS
+    num_heads, block = q.shape[1], hopper_kernels.PART_KEYS
 
     def make() -> Launch:
         plan = hopper_plan.forward_plan(bands, q.shape[0], block, q.device)
         params = _params(inputs, stats, options, plan, store, stream)
         params.head_section = head_section(num_heads, params.group, k, v)
         params.dq_row, params.dq_head = grad.stride()[:2]
-        kernel = hopper_kernels.backward_wide_queries_kernel(
+        kernel = hopper_kernels.backward_queries_kernel(
             q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0
         )
         grid = grid_size(q.device, plan.num_tiles * num_heads, options.sm_margin)
         return Launch(kernel, grid, params, ((q, 64), (k, block), (v, block), (dout, 64)), keep=plan)
 
-    launch = prepared((*_key("backward_wide_queries", inputs, bands, options, store, (grad,)), stream), make)
+    launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
     with launch.lock:
         launch.params.dq = grad.data_ptr()
         _fire(launch, inputs, stats, stream)
@@ -83,12 +81,12 @@ def query_gradient(
 
 def _params(
     inputs: Inputs, stats: Tensor, options: AttnOptions, plan: DevicePlan, store: int, stream: int
-) -> BackwardWideParams:
+) -> BackwardPartParams:
     """What both kernels are told; addresses of tensors come with the launch."""
     q, k, _, _ = inputs
     num_heads = q.shape[1]
     softcap, scale = options.softcap, options.softmax_scale
-    return BackwardWideParams(
+    return BackwardPartParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         counter=work_counter(q.device, stream).data_ptr(),
         num_tiles=plan.num_tiles, num_heads=num_heads, group=num_heads // k.shape[1],

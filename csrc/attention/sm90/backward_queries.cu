@@ -1,11 +1,11 @@
-// Attention backward of wide heads for sm_90a, dQ: one work item is 128 queries of one head.
+// Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head.
 //
 // As in the forward, a consumer warpgroup owns 64 rows and goes over all key blocks that any row of the tile sees: S,
 // dP, then dQ += dS K with dS from registers. dQ of a block is computed under the logits of the next.
 //
-// Compile-time, beside those of backward_wide.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values).
+// Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values).
 
-#include "backward_wide.cuh"
+#include "backward_parts.cuh"
 
 constexpr int kKeys = WIDTH;
 constexpr int kStages = STAGES, kStagesV = STAGES_V;
@@ -25,7 +25,7 @@ constexpr u32 kBytesRows = (sizeof(Shared::q) + sizeof(Shared::dout)) / kGroups;
 constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 constexpr u32 kBytesV = sizeof(Shared::v) / kStagesV;
 
-DEVICE int4 decode_item(const BackwardWideParams& p, int item) {
+DEVICE int4 decode_item(const BackwardPartParams& p, int item) {
   if (item >= p.num_tiles * p.num_heads) return make_int4(-1, 0, 0, 0);
   const int per_section = p.num_tiles * p.head_section;
   const int section = item / per_section, rest = item - section * per_section;
@@ -36,7 +36,7 @@ DEVICE int4 decode_item(const BackwardWideParams& p, int item) {
 
 // ---- producer: one thread ----
 
-DEVICE void load_rows(const BackwardWideParams& p, Shared& s, int row, int head, u32 parity) {
+DEVICE void load_rows(const BackwardPartParams& p, Shared& s, int row, int head, u32 parity) {
   for (int w = 0; w < kGroups; ++w) {
     barrier_wait(smem_address(&s.rows_empty[w]), parity);
     const u32 bar = smem_address(&s.rows_full[w]);
@@ -46,7 +46,7 @@ DEVICE void load_rows(const BackwardWideParams& p, Shared& s, int row, int head,
   }
 }
 
-DEVICE void produce(const BackwardWideParams& p, Shared& s) {
+DEVICE void produce(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.q);
   prefetch_map(&p.k);
   prefetch_map(&p.v);
@@ -92,7 +92,7 @@ DEVICE void produce(const BackwardWideParams& p, Shared& s) {
 // ---- consumers ----
 
 struct Consumer {
-  const BackwardWideParams& p;
+  const BackwardPartParams& p;
   Shared& s;
   const int warpgroup, lane, row;  // row: first of this thread's rows in the tile
   Ring<kStages> rk;
@@ -100,7 +100,7 @@ struct Consumer {
   u32 rows_parity = 0;
   float lse[2], delta[2];
 
-  DEVICE Consumer(const BackwardWideParams& p, Shared& s, int warpgroup)
+  DEVICE Consumer(const BackwardPartParams& p, Shared& s, int warpgroup)
       : p(p),
         s(s),
         warpgroup(warpgroup),
@@ -218,7 +218,7 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
-    ffa_backward_wide_queries(const __grid_constant__ BackwardWideParams p) {
+    ffa_backward_queries(const __grid_constant__ BackwardPartParams p) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {

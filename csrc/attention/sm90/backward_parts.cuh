@@ -1,4 +1,5 @@
-// What the two kernels of the backward for wide heads share.
+// What kernels of the backward in parts share, one for dK and dV and one for dQ: they compute the logits twice, and add
+// nothing in device memory.
 //
 // Of a head of 256 columns, the gradients of 64 keys fill half of a processor's registers, and nothing is left for dQ.
 // So dK with dV, and dQ, are computed by two kernels, which both need S and dP: seven products instead of five. In
@@ -19,7 +20,7 @@ using T = DTYPE;
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2, kAddHalf = 3 };
 
-struct BackwardWideParams {
+struct BackwardPartParams {
   TensorMap q, k, v, dout;
   TilePlan plan;       // of keys: the transposed mask; of queries: the mask
   const float* lse;    // [num_heads, stats_row]: times log2 e

@@ -1,4 +1,4 @@
-// Attention backward of wide heads for sm_90a, dK and dV: one work item is 64 keys of one key head, and some or all
+// Attention backward in parts for sm_90a, dK and dV: one work item is 64 keys of one key head, and some or all
 // query heads of its group.
 //
 // The two consumer warpgroups share the 64 keys. One computes the transposed logits, P and dV, the other dP, dS and dK:
@@ -8,9 +8,9 @@
 //
 // The tile plan is that of the transposed mask: rows are keys, columns are queries.
 //
-// Compile-time, beside those of backward_wide.cuh: WIDTH (queries of a block), STAGES.
+// Compile-time, beside those of backward_parts.cuh: WIDTH (queries of a block), STAGES.
 
-#include "backward_wide.cuh"
+#include "backward_parts.cuh"
 
 constexpr int kQueries = WIDTH;
 constexpr int kStages = STAGES;
@@ -35,7 +35,7 @@ constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * sizeof(float);
 
 // Its head is the first of the query heads.
-DEVICE int4 decode_item(const BackwardWideParams& p, int item) {
+DEVICE int4 decode_item(const BackwardPartParams& p, int item) {
   const int per_tile = p.num_heads / p.group * p.splits;
   if (item >= p.num_tiles * per_tile) return make_int4(-1, 0, 0, 0);
   const int tile = item / per_tile, part = item - tile * per_tile;
@@ -44,7 +44,7 @@ DEVICE int4 decode_item(const BackwardWideParams& p, int item) {
 
 // ---- producer: one thread ----
 
-DEVICE void produce(const BackwardWideParams& p, Shared& s) {
+DEVICE void produce(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.q);
   prefetch_map(&p.k);
   prefetch_map(&p.v);
@@ -109,13 +109,13 @@ struct Consumer {
   static constexpr int kDepth = kOfValues ? kHeadDim : kHeadDimV;
   static constexpr int kColumns = kOfValues ? kHeadDimV : kHeadDim;
 
-  const BackwardWideParams& p;
+  const BackwardPartParams& p;
   Shared& s;
   const int thread, lane, warp, row;  // thread of the warpgroup; row: first of this thread's keys in the tile
   Ring<kStages> ring;
   u32 probs_parity = kOfValues ? 1 : 0, kv_parity = 0;
 
-  DEVICE Consumer(const BackwardWideParams& p, Shared& s)
+  DEVICE Consumer(const BackwardPartParams& p, Shared& s)
       : p(p),
         s(s),
         thread(threadIdx.x % 128),
@@ -273,7 +273,7 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
-    ffa_backward_wide_keys(const __grid_constant__ BackwardWideParams p) {
+    ffa_backward_keys(const __grid_constant__ BackwardPartParams p) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {

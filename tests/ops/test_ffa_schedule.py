@@ -1,0 +1,81 @@
+"""The order of work of the backward kernel."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.mask import builders
+from megatron_magi.ops.hopper.schedule import LONG, make_schedule
+from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, plan_tiles, transpose
+
+SMS = 132
+
+
+def backward_plan(mask) -> TilePlan:
+    return plan_tiles(transpose(mask.bands), mask.total_seqlen_k, 128, 64, align=UNIT, hide_tail=True)
+
+
+def unpack(items: np.ndarray) -> list[tuple[int, int, int]]:
+    """(tile, first query head, number of query heads) of each item."""
+    return [(tile, heads & 0xFFFF, heads >> 16) for tile, heads in items.tolist()]
+
+
+def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
+    """When the last processor is done, and the mean, in blocks, if each takes the next item whenever it is free."""
+    busy = [0] * SMS
+    for tile, _, heads in unpack(items):
+        i = busy.index(min(busy))
+        busy[i] += int(plan.costs[tile]) * heads
+    return max(busy), sum(busy) / SMS
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=6),
+    causal=st.booleans(),
+    heads_kv=st.sampled_from([1, 2, 8]),
+    group=st.sampled_from([1, 2, 8]),
+    num_sms=st.sampled_from([1, 7, SMS]),
+    apart=st.booleans(),
+    uneven=st.booleans(),
+)
+def test_every_tile_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, apart, uneven):
+    plan = backward_plan(builders.varlen(doc_lengths=lengths, causal=causal))
+    schedule = make_schedule(plan, heads_kv, group, num_sms, apart=apart, uneven=uneven)
+    met: Counter[tuple[int, int]] = Counter()
+    for tile, first, count in unpack(schedule.items):
+        assert count in (1, group) and first % count == 0
+        assert (count < group) == (tile < schedule.num_apart)
+        met.update((tile, head) for head in range(first, first + count))
+    assert met == Counter({(t, h): 1 for t in range(len(plan.tiles)) for h in range(heads_kv * group)})
+    assert apart or schedule.num_apart == 0
+
+
+def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads():
+    plan = backward_plan(builders.causal(32768))
+    schedule = make_schedule(plan, 8, 8, SMS, apart=True, uneven=False)
+    assert schedule.num_apart == int((plan.costs >= LONG).sum())
+    long = [item for item in unpack(schedule.items) if item[2] == 1]
+    heads = [head for _, head, _ in long]
+    first = heads[: 32 * schedule.num_apart]
+    assert first == sorted(first) and len(set(first)) == 32
+    rows = [int(plan.tiles[tile, 0]) for tile, head, _ in long if head == 0]
+    assert rows == sorted(rows)
+
+
+@pytest.mark.parametrize("mask", [builders.full(8192), builders.causal(8192), builders.causal(2048)])
+def test_no_processor_is_left_alone_at_the_end(mask):
+    plan = backward_plan(mask)
+    longest, mean = length_of_work(make_schedule(plan, 8, 8, SMS, apart=True, uneven=False).items, plan)
+    assert longest <= 1.05 * mean
+
+
+def test_small_problems_are_split_so_that_processors_have_work():
+    plan = backward_plan(builders.full(2048))
+    assert make_schedule(plan, 1, 8, SMS, apart=True, uneven=False).num_apart == len(plan.tiles)
+    assert make_schedule(plan, 1, 8, SMS, apart=False, uneven=False).num_apart == 0
