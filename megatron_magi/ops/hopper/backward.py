@@ -9,15 +9,10 @@ from torch import Tensor
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.backward_ends import finish_dq, finish_keys, padded, row_stats
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
-from megatron_magi.ops.hopper.params import (
-    BackwardParams,
-    FinishKeysParams,
-    FinishParams,
-    PrepareParams,
-    RowDeltaParams,
-)
+from megatron_magi.ops.hopper.params import BackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
@@ -32,7 +27,6 @@ from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 32 << 20  # sums of dk and dv that are worth a little more speed
-_ZEROING_BLOCKS = 1024
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -84,15 +78,15 @@ def backward(
         room = dq if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
         schedule = _schedule(plan, q, k, processors, adds_dq)
         sums, key_sums = _sum_buffers(q, k, schedule, adds_dq, room)
-        stats = _row_stats(lse, delta, shape[1], (sums, key_sums), stream)
+        stats = row_stats(lse, delta, shape[1], (sums, key_sums), stream)
         _run_backward(inputs, stats, bands, options, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
         if schedule.num_apart:
-            _finish_keys(key_sums, (dk, dv), plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
+            finish_keys(key_sums, (dk, dv), plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
     else:
-        stats = _row_stats(lse, delta, shape[1], (), stream)
+        stats = row_stats(lse, delta, shape[1], (), stream)
         hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
     if adds_dq:
-        _finish_dq(sums, dq, stats.shape[2] // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
+        finish_dq(sums, dq, stats.shape[2] // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
     else:
         hopper_parts.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
     for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
@@ -112,7 +106,7 @@ def _sum_buffers(
 ) -> tuple[Tensor, Tensor]:
     """Memory for fp32 sums of dq, and of dk and dv: in ``room``, which is free until dq is finished, if they fit."""
     num_rows, num_heads, dim = q.shape
-    count = num_heads * _padded(num_rows, _QUERIES) * dim * adds_dq
+    count = num_heads * padded(num_rows, _QUERIES) * dim * adds_dq
     key_count = 2 * schedule.num_apart * _KEYS * k.shape[1] * dim
     sums = torch.empty(count, dtype=torch.float32, device=q.device)
     if room is not None and room.is_contiguous() and room.data_ptr() % 16 == 0:
@@ -157,14 +151,14 @@ def _prepare_backward(
 ) -> Launch:
     q, k, v, dout = inputs
     dk, dv = grads
-    num_heads_kv, padded = k.shape[1], stats.shape[2]
+    num_heads_kv, stats_row = k.shape[1], stats.shape[2]
     softcap, scale, num_items = options.softcap, options.softmax_scale, len(schedule.items)
     params = BackwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         items=schedule.items.data_ptr(), counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         num_items=num_items, group=q.shape[1] // num_heads_kv, heads_kv=num_heads_kv,
-        heads_inner=int(plan.heads_inner), stats_row=padded, units=padded // UNIT, store=store,
+        heads_inner=int(plan.heads_inner), stats_row=stats_row, units=stats_row // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(
@@ -175,64 +169,6 @@ def _prepare_backward(
     return Launch(kernel, grid, params, maps, keep=(plan, schedule))
 
 
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``, of bf16 or fp16 tensors on a GPU."""
-    num_rows, num_heads, head_dim = out.shape
-    dout, out = loadable(dout.to(out.dtype)), loadable(out)
-    delta = torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
-    if not delta.numel():
-        return delta
-
-    def make() -> Launch:
-        params = RowDeltaParams(
-            dout_row=dout.stride(0), dout_head=dout.stride(1), out_row=out.stride(0), out_head=out.stride(1),
-            num_rows=num_rows, num_heads=num_heads,
-        )  # fmt: skip
-        defines = (f"HEAD_DIM_V={head_dim}", hopper_kernels.element(out.dtype))
-        kernel = hopper_kernels.small_kernel(out.device, "row_delta", defines)
-        return Launch(kernel, -(-num_rows * num_heads // 8), params)
-
-    launch = prepared(("row_delta", out.device, out.dtype, out.shape, dout.stride(), out.stride()), make)
-    with launch.lock:
-        params = launch.params
-        params.dout, params.out, params.delta = dout.data_ptr(), out.data_ptr(), delta.data_ptr()
-        launch.fire(torch.cuda.current_stream(out.device).cuda_stream)
-    return delta
-
-
-def _padded(num_rows: int, block: int) -> int:
-    """Rows with what the last block reads behind them."""
-    return -(-num_rows // 32) * 32 + block
-
-
-def _row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Tensor, ...], stream: int) -> Tensor:
-    """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``; fills ``to_zero``, two or none, with zeros."""
-    (num_rows, num_heads), device = lse.shape, lse.device
-    padded = _padded(num_rows, block)
-    stats = torch.empty((2, num_heads, padded), dtype=torch.float32, device=device)
-    lse, delta = lse.to(torch.float32), delta.to(torch.float32)
-
-    def make() -> Launch:
-        params = PrepareParams(
-            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
-            num_rows=num_rows, num_heads=num_heads, stats_row=padded,
-        )  # fmt: skip
-        blocks = max(padded // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if to_zero else 1)
-        return Launch(hopper_kernels.small_kernel(device, "prepare", ()), blocks, params)
-
-    key = ("prepare", device, padded, lse.shape, lse.stride(), delta.stride(), len(to_zero))
-    launch = prepared(key, make)
-    with launch.lock:
-        params = launch.params
-        params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-        params.lse_out, params.delta_out = stats[0].data_ptr(), stats[1].data_ptr()
-        if to_zero:
-            params.sums, params.key_sums = to_zero[0].data_ptr(), to_zero[1].data_ptr()
-            params.num_sums, params.num_key_sums = to_zero[0].numel() // 4, to_zero[1].numel() // 4
-        launch.fire(stream)
-    return stats
-
-
 def _query_gradient(grad: Tensor, dtype: torch.dtype, accumulate: bool) -> tuple[int, Tensor]:
     """How dq is written, and where to: the gradient itself, or what is yet to be put there."""
     if grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
@@ -240,49 +176,6 @@ def _query_gradient(grad: Tensor, dtype: torch.dtype, accumulate: bool) -> tuple
     if grad.dtype == torch.float32:
         return _ADD_FLOAT if accumulate else _STORE_FLOAT, grad
     return _ADD_HALF if accumulate else _STORE_HALF, grad
-
-
-def _finish_dq(sums: Tensor, dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
-    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
-    num_rows, num_heads, head_dim = dq.shape
-
-    def make() -> Launch:
-        blocks = -(-num_rows // _QUERIES)
-        params = FinishParams(
-            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
-            units=units, store=store, scale=scale,
-        )  # fmt: skip
-        defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
-        return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
-
-    launch = prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
-    with launch.lock:
-        launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
-        launch.fire(stream)
-
-
-def _finish_keys(
-    sums: Tensor, grads, plan: DevicePlan, num_tiles: int, dtype: torch.dtype, scale: float, store: int, stream: int
-) -> None:
-    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them to them."""
-    dk, dv = grads
-    heads_kv, dim = dk.shape[1:]
-
-    def make() -> Launch:
-        params = FinishKeysParams(
-            tiles=plan.tiles, heads_kv=heads_kv, store=store, scale=scale,
-            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-        )  # fmt: skip
-        defines = (f"HEAD_DIM={dim}", hopper_kernels.element(dtype))
-        kernel = hopper_kernels.small_kernel(dk.device, "finish_keys", defines)
-        return Launch(kernel, 4 * num_tiles * heads_kv, params, keep=plan)
-
-    key = ("finish_keys", plan.tiles, num_tiles, dk.device, dtype, store, scale, heads_kv, dk.stride(), dv.stride())
-    launch = prepared(key, make)
-    with launch.lock:
-        params = launch.params
-        params.sums, params.dk, params.dv = sums.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        launch.fire(stream)
 
 
 def _key_gradients(grads, dtype: torch.dtype, accumulate: bool, splits: int) -> tuple[int, Tensor, Tensor]:

@@ -22,7 +22,7 @@ blocks, and so do not walk in step over the same queries. See docs/measured_fact
 # What an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding them to sums.
 _ITEM_COST, _PART_COST = 2, 3
 _LAST_ITEMS = 2  # a processor
-# With so many items a processor, the longest come first and none needs to be split for the sake of balance.
+# With so many items a processor, none needs to be split for the sake of balance.
 _ENOUGH_ITEMS = 8
 
 
@@ -51,13 +51,15 @@ def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, ap
         uneven: neighbouring tiles differ in their number of blocks.
     """
     candidates = [LONG_UNEVEN if uneven else LONG]
-    if apart and group > 1 and len(plan.costs) * heads_kv < _ENOUGH_ITEMS * num_sms:
+    if apart and group > 1:
         candidates += [LONG_UNEVEN, 1]
     best, shortest = None, float("inf")
     width = 1 if apart else group
     for least in candidates:
         schedule = _schedule(plan, _num_long(plan.costs, least), heads_kv, group, width, num_sms)
-        time = _makespan(schedule.items, plan.costs, group, num_sms) if len(candidates) > 1 else 0.0
+        if len(candidates) == 1 or len(schedule.items) > _ENOUGH_ITEMS * num_sms:
+            return best or schedule
+        time = _makespan(schedule.items, plan.costs, group, num_sms)
         if time < 0.98 * shortest:
             best, shortest = schedule, time
     assert best is not None

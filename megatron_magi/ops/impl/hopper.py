@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import backward, row_delta
+from megatron_magi.ops.hopper.backward import backward
+from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import ForwardParams

@@ -1,0 +1,116 @@
+"""What runs before and after the backward kernels: statistics of rows, zeros, and sums that become gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper.launch import Launch, prepared
+from megatron_magi.ops.hopper.params import FinishKeysParams, FinishParams, PrepareParams, RowDeltaParams
+from megatron_magi.ops.hopper.plan import DevicePlan
+from megatron_magi.ops.hopper.support import loadable
+
+_FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
+_ZEROING_BLOCKS = 1024
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``, of bf16 or fp16 tensors on a GPU."""
+    num_rows, num_heads, head_dim = out.shape
+    dout, out = loadable(dout.to(out.dtype)), loadable(out)
+    delta = torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
+    if not delta.numel():
+        return delta
+
+    def make() -> Launch:
+        params = RowDeltaParams(
+            dout_row=dout.stride(0), dout_head=dout.stride(1), out_row=out.stride(0), out_head=out.stride(1),
+            num_rows=num_rows, num_heads=num_heads,
+        )  # fmt: skip
+        defines = (f"HEAD_DIM_V={head_dim}", hopper_kernels.element(out.dtype))
+        kernel = hopper_kernels.small_kernel(out.device, "row_delta", defines)
+        return Launch(kernel, -(-num_rows * num_heads // 8), params)
+
+    launch = prepared(("row_delta", out.device, out.dtype, out.shape, dout.stride(), out.stride()), make)
+    with launch.lock:
+        params = launch.params
+        params.dout, params.out, params.delta = dout.data_ptr(), out.data_ptr(), delta.data_ptr()
+        launch.fire(torch.cuda.current_stream(out.device).cuda_stream)
+    return delta
+
+
+def padded(num_rows: int, block: int) -> int:
+    """Rows with what the last block reads behind them."""
+    return -(-num_rows // 32) * 32 + block
+
+
+def row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Tensor, ...], stream: int) -> Tensor:
+    """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``; fills ``to_zero``, two or none, with zeros."""
+    (num_rows, num_heads), device = lse.shape, lse.device
+    stats_row = padded(num_rows, block)
+    stats = torch.empty((2, num_heads, stats_row), dtype=torch.float32, device=device)
+    lse, delta = lse.to(torch.float32), delta.to(torch.float32)
+
+    def make() -> Launch:
+        params = PrepareParams(
+            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
+            num_rows=num_rows, num_heads=num_heads, stats_row=stats_row,
+        )  # fmt: skip
+        blocks = max(stats_row // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if to_zero else 1)
+        return Launch(hopper_kernels.small_kernel(device, "prepare", ()), blocks, params)
+
+    key = ("prepare", device, stats_row, lse.shape, lse.stride(), delta.stride(), len(to_zero))
+    launch = prepared(key, make)
+    with launch.lock:
+        params = launch.params
+        params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
+        params.lse_out, params.delta_out = stats[0].data_ptr(), stats[1].data_ptr()
+        if to_zero:
+            params.sums, params.key_sums = to_zero[0].data_ptr(), to_zero[1].data_ptr()
+            params.num_sums, params.num_key_sums = to_zero[0].numel() // 4, to_zero[1].numel() // 4
+        launch.fire(stream)
+    return stats
+
+
+def finish_dq(sums: Tensor, dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
+    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
+    num_rows, num_heads, head_dim = dq.shape
+
+    def make() -> Launch:
+        blocks = -(-num_rows // _FINISHED_ROWS)
+        params = FinishParams(
+            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
+            units=units, store=store, scale=scale,
+        )  # fmt: skip
+        defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
+        return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
+
+    launch = prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
+    with launch.lock:
+        launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
+        launch.fire(stream)
+
+
+def finish_keys(
+    sums: Tensor, grads, plan: DevicePlan, num_tiles: int, dtype: torch.dtype, scale: float, store: int, stream: int
+) -> None:
+    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them to them."""
+    dk, dv = grads
+    heads_kv, dim = dk.shape[1:]
+
+    def make() -> Launch:
+        params = FinishKeysParams(
+            tiles=plan.tiles, heads_kv=heads_kv, store=store, scale=scale,
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+        )  # fmt: skip
+        defines = (f"HEAD_DIM={dim}", hopper_kernels.element(dtype))
+        kernel = hopper_kernels.small_kernel(dk.device, "finish_keys", defines)
+        return Launch(kernel, 4 * num_tiles * heads_kv, params, keep=plan)
+
+    key = ("finish_keys", plan.tiles, num_tiles, dk.device, dtype, store, scale, heads_kv, dk.stride(), dv.stride())
+    launch = prepared(key, make)
+    with launch.lock:
+        params = launch.params
+        params.sums, params.dk, params.dv = sums.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        launch.fire(stream)
