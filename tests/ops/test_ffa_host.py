@@ -119,6 +119,21 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
     assert len(hopper_launch._launches) == 3 + len(backward)
 
 
+def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
+    q, k = torch.randn(2000, 64, 128).bfloat16(), torch.randn(2000, 8, 128).bfloat16()
+    bands = np.array([[0, 2000, 0, 2000, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)
+    row = torch.zeros(2000, 64)
+    for grad_dtype, inside in ((torch.bfloat16, True), (torch.float32, True), (torch.float64, False)):
+        grads = tuple(torch.empty(t.shape, dtype=grad_dtype) for t in (q, k, k))
+        hopper.backward(q, q, k, k, row, row, bands, AttnOptions(0.1), grads=grads, accumulate=False)
+        by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+        begin, end = grads[0].data_ptr(), grads[0].data_ptr() + grads[0].numel() * grads[0].element_size()
+        assert (begin <= by_name["backward"].key_sums < end) == inside
+        assert by_name["finish_keys"].sums == by_name["backward"].key_sums
+        assert by_name["prepare"].num_key_sums * 16 == 16 * 128 * 8 * 2 * 128 * 4
+        hopper_launch._launches.clear()
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dims", list(hopper_kernels.PART_TILES))
 def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, deterministic):

@@ -26,7 +26,7 @@ from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
-_FEW_BYTES = 32 << 20  # sums of dk and dv that are worth a little more speed
+_FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -47,8 +47,9 @@ def backward(
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
     ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
-    fp32 dq of device memory, for wide heads and deterministic results none; where dq is added to, and a key head has
-    at least four query heads, also an fp32 dk and dv.
+    fp32 dq of device memory, and up to 16 MB of sums of dk and dv, which else lie in dq until it is written. Where dq
+    is added to, or not contiguous, and a key head has at least four query heads, it takes an fp32 dk and dv more. Wide
+    heads and deterministic results take no fp32 dq; wide heads an fp32 dk and dv where processors would idle.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -75,8 +76,8 @@ def backward(
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
     if whole:
-        room = dq if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
-        schedule = _schedule(plan, q, k, processors, adds_dq)
+        room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
+        schedule = _schedule(plan, q, k, processors, adds_dq, room)
         sums, key_sums = _sum_buffers(q, k, schedule, adds_dq, room)
         stats = row_stats(lse, delta, shape[1], (sums, key_sums), stream)
         _run_backward(inputs, stats, bands, options, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
@@ -94,11 +95,23 @@ def backward(
             grad.copy_(grad + buffer if adds else buffer)
 
 
-def _schedule(plan: DevicePlan, q: Tensor, k: Tensor, processors: int, adds_dq: bool) -> DeviceSchedule:
-    """The order of work. Heads of a group are apart where their sums fit in dq, or are small."""
-    group = q.shape[1] // k.shape[1]
-    few = 2 * 4 * k.numel() <= _FEW_BYTES
-    return hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart=adds_dq and (group >= 4 or few))
+def _room(dq: Tensor) -> Tensor | None:
+    """The memory of dq as one row, if other things can lie there."""
+    return dq.view(-1) if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
+
+
+def _schedule(
+    plan: DevicePlan, q: Tensor, k: Tensor, processors: int, adds_dq: bool, room: Tensor | None
+) -> DeviceSchedule:
+    """The order of work. Heads of a group are apart as far as there is room for the sums of dk and dv."""
+    group, tile_bytes = q.shape[1] // k.shape[1], 2 * 4 * _KEYS * k.shape[1] * k.shape[2]
+    max_apart = 0
+    if adds_dq:
+        room_bytes = 0 if room is None else room.numel() * room.element_size()
+        max_apart = max(room_bytes, _FEW_BYTES) // tile_bytes
+        if room is None and group >= 4:
+            max_apart = plan.num_tiles
+    return hopper_plan.schedule_of(plan, k.shape[1], group, processors, max_apart)
 
 
 def _sum_buffers(
@@ -109,10 +122,8 @@ def _sum_buffers(
     count = num_heads * padded(num_rows, _QUERIES) * dim * adds_dq
     key_count = 2 * schedule.num_apart * _KEYS * k.shape[1] * dim
     sums = torch.empty(count, dtype=torch.float32, device=q.device)
-    if room is not None and room.is_contiguous() and room.data_ptr() % 16 == 0:
-        flat = room.view(-1)
-        if key_count * 4 <= flat.numel() * flat.element_size():
-            return sums, flat[: key_count * 4 // flat.element_size()].view(torch.float32)
+    if room is not None and key_count * 4 <= room.numel() * room.element_size():
+        return sums, room[: key_count * 4 // room.element_size()].view(torch.float32)
     return sums, torch.empty(key_count, dtype=torch.float32, device=q.device)
 
 
@@ -133,7 +144,7 @@ def _run_backward(
     launch = prepared(
         (
             "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
-            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
+            schedule.num_apart, q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
         ),
         lambda: _prepare_backward(inputs, stats, options, plan, schedule, store, grads, stream),
     )  # fmt: skip

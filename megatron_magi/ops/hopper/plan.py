@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -35,7 +34,7 @@ class DevicePlan:
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         num_tiles: tiles of one head.
-        costs: blocks of each tile, falling.
+        costs: blocks of each tile; those that see nothing come last.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
     """
@@ -134,11 +133,14 @@ def backward_plan(
     return _device_plan(("backward", content_digest(bands), num_keys, shape), device, make)
 
 
-def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool) -> DeviceSchedule:
+def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> DeviceSchedule:
     """Items of the backward in one kernel; see `schedule.make_schedule`."""
-    key = (heads_kv, group, num_sms, apart)
+    max_apart = min(max_apart, plan.num_tiles)
+    key = (heads_kv, group, num_sms, max_apart)
     if key not in plan.schedules:
-        made = hopper_schedule.make_schedule(plan.host, heads_kv, group, num_sms, apart=apart, uneven=plan.heads_inner)
+        made = hopper_schedule.make_schedule(
+            plan.host, heads_kv, group, num_sms, max_apart=max_apart, uneven=plan.heads_inner
+        )
         items = torch.from_numpy(made.items).to(plan.memory.device)
         plan.schedules[key] = DeviceSchedule(items, made.num_apart)
     return plan.schedules[key]
@@ -169,15 +171,7 @@ def _best_splits(costs: tuple[int, ...], num_heads_kv: int, group: int, num_sms:
         items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
         if len(items) > _ENOUGH_ITEMS * num_sms:
             return best if splits > 1 else 1
-        time = _makespan(items, num_sms)
+        time = hopper_schedule.makespan(items, num_sms)
         if time < 0.98 * shortest:
             best, shortest = splits, time
     return best
-
-
-def _makespan(items: list[int], num_sms: int) -> int:
-    """When the last of the processors is done, if each takes the next item whenever it is free."""
-    busy = [0] * num_sms
-    for cost in items:
-        heapq.heapreplace(busy, busy[0] + cost)
-    return max(busy)

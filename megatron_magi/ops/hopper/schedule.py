@@ -1,13 +1,14 @@
 """The order in which the backward kernel works: a list of items, each a tile of keys and one or all query heads.
 
 Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
-the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums. Short tiles
-take all query heads of a key head at once, and write dk and dv themselves.
+the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
+is room for so many tiles. Other tiles take all query heads of a key head at once, and write dk and dv themselves.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ _ITEM_COST, _PART_COST = 2, 3
 _LAST_ITEMS = 2  # a processor
 # With so many items a processor, none needs to be split for the sake of balance.
 _ENOUGH_ITEMS = 8
+_BALANCED = 1.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,7 @@ class Schedule:
     num_apart: int
 
 
-def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, apart: bool, uneven: bool) -> Schedule:
+def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, max_apart: int, uneven: bool) -> Schedule:
     """Deals the tiles and heads of a backward pass into items.
 
     Args:
@@ -47,21 +49,26 @@ def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, ap
         heads_kv: key heads.
         group: query heads of a key head.
         num_sms: processors that take the items in their order.
-        apart: whether query heads of a group may be apart.
+        max_apart: most tiles whose query heads may be apart.
         uneven: neighbouring tiles differ in their number of blocks.
     """
+    assert heads_kv * group < 1 << 16 and group < 1 << 15
+    width = 1 if max_apart or group == 1 else group
+    most = max_apart if width < group else len(plan.costs)
     candidates = [LONG_UNEVEN if uneven else LONG]
-    if apart and group > 1:
+    if width < group:
         candidates += [LONG_UNEVEN, 1]
     best, shortest = None, float("inf")
-    width = 1 if apart else group
     for least in candidates:
-        schedule = _schedule(plan, _num_long(plan.costs, least), heads_kv, group, width, num_sms)
-        if len(candidates) == 1 or len(schedule.items) > _ENOUGH_ITEMS * num_sms:
-            return best or schedule
-        time = _makespan(schedule.items, plan.costs, group, num_sms)
+        schedule = _schedule(plan, min(most, _num_long(plan.costs, least)), heads_kv, group, width, num_sms)
+        if best is None and len(schedule.items) > _ENOUGH_ITEMS * num_sms:
+            return schedule
+        costs = _item_costs(schedule.items, plan.costs, group)
+        time = makespan(costs, num_sms)
         if time < 0.98 * shortest:
             best, shortest = schedule, time
+        if shortest * num_sms <= _BALANCED * sum(costs):
+            break
     assert best is not None
     return best
 
@@ -103,11 +110,15 @@ def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
     return min(heads, -(-2 * int(costs[0]) * num_sms // int(costs.sum())))
 
 
-def _makespan(items: np.ndarray, costs: np.ndarray, group: int, num_sms: int) -> float:
-    """When the last processor is done, in blocks, if each takes the next item whenever it is free."""
+def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
+    """Blocks of each item, and what it costs beside."""
     heads = items[:, 1] >> 16
-    costs = costs[items[:, 0]] * heads + np.where(heads < group, _PART_COST, _ITEM_COST)
+    return (costs[items[:, 0]] * heads + np.where(heads < group, _PART_COST, _ITEM_COST)).tolist()
+
+
+def makespan(costs: Iterable[int], num_sms: int) -> int:
+    """When the last processor is done, if each takes the next item whenever it is free."""
     busy = [0] * max(1, num_sms)
-    for cost in costs.tolist():
+    for cost in costs:
         heapq.heapreplace(busy, busy[0] + cost)
     return max(busy)
