@@ -136,6 +136,15 @@ DEVICE void pin(u32 (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// One of two arrays, which may differ in size.
+template <bool kFirst, typename A, typename B>
+DEVICE auto& choose(A& a, B& b) {
+  if constexpr (kFirst)
+    return a;
+  else
+    return b;
+}
+
 // Keeps x in a register, where the compiler would compute it anew at each use.
 DEVICE void keep(u32& x) { asm volatile("" : "+r"(x)); }
 

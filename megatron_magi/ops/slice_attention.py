@@ -94,7 +94,7 @@ def slice_attention_forward(
         out, lse: both or none; a result over other keys, into which this one is merged in place.
         out_dtype: dtype of a new output; that of q when None.
         return_max_logits: also return the largest visible logit of each head.
-        deterministic: bitwise repeatable results (the implementations here always are).
+        deterministic: bitwise repeatable results; a forward always is.
         sm_margin: streaming multiprocessors left to communication; for kernels that can.
         impl: ``auto``, ``reference`` (dense), ``torch`` (blocked) or ``ffa`` (Hopper kernels, bf16 and
             fp16). One that is named never falls back to another.

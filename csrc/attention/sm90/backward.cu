@@ -16,6 +16,7 @@
 // order of additions does not depend on time).
 
 #include "../../common/wgmma.cuh"
+#include "gradients.cuh"
 #include "softmax.cuh"
 #include "tiles.cuh"
 
@@ -35,8 +36,6 @@ using T = DTYPE;
 // Named barriers: the place where a warpgroup puts what is to be added is free, is full; and dS of each warpgroup is
 // there, two that alternate.
 constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
-
-enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2 };
 
 // Sums lie in pieces: 16 rows and half the columns as a warp's accumulators lie in registers.
 struct BackwardParams {
@@ -229,45 +228,6 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
   wgmma_commit();
 }
 
-template <int kColumns>
-DEVICE void store_key_gradient(const BackwardParams& p, void* to, i64 offset, i64 row_stride, const bool (&valid)[2],
-                               const float (&acc)[kColumns / 2], float factor, int lane) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const i64 at = offset + 8 * r * row_stride;
-    float* out32 = static_cast<float*>(to) + at + 2 * (lane % 4);
-    u16* out16 = static_cast<u16*>(to) + at + 8 * (lane % 4);
-#pragma unroll
-    for (int g = 0; g < kColumns / 32; ++g) {
-      u32 word[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float x = acc[4 * (4 * g + j) + 2 * r] * factor, y = acc[4 * (4 * g + j) + 2 * r + 1] * factor;
-        float* at32 = out32 + 32 * g + 8 * j;
-        if (p.store == kStoreHalf)
-          word[j] = T::pack(x, y);
-        else if (valid[r] && p.store == kAddFloat)
-          add_global_v2(at32, x, y);
-        else if (valid[r])
-          *reinterpret_cast<float2*>(at32) = make_float2(x, y);
-      }
-      if (p.store == kStoreHalf) {
-        transpose_quad(word, lane);
-        if (valid[r]) *reinterpret_cast<uint4*>(out16 + 32 * g) = make_uint4(word[0], word[1], word[2], word[3]);
-      }
-    }
-  }
-}
-
-// Registers that the sums of dQ share with those of dP, where they are of one size.
-template <bool kFirst, typename A, typename B>
-DEVICE auto& choose(A& a, B& b) {
-  if constexpr (kFirst)
-    return a;
-  else
-    return b;
-}
-
 // Derivative of the softcap.
 struct Slope {
   float of[SOFTCAP ? 32 : 1];
@@ -388,7 +348,7 @@ struct Consumer {
   DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Parcel& previous) {
     const int now = ring.index;
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
-    auto& dq = choose<kDqSharesDp>(y, own);
+    auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
     Slope slope;
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
@@ -472,8 +432,9 @@ struct Consumer {
     const i64 key = item.row + row;
     const int head_kv = item.head / p.group;
     const bool valid[2] = {row < item.rows, row + 8 < item.rows};
-    store_key_gradient<kHeadDim>(p, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale, lane);
-    store_key_gradient<kHeadDimV>(p, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
+    store_gradient<T, kHeadDim>(p.store, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale,
+                                lane);
+    store_gradient<T, kHeadDimV>(p.store, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
   }
 
   DEVICE void run() {

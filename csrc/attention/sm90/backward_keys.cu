@@ -141,7 +141,7 @@ struct Consumer {
     release(s.probs_full[warp], lane);
   }
 
-  DEVICE void form_probs(float (&x)[kQueries / 2], u32 (&probs)[kQueries / 4], const BlockWalk<false, kRows>& walk) {
+  DEVICE void form_probs(float (&x)[kQueries / 2], u32 (&probs)[kQueries / 4], const BlockWalk<kRows>& walk) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
     if (walk.masked()) {
       int2 bounds[2];
@@ -185,7 +185,7 @@ struct Consumer {
     }
   }
 
-  DEVICE void form(float (&x)[kQueries / 2], u32 (&word)[kQueries / 4], const BlockWalk<false, kRows>& walk) {
+  DEVICE void form(float (&x)[kQueries / 2], u32 (&word)[kQueries / 4], const BlockWalk<kRows>& walk) {
     if constexpr (kOfValues)
       form_probs(x, word, walk);
     else
@@ -194,7 +194,7 @@ struct Consumer {
   }
 
   // To the next block, in the order of `produce`; false after the last.
-  DEVICE bool advance(BlockWalk<false, kRows>& walk, int& h, int4 item) const {
+  DEVICE bool advance(BlockWalk<kRows>& walk, int& h, int4 item) const {
     const int heads = p.group / p.splits;
     if (p.heads_inner) {
       if (++h < heads) return true;
@@ -211,7 +211,7 @@ struct Consumer {
   DEVICE void accumulate(int4 item, float (&gradient)[kColumns / 2]) {
     float x[kQueries / 2];
     u32 word[kQueries / 4];
-    BlockWalk<false, kRows> walk(p.plan, 0, row);
+    BlockWalk<kRows> walk(p.plan, 0, row);
     walk.start(item.z, item.w);
     int h = 0;
     const Operand own(own_keys());
@@ -266,8 +266,8 @@ struct Consumer {
       const bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
       const int head_kv = item_head(item) / p.group;
       const i64 row_stride = kOfValues ? p.dv_row : p.dk_row, head_stride = kOfValues ? p.dv_head : p.dk_head;
-      store_gradient<kColumns>(p.store, kOfValues ? p.dv : p.dk, key * row_stride + head_kv * head_stride, row_stride,
-                               valid, gradient, kOfValues ? 1.f : p.scale, lane);
+      store_gradient<T, kColumns>(p.store, kOfValues ? p.dv : p.dk, key * row_stride + head_kv * head_stride,
+                                  row_stride, valid, gradient, kOfValues ? 1.f : p.scale, lane);
     }
   }
 };

@@ -118,7 +118,7 @@ struct Consumer {
   }
 
   // Turns logits into P, times the slope of the softcap.
-  DEVICE void form_probs(float (&x)[kKeys / 2], const BlockWalk<false>& walk) {
+  DEVICE void form_probs(float (&x)[kKeys / 2], const BlockWalk<>& walk) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
     if (walk.masked()) {
       int2 bounds[2];
@@ -142,7 +142,7 @@ struct Consumer {
   DEVICE void accumulate(int4 item, float (&dq)[kHeadDim / 2]) {
     float x[kKeys / 2], y[kKeys / 2];
     u32 ds[kKeys / 4];
-    BlockWalk<false> walk(p.plan, warpgroup, row);
+    BlockWalk<> walk(p.plan, warpgroup, row);
     walk.start(item.z, item.w);
     load_stats(item);
     const Operand q(smem_address(s.q[warpgroup])), dout(smem_address(s.dout[warpgroup]));
@@ -211,8 +211,8 @@ struct Consumer {
         continue;
       const i64 at = item.x + row;
       const bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
-      store_gradient<kHeadDim>(p.store, p.dq, at * p.dq_row + item_head(item) * p.dq_head, p.dq_row, valid, dq, p.scale,
-                               lane);
+      store_gradient<T, kHeadDim>(p.store, p.dq, at * p.dq_row + item_head(item) * p.dq_head, p.dq_row, valid, dq,
+                                  p.scale, lane);
     }
   }
 };

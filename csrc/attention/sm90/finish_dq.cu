@@ -1,7 +1,7 @@
 // Turns the sums of dQ into the gradient of q: times the softmax scale.
 // Compile-time: HEAD_DIM, DTYPE.
 
-#include "finish.cuh"
+#include "gradients.cuh"
 
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 

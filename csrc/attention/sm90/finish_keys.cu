@@ -2,7 +2,7 @@
 // scale.
 // Compile-time: HEAD_DIM, DTYPE.
 
-#include "finish.cuh"
+#include "gradients.cuh"
 
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 

@@ -306,23 +306,6 @@ DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 
     store_rows<true, true>(p, acc, factor, prior, row, end_row, head, lane);
 }
 
-// log(exp(a) + exp(b)), -inf where both are.
-DEVICE float log_add(float a, float b) {
-  const float top = fmaxf(a, b);
-  if (top == -kInfinity) return top;
-  return top + kLn2 * log2_fast(exp2_fast((a - top) * kLog2e) + exp2_fast((b - top) * kLog2e));
-}
-
-DEVICE float weight(float part, float total) { return part == -kInfinity ? 0.f : exp2_fast((part - total) * kLog2e); }
-
-DEVICE void atomic_max_logit(float* address, float value) {
-  // Positive floats order like integers, negative ones like unsigned integers reversed.
-  if (value >= 0.f)
-    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
-  else
-    atomicMin(reinterpret_cast<u32*>(address), __float_as_uint(value));
-}
-
 DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, int row,
                    int end_row, int head, int lane) {
   float factor[2], prior[2];

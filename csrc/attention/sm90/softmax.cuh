@@ -25,7 +25,7 @@ DEVICE void apply_mask(float (&s)[N], int base, const int2 (&bounds)[2]) {
   static_assert(N <= 64);  // elements of two rows
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const u32 visible = bits_from(bounds[r].x - base, 4 * N) & ~bits_from(bounds[r].y - base, 4 * N);
+    const u32 visible = bits_from(bounds[r].x - base, 2 * N) & ~bits_from(bounds[r].y - base, 2 * N);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       float& x = s[4 * (i / 2) + 2 * r + i % 2];
@@ -41,6 +41,23 @@ template <int N>
 DEVICE void apply_softcap(float (&s)[N], float factor) {
 #pragma unroll
   for (int i = 0; i < N; ++i) s[i] = tanh_exact(s[i] * factor);
+}
+
+// log(exp(a) + exp(b)), -inf where both are.
+DEVICE float log_add(float a, float b) {
+  const float top = fmaxf(a, b);
+  if (top == -kInfinity) return top;
+  return top + kLn2 * log2_fast(exp2_fast((a - top) * kLog2e) + exp2_fast((b - top) * kLog2e));
+}
+
+DEVICE float weight(float part, float total) { return part == -kInfinity ? 0.f : exp2_fast((part - total) * kLog2e); }
+
+DEVICE void atomic_max_logit(float* address, float value) {
+  // Positive floats order like integers, negative ones like unsigned integers reversed.
+  if (value >= 0.f)
+    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
+  else
+    atomicMin(reinterpret_cast<u32*>(address), __float_as_uint(value));
 }
 
 // Of the 4 threads that share a row.

@@ -1,4 +1,4 @@
-// What forward and backward share: rings of buffers, work items, and the walk over the blocks of a tile.
+// What the kernels share: rings of buffers, work items, and the walk over the blocks of a tile.
 #pragma once
 
 #include "../../common/ptx.cuh"
@@ -20,7 +20,6 @@ struct Ring {
   DEVICE void advance() {
     if (++index == N) index = 0, parity ^= 1;
   }
-  DEVICE int before() const { return index == 0 ? N - 1 : index - 1; }
 };
 
 // The mask of all tiles; see ops/hopper/tiles.py.
@@ -36,14 +35,12 @@ DEVICE int4 pack_item(const int4& tile, int head) { return make_int4(tile.x, hea
 DEVICE int item_head(const int4& item) { return item.y & 0xffff; }
 DEVICE int item_rows(const int4& item) { return item.y >> 16; }
 
-// Walks over the blocks of all passes of a tile, as one warpgroup sees them. kEager: the bounds of this thread's rows
-// are fetched with each pass, before a masked block needs them; that takes four registers.
-template <bool kEager, int kTileRows = 128>
+// Walks over the blocks of all passes of a tile, as one warpgroup sees them.
+template <int kTileRows = 128>
 struct BlockWalk {
   const TilePlan& plan;
   int pass, end_pass, warpgroup, row;
   int n, count, column, full_begin, full_end;  // of the block: its number in the pass, its first column
-  int2 bounds[kEager ? 2 : 1];
 
   // `row`: first of this thread's two rows in the tile; the other is 8 below.
   DEVICE BlockWalk(const TilePlan& plan, int warpgroup, int row) : plan(plan), warpgroup(warpgroup), row(row) {}
@@ -54,7 +51,6 @@ struct BlockWalk {
   }
   DEVICE void open() {
     const int4 range = __ldg(plan.passes + 2 * pass), more = __ldg(plan.passes + 2 * pass + 1);
-    if constexpr (kEager) load_bounds(bounds);
     n = 0;
     column = uniform(range.x);
     count = uniform(range.y);

@@ -1,4 +1,4 @@
-"""The backward pass in parts on Hopper GPUs: one kernel for dk and dv, one for dq, both without sums in memory."""
+"""The backward pass in parts on Hopper GPUs: one kernel for dk and dv, one for dq, without sums of dq in memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Attention on Hopper GPUs: the kernels of ``csrc/attention/sm90``.
 
 Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256.
-Row statistics and sums are fp32. Values of tokens that share a tile with visible ones must be finite.
+Row statistics and sums are fp32. Values must be finite, also of tokens that nobody sees: what is hidden is multiplied
+by zero.
 """
 
 from __future__ import annotations
