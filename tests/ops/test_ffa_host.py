@@ -158,7 +158,8 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, dim):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, dim, deterministic):
     asked = []
 
     def load(_device, name, defines, threads, size):
@@ -167,14 +168,14 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, 
 
     monkeypatch.setattr(hopper_kernels, "_load", load)
     q, k, v, bands = (t[..., :dim].contiguous() if isinstance(t, torch.Tensor) else t for t in tensors(dtype))
-    options, out, lse = AttnOptions(0.1), torch.empty_like(q), torch.empty(300, 4)
+    options, out, lse = AttnOptions(0.1, deterministic=deterministic), torch.empty_like(q), torch.empty(300, 4)
     hopper.forward(
         q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
     )  # fmt: skip
     delta = hopper.row_delta(q, out)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
-    assert len(asked) == 6 and set(asked) <= set(hopper_kernels.common_kernels())
+    assert len(asked) == (5 if deterministic else 6) and set(asked) <= set(hopper_kernels.common_kernels())
 
 
 def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):

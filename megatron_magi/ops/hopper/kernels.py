@@ -49,13 +49,20 @@ def backward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, ad
     )  # fmt: skip
 
 
+def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
+    """What a kernel for dq is compiled for."""
+    return (*_part_defines(dtype, dims, softcap, PART_KEYS), f"STAGES={_STAGES}", f"STAGES_V={_stages_v(dims)}")
+
+
 def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
-    """Name and macros of the kernels that most models use: those that a wheel brings compiled."""
+    """Name and macros of the kernels that most models use, deterministic or not: those that a wheel brings compiled."""
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         found += [
             ("forward", forward_macros(dtype, (dim, dim), False)),
             ("backward", backward_macros(dtype, (dim, dim), False, True)),
+            ("backward", backward_macros(dtype, (dim, dim), False, False)),
+            ("backward_queries", queries_macros(dtype, (dim, dim), False)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
             ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
             ("finish_keys", (f"HEAD_DIM={dim}", element(dtype))),
@@ -100,10 +107,14 @@ def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[i
 @cache
 def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention backward: dq."""
-    stages_v = 1 if dims[1] == 256 else 2  # a second one would not fit
-    defines = (*_part_defines(dtype, dims, softcap, PART_KEYS), f"STAGES={_STAGES}", f"STAGES_V={stages_v}")
-    tiles = 128 * sum(dims) + PART_KEYS * (_STAGES * dims[0] + stages_v * dims[1])
+    defines = queries_macros(dtype, dims, softcap)
+    tiles = 128 * sum(dims) + PART_KEYS * (_STAGES * dims[0] + _stages_v(dims) * dims[1])
     return _load(device, "backward_queries", defines, 384, 2 * tiles + _SPARE_BYTES)
+
+
+def _stages_v(dims: tuple[int, int]) -> int:
+    """Stages of values of the kernel for dq."""
+    return 1 if dims[1] == 256 else 2  # a second one would not fit
 
 
 def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:
