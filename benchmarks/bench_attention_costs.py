@@ -26,6 +26,7 @@ from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.hopper import build as hopper_build
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.testing.device_costs import host_us, peak_of
 
 Row = tuple[str, str, int, float, str, float]
 HEADER = ("quantity", "mask", "length", "value", "unit", "limit")
@@ -64,20 +65,6 @@ def option_ratios(name: str, length: int) -> Iterator[Row]:
             limit = limits.get(f"{variant} {which}", 1.02 + share)
             ratio = times[f"{variant} {which}"] / times[f"default {which}"]
             yield f"{variant} {which}", name, length, ratio, "x", limit
-
-
-def host_us(call: Callable[[], object], calls: int = 300) -> float:
-    """Median time of a call that is only queued, in microseconds."""
-    for _ in range(20):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(calls):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
 
 
 def host_times() -> Iterator[Row]:
@@ -123,20 +110,10 @@ def memory(length: int) -> Iterator[Row]:
     out, meta = slice_attention(*leaves, mask, impl="ffa")
     unit, dout = out.numel() * out.element_size(), torch.randn_like(out)
 
-    def peak(call: Callable[[], object]) -> int:
-        call()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        result = call()
-        torch.cuda.synchronize()
-        del result
-        return torch.cuda.max_memory_allocated() - before
-
     results = unit + meta.lse.numel() * 4
     grads = sum(t.numel() * t.element_size() for t in leaves)
-    forward = peak(lambda: slice_attention(*frozen, mask, impl="ffa")) - results
-    backward = peak(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)) - grads
+    forward = peak_of(lambda: slice_attention(*frozen, mask, impl="ffa"))[1] - results
+    backward = peak_of(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))[1] - grads
     yield "memory, forward", "causal", length, forward / unit, "outputs", 0.02
     yield "memory, backward", "causal", length, backward / unit, "outputs", 2.1
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import pytest
 import torch
 
 from megatron_magi.mask import builders
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.testing.device_costs import host_us, peak_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -30,17 +28,6 @@ def tensors(num_rows, num_heads=16, num_heads_kv=8, dim=128):
 
 def bytes_of(*given: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in given)
-
-
-def peak_of(call):
-    """What ``call`` returns, and by how many bytes memory grew at its peak; it has run before, so nothing is new."""
-    call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("mask", [builders.causal(16384), builders.varlen(doc_lengths=[4000, 384, 12000], causal=True)])
@@ -68,20 +55,6 @@ def test_the_backward_allocates_one_fp32_dq_beside_the_gradients(mask, heads, de
     assert peak <= bytes_of(*grads) + 2 * bytes_of(q) + 4 * bytes_of(meta.lse) + SLACK_BYTES
 
 
-def host_time_us(call, calls: int = 200) -> float:
-    """Median time of a call that is only queued; the device is idle before and has room for all."""
-    for _ in range(20):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(calls):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
-
-
 def test_a_call_with_a_known_mask_takes_little_of_the_host(capsys):
     q, k, v = tensors(256)
     frozen = [t.detach() for t in (q, k, v)]
@@ -89,9 +62,9 @@ def test_a_call_with_a_known_mask_takes_little_of_the_host(capsys):
     ranges = torch.tensor([[0, 256]], dtype=torch.int32, device="cuda")
     types = torch.tensor([1], dtype=torch.int32, device="cuda")
     found = {
-        "slice_attention": host_time_us(lambda: slice_attention(*frozen, mask, impl="ffa")),
-        "slice_attention, recorded": host_time_us(lambda: slice_attention(q, k, v, mask, impl="ffa")),
-        "flex_flash_attn_func": host_time_us(lambda: flex_flash_attn_func(*frozen, ranges, ranges, types)),
+        "slice_attention": host_us(lambda: slice_attention(*frozen, mask, impl="ffa")),
+        "slice_attention, recorded": host_us(lambda: slice_attention(q, k, v, mask, impl="ffa")),
+        "flex_flash_attn_func": host_us(lambda: flex_flash_attn_func(*frozen, ranges, ranges, types)),
     }
     with capsys.disabled():
         print("\n" + "\n".join(f"host time of {name}: {value:.1f} us" for name, value in found.items()))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper.schedule import LONG, make_schedule
+from megatron_magi.ops.hopper.schedule import LONG, Schedule, make_schedule
 from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, plan_tiles, transpose
 
 SMS = 132
@@ -18,6 +18,10 @@ SMS = 132
 
 def backward_plan(mask) -> TilePlan:
     return plan_tiles(transpose(mask.bands), mask.total_seqlen_k, 128, 64, align=UNIT, hide_tail=True)
+
+
+def schedule_of(plan: TilePlan, *args, **options) -> Schedule:
+    return make_schedule(plan.tiles[:, 0], plan.costs, *args, **options)
 
 
 def unpack(items: np.ndarray) -> list[tuple[int, int, int]]:
@@ -46,7 +50,7 @@ def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
 )
 def test_every_tile_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, uneven):
     plan = backward_plan(builders.varlen(doc_lengths=lengths, causal=causal))
-    schedule = make_schedule(plan, heads_kv, group, num_sms, max_apart=max_apart, uneven=uneven)
+    schedule = schedule_of(plan, heads_kv, group, num_sms, max_apart=max_apart, uneven=uneven)
     met: Counter[tuple[int, int]] = Counter()
     for tile, first, count in unpack(schedule.items):
         assert count in (1, group) and first % count == 0
@@ -58,7 +62,7 @@ def test_every_tile_meets_every_query_head_once(lengths, causal, heads_kv, group
 
 def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads():
     plan = backward_plan(builders.causal(32768))
-    schedule = make_schedule(plan, 8, 8, SMS, max_apart=10**6, uneven=False)
+    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, uneven=False)
     assert schedule.num_apart == int((plan.costs >= LONG).sum())
     long = [item for item in unpack(schedule.items) if item[2] == 1]
     heads = [head for _, head, _ in long]
@@ -82,12 +86,12 @@ PACKED = builders.varlen(doc_lengths=[1024] * 17, causal=False)
 )
 def test_no_processor_is_left_alone_at_the_end(mask, heads_kv, group, limit):
     plan = backward_plan(mask)
-    schedule = make_schedule(plan, heads_kv, group, SMS, max_apart=10**6, uneven=False)
+    schedule = schedule_of(plan, heads_kv, group, SMS, max_apart=10**6, uneven=False)
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= limit * mean
 
 
 def test_small_problems_are_split_so_that_processors_have_work():
     plan = backward_plan(builders.full(2048))
-    assert make_schedule(plan, 1, 8, SMS, max_apart=10**6, uneven=False).num_apart == len(plan.tiles)
-    assert make_schedule(plan, 1, 8, SMS, max_apart=0, uneven=False).num_apart == 0
+    assert schedule_of(plan, 1, 8, SMS, max_apart=10**6, uneven=False).num_apart == len(plan.tiles)
+    assert schedule_of(plan, 1, 8, SMS, max_apart=0, uneven=False).num_apart == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.ops.hopper.cuts import _segment_columns
-from megatron_magi.ops.hopper.plan import _best_splits
+from megatron_magi.ops.hopper.schedule import best_splits
 from megatron_magi.ops.hopper.tiles import (
     EVERYTHING,
     SUB_ROWS,
@@ -212,7 +212,7 @@ def test_empty_mask_still_has_all_tiles():
 
 
 def test_groups_are_split_only_where_processors_would_idle():
-    assert _best_splits((32,) * 64, 8, 8, 132) == 1
-    assert _best_splits((16,) * 16, 1, 8, 132) == 8
-    assert _best_splits((16,) * 16, 1, 1, 132) == 1
-    assert _best_splits((), 8, 8, 132) == 1
+    assert best_splits((32,) * 64, 8, 8, 132) == 1
+    assert best_splits((16,) * 16, 1, 8, 132) == 8
+    assert best_splits((16,) * 16, 1, 1, 132) == 1
+    assert best_splits((), 8, 8, 132) == 1

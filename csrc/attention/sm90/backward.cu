@@ -259,11 +259,6 @@ struct Consumer {
     keep(ds_store);
   }
 
-  DEVICE void release(u64& barrier) {
-    __syncwarp();  // what the other threads read, they have read
-    if (lane == 0) barrier_arrive(smem_address(&barrier));
-  }
-
   // One value each query, those of this thread.
   DEVICE void load_values(float2 (&x)[8], u32 values) const {
 #pragma unroll
@@ -390,11 +385,11 @@ struct Consumer {
     wgmma_wait<1>();  // dV
     pin(probs);
     pin(dv);
-    release(s.dout_empty[now]);
+    release(s.dout_empty[now], lane);
     wgmma_wait<0>();  // dK
     pin(ds);
     pin(dk);
-    release(s.q_empty[now]);
+    release(s.q_empty[now], lane);
     ring.advance();
     return !info.last;
   }
@@ -413,7 +408,7 @@ struct Consumer {
       wgmma_wait<0>();
       pin(dq);
     }
-    release(s.kv_empty);
+    release(s.kv_empty, lane);
     if constexpr (ADD_DQ) hand_over<0>(dq, previous);
   }
 
@@ -454,7 +449,7 @@ struct Consumer {
         add_key_gradients(item, dk, dv);
       else if (!item.empty() || p.store != kAddFloat)
         store_key_gradients(item, dk, dv);
-      release(s.item_empty[slot.index]);
+      release(s.item_empty[slot.index], lane);
       slot.advance();
     }
     named_sync(kPlaceFree + warpgroup, 160);
@@ -469,17 +464,13 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    barrier_init(smem_address(&s.kv_full), 1);
-    barrier_init(smem_address(&s.kv_empty), 4 * kGroups);
+    init_buffer(s.kv_full, s.kv_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.dout_full[i]), 1);
-      barrier_init(smem_address(&s.dout_empty[i]), 4 * kGroups);
-      barrier_init(smem_address(&s.q_full[i]), 1);
-      barrier_init(smem_address(&s.q_empty[i]), 4 * kGroups);
+      init_buffer(s.dout_full[i], s.dout_empty[i], 4 * kGroups);
+      init_buffer(s.q_full[i], s.q_empty[i], 4 * kGroups);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(smem_address(&s.item_full[i]), 1);
-      barrier_init(smem_address(&s.item_empty[i]), 4 * kGroups);
+      init_buffer(s.item_full[i], s.item_empty[i], 4 * kGroups);
     }
     barrier_init_fence();
   }

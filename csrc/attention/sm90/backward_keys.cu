@@ -277,21 +277,16 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    barrier_init(smem_address(&s.kv_full), 1);
-    barrier_init(smem_address(&s.kv_empty), 4 * kGroups);
+    init_buffer(s.kv_full, s.kv_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.q_full[i]), 1);
-      barrier_init(smem_address(&s.dout_full[i]), 1);
-      barrier_init(smem_address(&s.q_empty[i]), 4 * kGroups);
-      barrier_init(smem_address(&s.dout_empty[i]), 4 * kGroups);
+      init_buffer(s.q_full[i], s.q_empty[i], 4 * kGroups);
+      init_buffer(s.dout_full[i], s.dout_empty[i], 4 * kGroups);
     }
     for (int i = 0; i < 4; ++i) {
-      barrier_init(smem_address(&s.probs_full[i]), 1);
-      barrier_init(smem_address(&s.probs_empty[i]), 1);
+      init_buffer(s.probs_full[i], s.probs_empty[i], 1);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(smem_address(&s.item_full[i]), 1);
-      barrier_init(smem_address(&s.item_empty[i]), 4 * kGroups);
+      init_buffer(s.item_full[i], s.item_empty[i], 4 * kGroups);
     }
     barrier_init_fence();
   }

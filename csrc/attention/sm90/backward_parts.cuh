@@ -55,9 +55,3 @@ DEVICE void issue_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kDepth / 4
 
 // The derivative of the softcap where its tanh is x; 0 where x is -inf, that is hidden.
 DEVICE float softcap_slope(float x) { return fmaxf(fmaf(-x, x, 1.f), 0.f); }
-
-// An arrival for the whole warp, after all of its threads' reads and writes.
-DEVICE void release(u64& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(smem_address(&barrier));
-}

@@ -26,12 +26,7 @@ constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 constexpr u32 kBytesV = sizeof(Shared::v) / kStagesV;
 
 DEVICE int4 decode_item(const BackwardPartParams& p, int item) {
-  if (item >= p.num_tiles * p.num_heads) return make_int4(-1, 0, 0, 0);
-  const int per_section = p.num_tiles * p.head_section;
-  const int section = item / per_section, rest = item - section * per_section;
-  const int tile = rest / p.head_section;
-  const int head = section * p.head_section + rest - tile * p.head_section;
-  return pack_item(__ldg(p.plan.tiles + tile), head);
+  return section_item(p.plan, p.num_tiles, p.num_heads, p.head_section, item);
 }
 
 // ---- producer: one thread ----
@@ -223,20 +218,16 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kGroups; ++i) {
-      barrier_init(smem_address(&s.rows_full[i]), 1);
-      barrier_init(smem_address(&s.rows_empty[i]), 4);
+      init_buffer(s.rows_full[i], s.rows_empty[i], 4);
     }
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.k_full[i]), 1);
-      barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
+      init_buffer(s.k_full[i], s.k_empty[i], 4 * kGroups);
     }
     for (int i = 0; i < kStagesV; ++i) {
-      barrier_init(smem_address(&s.v_full[i]), 1);
-      barrier_init(smem_address(&s.v_empty[i]), 4 * kGroups);
+      init_buffer(s.v_full[i], s.v_empty[i], 4 * kGroups);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(smem_address(&s.item_full[i]), 1);
-      barrier_init(smem_address(&s.item_empty[i]), 4 * kGroups);
+      init_buffer(s.item_full[i], s.item_empty[i], 4 * kGroups);
     }
     barrier_init_fence();
   }

@@ -71,12 +71,7 @@ constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 // ---- scout: one thread ----
 
 DEVICE int4 decode_item(const ForwardParams& p, int item) {
-  if (item >= p.num_tiles * p.num_heads) return make_int4(-1, 0, 0, 0);
-  const int per_section = p.num_tiles * p.head_section;
-  const int section = item / per_section, rest = item - section * per_section;
-  const int tile = rest / p.head_section;
-  const int head = section * p.head_section + rest - tile * p.head_section;
-  return pack_item(__ldg(p.plan.tiles + tile), head);
+  return section_item(p.plan, p.num_tiles, p.num_heads, p.head_section, item);
 }
 
 // Takes work items and reads the tables, one pass ahead of the producer: all that takes as long as a block.
@@ -349,8 +344,8 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   const int row = warpgroup * kRows + (thread / 32) * 16 + lane / 4;
   const u32 my_turn = 1 + warpgroup, other_turn = 2 - warpgroup;
   if (warpgroup == 1) named_arrive(other_turn, 256);
-  int leads = lane == 0;
-  asm("" : "+r"(leads));  // else the thread's number is read anew for each release, which takes longer
+  u32 leads = lane == 0;
+  keep(leads);
   auto release = [&](u32 barrier) {
     if (leads) barrier_arrive(barrier);
   };
@@ -469,18 +464,14 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kGroups; ++i) {
-      barrier_init(smem_address(&s.q_full[i]), 1);
-      barrier_init(smem_address(&s.q_empty[i]), 4);
+      init_buffer(s.q_full[i], s.q_empty[i], 4);
     }
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.k_full[i]), 1);
-      barrier_init(smem_address(&s.v_full[i]), 1);
-      barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
-      barrier_init(smem_address(&s.v_empty[i]), 4 * kGroups);
+      init_buffer(s.k_full[i], s.k_empty[i], 4 * kGroups);
+      init_buffer(s.v_full[i], s.v_empty[i], 4 * kGroups);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(smem_address(&s.pass_full[i]), 1);
-      barrier_init(smem_address(&s.pass_empty[i]), 1);
+      init_buffer(s.pass_full[i], s.pass_empty[i], 1);
     }
     barrier_init_fence();
   }

@@ -22,6 +22,18 @@ struct Ring {
   }
 };
 
+// The barriers of a buffer that one arrival fills, and so many empty.
+DEVICE void init_buffer(u64& full, u64& empty, u32 arrivals) {
+  barrier_init(smem_address(&full), 1);
+  barrier_init(smem_address(&empty), arrivals);
+}
+
+// An arrival for the whole warp, after all of its threads' reads and writes.
+DEVICE void release(u64& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(smem_address(&barrier));
+}
+
 // The mask of all tiles; see ops/hopper/tiles.py.
 struct TilePlan {
   const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of rows
@@ -34,6 +46,16 @@ struct TilePlan {
 DEVICE int4 pack_item(const int4& tile, int head) { return make_int4(tile.x, head | tile.w << 16, tile.y, tile.z); }
 DEVICE int item_head(const int4& item) { return item.y & 0xffff; }
 DEVICE int item_rows(const int4& item) { return item.y >> 16; }
+
+// Items of a section of heads, tile by tile.
+DEVICE int4 section_item(const TilePlan& plan, int num_tiles, int num_heads, int head_section, int item) {
+  if (item >= num_tiles * num_heads) return make_int4(-1, 0, 0, 0);
+  const int per_section = num_tiles * head_section;
+  const int section = item / per_section, rest = item - section * per_section;
+  const int tile = rest / head_section;
+  const int head = section * head_section + rest - tile * head_section;
+  return pack_item(__ldg(plan.tiles + tile), head);
+}
 
 // Walks over the blocks of all passes of a tile, as one warpgroup sees them.
 template <int kTileRows = 128>

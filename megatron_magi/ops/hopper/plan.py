@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_magi.ops.hopper import schedule as hopper_schedule
@@ -28,28 +29,31 @@ class DevicePlan:
     """A `TilePlan` in device memory.
 
     Attributes:
-        host: the plan itself.
+        starts: int32 ``[num_tiles]``, first row of each tile, on the host.
+        costs: int64 ``[num_tiles]``, its blocks, on the host; tiles that see nothing come last.
         memory: one int32 tensor that holds all tables.
         tiles, passes, bounds: their addresses.
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
-        num_tiles: tiles of one head.
-        costs: blocks of each tile; those that see nothing come last.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
     """
 
-    host: TilePlan
+    starts: NDArray[np.int32]
+    costs: NDArray[np.int64]
     memory: Tensor
     tiles: int
     passes: int
     bounds: int
     step: int
     heads_inner: bool
-    num_tiles: int
-    costs: tuple[int, ...]
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of one head."""
+        return len(self.costs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,13 +99,7 @@ def _upload(plan: TilePlan, heads_inner: bool, device: torch.device) -> DevicePl
     memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
     addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
     return DevicePlan(
-        plan,
-        memory,
-        *addresses.tolist(),
-        plan.step,
-        heads_inner,
-        len(plan.tiles),
-        tuple(plan.costs.tolist()),
+        plan.tiles[:, 0].copy(), plan.costs, memory, *addresses.tolist(), step=plan.step, heads_inner=heads_inner
     )
 
 
@@ -139,18 +137,11 @@ def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_a
     key = (heads_kv, group, num_sms, max_apart)
     if key not in plan.schedules:
         made = hopper_schedule.make_schedule(
-            plan.host, heads_kv, group, num_sms, max_apart=max_apart, uneven=plan.heads_inner
+            plan.starts, plan.costs, heads_kv, group, num_sms, max_apart=max_apart, uneven=plan.heads_inner
         )
         items = torch.from_numpy(made.items).to(plan.memory.device)
         plan.schedules[key] = DeviceSchedule(items, made.num_apart)
     return plan.schedules[key]
-
-
-# Of the backward in parts: what an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding
-# them in fp32.
-_ITEM_COST, _SPLIT_ITEM_COST = 6, 14
-# With so many items a processor, none needs to be split.
-_ENOUGH_ITEMS = 8
 
 
 def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
@@ -160,18 +151,5 @@ def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) 
     """
     key = (num_heads_kv, group, num_sms)
     if key not in plan.splits:
-        plan.splits[key] = _best_splits(plan.costs, num_heads_kv, group, max(1, num_sms))
+        plan.splits[key] = hopper_schedule.best_splits(plan.costs, num_heads_kv, group, num_sms)
     return plan.splits[key]
-
-
-def _best_splits(costs: tuple[int, ...], num_heads_kv: int, group: int, num_sms: int) -> int:
-    best, shortest = 1, float("inf")
-    for splits in (n for n in range(1, group + 1) if group % n == 0):
-        extra = _ITEM_COST if splits == 1 else _SPLIT_ITEM_COST
-        items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
-        if len(items) > _ENOUGH_ITEMS * num_sms:
-            return best if splits > 1 else 1
-        time = hopper_schedule.makespan(items, num_sms)
-        if time < 0.98 * shortest:
-            best, shortest = splits, time
-    return best

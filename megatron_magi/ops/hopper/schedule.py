@@ -8,13 +8,11 @@ is room for so many tiles. Other tiles take all query heads of a key head at onc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from megatron_magi.ops.hopper.tiles import TilePlan
 
 LONG, LONG_UNEVEN = 32, 8
 """Blocks of a tile that is worked on head by head; the second where neighbouring tiles differ in their number of
@@ -23,6 +21,8 @@ blocks, and so do not walk in step over the same queries. See docs/measured_fact
 # What an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding them to sums.
 _ITEM_COST, _PART_COST = 2, 3
 _LAST_ITEMS = 2  # a processor
+# The same of the backward in parts, where heads of a group that are apart add in fp32 one by one.
+_WHOLE_COST, _SPLIT_COST = 6, 14
 # With so many items a processor, none needs to be split for the sake of balance.
 _ENOUGH_ITEMS = 8
 _BALANCED = 1.05
@@ -41,11 +41,14 @@ class Schedule:
     num_apart: int
 
 
-def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, max_apart: int, uneven: bool) -> Schedule:
+def make_schedule(
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_apart: int, uneven: bool
+) -> Schedule:
     """Deals the tiles and heads of a backward pass into items.
 
     Args:
-        plan: of the transposed mask.
+        starts: ``[num_tiles]``, first key of each tile of a plan of the transposed mask.
+        costs: ``[num_tiles]``, its blocks, in the order of the plan.
         heads_kv: key heads.
         group: query heads of a key head.
         num_sms: processors that take the items in their order.
@@ -54,20 +57,21 @@ def make_schedule(plan: TilePlan, heads_kv: int, group: int, num_sms: int, *, ma
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
     width = 1 if max_apart or group == 1 else group
-    most = max_apart if width < group else len(plan.costs)
+    most = max_apart if width < group else len(costs)
     candidates = [LONG_UNEVEN if uneven else LONG]
     if width < group:
-        candidates += [LONG_UNEVEN, 1]
+        candidates = list(dict.fromkeys([*candidates, LONG_UNEVEN, 1]))
     best, shortest = None, float("inf")
     for least in candidates:
-        schedule = _schedule(plan, min(most, _num_long(plan.costs, least)), heads_kv, group, width, num_sms)
-        if best is None and len(schedule.items) > _ENOUGH_ITEMS * num_sms:
+        num_long = min(most, _num_long(costs, least))
+        schedule = _schedule(starts, costs, num_long, heads_kv, group, width, num_sms)
+        if len(candidates) == 1 or (best is None and len(schedule.items) > _ENOUGH_ITEMS * num_sms):
             return schedule
-        costs = _item_costs(schedule.items, plan.costs, group)
-        time = makespan(costs, num_sms)
+        work = _item_costs(schedule.items, costs, group)
+        time = _makespan(work, num_sms)
         if time < 0.98 * shortest:
             best, shortest = schedule, time
-        if shortest * num_sms <= _BALANCED * sum(costs):
+        if shortest * num_sms <= _BALANCED * sum(work):
             break
     assert best is not None
     return best
@@ -79,18 +83,20 @@ def _num_long(costs: np.ndarray, least: int) -> int:
     return int(less[0]) if len(less) else len(costs)
 
 
-def _schedule(plan: TilePlan, num_long: int, heads_kv: int, group: int, width: int, num_sms: int) -> Schedule:
+def _schedule(
+    starts: np.ndarray, costs: np.ndarray, num_long: int, heads_kv: int, group: int, width: int, num_sms: int
+) -> Schedule:
     """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by falling cost.
 
     ``width``: query heads of an item of a long tile.
     """
-    place = np.argsort(plan.tiles[:, 0], kind="stable")
+    place = np.argsort(starts, kind="stable")
     long, short = place[place < num_long], place[place >= num_long]
     if not num_long:
         last = short >= len(place) - -(-_LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    alone = len(heads) - _heads_together(plan.costs[:num_long], len(heads), num_sms)
+    alone = len(heads) - _heads_together(costs[:num_long], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
     parts += [_section(long, [head], width) for head in heads[:alone]]
     parts.append(_section(np.arange(num_long), heads[alone:], width))
@@ -116,9 +122,24 @@ def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
     return (costs[items[:, 0]] * heads + np.where(heads < group, _PART_COST, _ITEM_COST)).tolist()
 
 
-def makespan(costs: Iterable[int], num_sms: int) -> int:
+def _makespan(costs: Iterable[int], num_sms: int) -> int:
     """When the last processor is done, if each takes the next item whenever it is free."""
     busy = [0] * max(1, num_sms)
     for cost in costs:
         heapq.heapreplace(busy, busy[0] + cost)
     return max(busy)
+
+
+def best_splits(costs: Sequence[int] | np.ndarray, num_heads_kv: int, group: int, num_sms: int) -> int:
+    """Parts that the query heads of a group are dealt to in the backward in parts; ``costs``: blocks of each tile."""
+    costs, num_sms = np.asarray(costs).tolist(), max(1, num_sms)
+    best, shortest = 1, float("inf")
+    for splits in (n for n in range(1, group + 1) if group % n == 0):
+        extra = _WHOLE_COST if splits == 1 else _SPLIT_COST
+        items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
+        if len(items) > _ENOUGH_ITEMS * num_sms:
+            return best if splits > 1 else 1
+        time = _makespan(items, num_sms)
+        if time < 0.98 * shortest:
+            best, shortest = splits, time
+    return best

@@ -100,7 +100,7 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     plan = hopper_plan.forward_plan(bands, num_rows, block_n, q.device)
     softcap, scale = options.softcap, options.softmax_scale
     # What sees nothing adds nothing; such tiles are the last.
-    num_tiles = sum(c > 0 for c in plan.costs) if accumulate and sink_lse is None else plan.num_tiles
+    num_tiles = int(np.count_nonzero(plan.costs)) if accumulate and sink_lse is None else plan.num_tiles
     params = ForwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         counter=work_counter(q.device, stream).data_ptr(),
