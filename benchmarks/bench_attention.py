@@ -5,18 +5,18 @@
 
 Every figure is TFLOP/s of the mask's area (forward 4 * area * heads * head_dim, backward 2.5 times that) and its
 ratio to cuDNN through torch, measured in the same run: to the same mask for full and causal, else to cuDNN's dense rate
-of the same length. What is timed is the whole call that a user of a library makes, the L2 cache flushed before it; all
-providers take turns. Before that each provider's output and gradients are compared with fp64; one that is wrong is
-not timed. Peers take part where they can be imported: `flash_attn_interface`, `flash_attn.cute`, `magi_attention`.
+of the same length. What is timed is what the device does for the whole call that a user of a library makes, the L2
+cache flushed before it; all providers take turns. The host's time is not in it: see bench_attention_costs.py. First
+each provider's output and gradients are compared with fp64; one that is wrong is not timed. Peers take part
+where they can be imported: `flash_attn_interface`, `flash_attn.cute`, `magi_attention`.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from attention_cases import MASKS, Case, Shape
 from attention_charts import draw, read_results
 from attention_checks import exact_sample, key_gradients, mismatch
 from attention_providers import PROVIDERS, Flex, Problem, Provider, Unavailable, make_problem
+from attention_timing import DeviceLost, attempt, time_together
 from provenance import write_csv
 
 PASSES = ("forward", "backward")
@@ -38,10 +39,6 @@ MAX_YARDSTICK_LENGTH = 32768
 Rates = tuple[float, float]
 
 
-class DeviceLost(Exception):
-    """The GPU answers nothing any more: a kernel went wrong in a way that ends the process's use of it."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """What is measured: shape and dtype of the inputs, and how long to time one mask of one length."""
@@ -51,63 +48,6 @@ class Settings:
     providers: tuple[str, ...]
     flex_lengths: tuple[int, ...]
     seconds: float
-
-
-def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float | str]:
-    """Median times in milliseconds by name, or the error of a call that fails.
-
-    Device events around whole calls, the L2 cache flushed before each. The calls take turns, so that clocks and
-    temperature are the same for all.
-    """
-    flush = torch.empty(32 << 20, dtype=torch.int32, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    failed: dict[str, float | str] = {}
-
-    def turn(name: str) -> float:
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        calls[name]()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
-
-    rounds, done = 1, 0
-    while done < rounds:
-        spent = 0.0
-        for name in times:
-            if name in failed:
-                continue
-            took, error = attempt(turn, name)
-            if error:
-                failed[name] = error
-            else:
-                times[name].append(took or 0.0)
-                spent += took or 0.0
-        if done == 0:  # the first round warms up, and says how many are affordable
-            rounds = 1 + max(2, min(11, int(1e3 * seconds / max(spent, 1e-3))))
-        done += 1
-    return {name: statistics.median(t[1:]) for name, t in times.items() if name not in failed} | failed
-
-
-def attempt[T](call: Callable[..., T], *args: object) -> tuple[T | None, str]:
-    """``(result, "")``, or ``(None, what went wrong)``.
-
-    Raises:
-        DeviceLost: the GPU cannot be used any more.
-        Unavailable: raised by the call.
-    """
-    try:
-        return call(*args), ""
-    except (Unavailable, DeviceLost):
-        raise
-    except Exception as error:  # noqa: BLE001  (a peer may fail in any way; the others are measured all the same)
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as lost:
-        raise DeviceLost(text) from lost
-    return None, text
 
 
 def prepare(problem: Problem, settings: Settings) -> tuple[dict[str, Provider], dict[str, str]]:
@@ -161,7 +101,10 @@ def measure(case: Case, settings: Settings, known: dict[int, Rates]) -> list[dic
             notes["cudnn"] = f"failed: {error}"
         else:
             calls |= {("dense", which): getattr(dense, which) for which in PASSES}
-    times = time_together({" ".join(key): call for key, call in calls.items()}, settings.seconds)
+    times, waiting = time_together({" ".join(key): call for key, call in calls.items()}, settings.seconds)
+    for name, which in (key.split() for key in sorted(waiting)):
+        said = [notes[name]] if notes.get(name) else []
+        notes[name] = "; ".join([*said, f"{which}: with the host's time, for it waits for the device"])
     base = [times.get(f"{'cudnn' if same else 'dense'} {which}") for which in PASSES]
     yardstick = (base[0], base[1]) if isinstance(base[0], float) and isinstance(base[1], float) else None
     if yardstick and case.name != "causal" and case.length > MAX_YARDSTICK_LENGTH:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from attention_cases import MASKS
-from bench_attention import time_together
+from attention_timing import time_together
 from provenance import write_csv
 
 from megatron_magi.mask import builders
@@ -54,7 +54,7 @@ def option_ratios(name: str, length: int) -> Iterator[Row]:
         frozen = [t.detach() for t in leaves]
         calls[f"{variant} forward"] = lambda o=options, f=frozen: slice_attention(*f, mask, impl="ffa", **o)
         calls[f"{variant} backward"] = lambda o=out: torch.autograd.grad(o, leaves, dout, retain_graph=True)
-    times = time_together(calls, seconds=3)
+    times, _ = time_together(calls, seconds=3)
     failed = [f"{call}: {error}" for call, error in times.items() if isinstance(error, str)]
     if failed:
         raise RuntimeError("; ".join(failed))

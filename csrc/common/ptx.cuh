@@ -167,6 +167,16 @@ struct Operand {
   }
 };
 
+// ---- waiting for other processors ----
+
+DEVICE int load_relaxed(const int* p) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
+DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
 // ---- arithmetic ----
 
 DEVICE float exp2_fast(float x) {

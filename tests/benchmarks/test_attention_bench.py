@@ -45,7 +45,8 @@ def on_cpu(monkeypatch):
     make = bench_attention.make_problem
     monkeypatch.setattr(bench_attention, "PROVIDERS", providers)
     monkeypatch.setattr(bench_attention, "make_problem", lambda *args: make(*args, "cpu"))
-    monkeypatch.setattr(bench_attention, "time_together", lambda calls, _: {n: i + 1.0 for i, n in enumerate(calls)})
+    clock = lambda calls, _: ({n: i + 1.0 for i, n in enumerate(calls)}, {"magi backward"})  # noqa: E731
+    monkeypatch.setattr(bench_attention, "time_together", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return bench_attention.Settings(SMALL, torch.float32, tuple(providers), (1024,), 1.0)
 
@@ -176,6 +177,7 @@ def test_a_provider_that_fails_or_is_wrong_costs_the_others_nothing(on_cpu, tmp_
     assert causal["fa4"]["note"] == "failed: RuntimeError: no kernel for this"
     assert causal["fa3"]["forward_ms"] == causal["fa4"]["forward_ms"] == ""
     assert float(causal["ffa"]["forward_tflops"]) > 0 and float(causal["magi"]["backward_ratio"]) > 0
+    assert causal["magi"]["note"] == "backward: with the host's time, for it waits for the device"
     printed = capsys.readouterr().out
     assert "flex, causal 1024: skipped: not installed" in printed
     assert "fa4, causal 1024: failed" in printed and "ffa" in printed
@@ -208,7 +210,7 @@ def test_the_dense_rate_of_a_long_length_is_measured_once(on_cpu, monkeypatch):
 
     def clock(calls, _):
         timed.append(list(calls))
-        return dict.fromkeys(calls, 2.0)
+        return dict.fromkeys(calls, 2.0), set()
 
     monkeypatch.setattr(bench_attention, "time_together", clock)
     monkeypatch.setattr(bench_attention, "MAX_YARDSTICK_LENGTH", 512)

@@ -35,6 +35,7 @@ struct ForwardParams {
   float softcap_factor;  // softmax scale / softcap
   float logit_scale;     // of max_logits
   int accumulate, out_fp32;
+  int long_blocks;  // of a pass whose keys and values exceed the L2 cache
 };
 
 // What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
@@ -78,12 +79,13 @@ DEVICE int4 decode_item(const ForwardParams& p, int item) {
 DEVICE void scout(const ForwardParams& p, Shared& s) {
   Ring<2> slot;
   int4 item = make_int4(0, 0, 0, 0);
-  int pass = 0;
+  int pass = 0, index = 0;
   for (bool started = false;; started = true) {
     barrier_wait(smem_address(&s.pass_empty[slot.index]), slot.parity ^ 1);
     const bool first = pass >= item.w;
     if (first) {
-      item = decode_item(p, started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x);
+      index = started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x;
+      item = decode_item(p, index);
       pass = item.z;
     }
     int4 range = make_int4(0, 0, 0, 0), more = range;  // an item that sees nothing: no blocks
@@ -91,7 +93,7 @@ DEVICE void scout(const ForwardParams& p, Shared& s) {
     s.pass[slot.index][0] = range;
     s.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
     ++pass;
-    s.pass[slot.index][2] = make_int4(item.x, item.y, first, pass >= item.w);
+    s.pass[slot.index][2] = make_int4(item.x, item.y, first ? index : -1, pass >= item.w);
     barrier_arrive(smem_address(&s.pass_full[slot.index]));
     slot.advance();
     if (item.x < 0) break;
@@ -174,12 +176,14 @@ struct Producer {
       if (item.x < 0) break;
       const int count = pass[0].y, head_kv = pass[1].w;
       int key = pass[0].x;
+      const bool first = item.z >= 0;
+      if (first && item.w && count >= p.long_blocks) keep_together(p.counter, item.z, p.num_tiles * p.num_heads, count);
 #pragma unroll 1
       for (int n = 0; n < count; ++n) {
         const int4 range = pass[0], more = pass[1];
         const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
         load_k(key, head_kv, masked | (item.w && n + 1 == count ? kLast : 0), more.z, item);
-        if (item.z && n == 0)
+        if (first && n == 0)
           load_q(item.x, item_head(item));
         else
           load_v(previous, head_kv);

@@ -111,6 +111,20 @@ DEVICE void transpose_quad(u32 (&word)[4], int lane) {
   }
 }
 
+// Holds the begin of a long item back until all items of its wave have begun, so that processors read the same rows at
+// the same time: else each would read more than the L2 cache keeps, at another place. It never waits long, for others
+// may be late for good reasons. `counter`: each processor takes the item after the next from it just before.
+DEVICE void keep_together(const int* counter, int item, int num_items, int blocks) {
+  const int wave_end = (item / static_cast<int>(gridDim.x) + 1) * static_cast<int>(gridDim.x);
+  const int enough = wave_end < num_items ? wave_end : num_items;
+  const i64 until = clock64() + 64 * static_cast<i64>(blocks);
+  while (true) {
+    const int taken = load_relaxed(counter);
+    if (taken >= enough || taken == 0 || clock64() > until) break;  // 0: nothing is left, and the counter restored
+    sleep_ns(100);
+  }
+}
+
 // The last block to leave restores the work counter for the next launch.
 DEVICE void leave(int* counter) {
   if (atomicAdd(counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {

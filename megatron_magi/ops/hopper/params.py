@@ -18,7 +18,7 @@ class ForwardParams(ctypes.Structure):
         ("num_tiles", ctypes.c_int32), ("num_heads", ctypes.c_int32),
         ("group", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float), ("logit_scale", ctypes.c_float),
-        ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32),
+        ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 
 LOG2_E = 1.4426950408889634
-_L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together
+_L2_BYTES = 24 << 20
+"""What stays in the L2 cache of what processors read at different times."""
 
 
 def loadable(t: Tensor) -> Tensor:
@@ -55,6 +56,11 @@ def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
 def work_counter(device: torch.device, stream: int) -> Tensor:
     """Counters of a stream: kernels of one stream follow each other, and each leaves them at zero."""
     return torch.zeros(8, dtype=torch.int32, device=device)
+
+
+def long_blocks(bytes_per_block: int) -> int:
+    """Blocks that exceed the L2 cache: processors that walk over more of them begin together."""
+    return -(-_L2_BYTES // bytes_per_block)
 
 
 def head_section(num_heads: int, group: int, k: Tensor, v: Tensor) -> int:

@@ -25,6 +25,7 @@ from megatron_magi.ops.hopper.support import (
     has_kernels,
     head_section,
     loadable,
+    long_blocks,
     work_counter,
 )
 from megatron_magi.ops.options import AttnOptions
@@ -109,6 +110,7 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
         head_section=head_section(num_heads, group, k, v), logit_scale=softcap or scale,
         scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
         accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
+        long_blocks=long_blocks(block_n * sum(dims) * k.element_size()),
     )  # fmt: skip
     if sink_lse is not None:
         params.sink_row, params.sink_head = sink_lse.stride()

@@ -1,0 +1,98 @@
+"""Device time of several calls that take turns, each queued whole before the device begins with it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+
+import torch
+from attention_providers import Unavailable
+
+_FIRST_DELAY_MS, _MAX_DELAY_MS = 1.0, 64.0
+_CYCLES_PER_MS = 2_000_000  # no chip that is measured here has a faster clock
+_FLUSH_BYTES = 128 << 20  # more than an L2 cache
+
+
+class DeviceLost(Exception):
+    """The GPU answers nothing any more: a kernel went wrong in a way that ends the process's use of it."""
+
+
+def attempt[T](call: Callable[..., T], *args: object) -> tuple[T | None, str]:
+    """``(result, "")``, or ``(None, what went wrong)``.
+
+    Raises:
+        DeviceLost: the GPU cannot be used any more.
+        Unavailable: raised by the call.
+    """
+    try:
+        return call(*args), ""
+    except (Unavailable, DeviceLost):
+        raise
+    except Exception as error:  # noqa: BLE001  (a peer may fail in any way; the others are measured all the same)
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as lost:
+        raise DeviceLost(text) from lost
+    return None, text
+
+
+class Turns:
+    """One call's samples.
+
+    Before each, the L2 cache is flushed and the device kept busy for as long as the host takes to queue the call, as
+    in a training step, where the host runs ahead. A sample where it was too slow for that makes the next delay longer.
+    """
+
+    def __init__(self, call: Callable[[], object], flush: torch.Tensor) -> None:
+        self._call, self._flush, self._delay_ms = call, flush, _FIRST_DELAY_MS
+        self._samples: list[tuple[float, bool]] = []
+
+    def take(self) -> float:
+        """Milliseconds from where the device begins with the call to where it is done."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        torch.cuda._sleep(int(self._delay_ms * _CYCLES_PER_MS))
+        start.record()
+        self._call()
+        end.record()
+        queued = not start.query()
+        torch.cuda.synchronize()
+        if not queued:
+            self._delay_ms = min(4 * self._delay_ms, _MAX_DELAY_MS)
+        self._samples.append((start.elapsed_time(end), queued))
+        return self._samples[-1][0]
+
+    def summary(self) -> tuple[float, bool]:
+        """Median of the samples after the first, and whether the host's time is in it, for all of them."""
+        samples = self._samples[1:]
+        queued = [ms for ms, queued in samples if queued]
+        return statistics.median(queued or [ms for ms, _ in samples]), not queued
+
+
+def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float | str], set[str]]:
+    """Median device times in milliseconds by name, or the error of a call that fails; calls that wait for the device.
+
+    The calls take turns, so that clocks and temperature are the same for all. A call that waits for the device
+    cannot be queued: its time is that of the host too.
+    """
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    turns = {name: Turns(call, flush) for name, call in calls.items()}
+    failed: dict[str, float | str] = {}
+    rounds, done = 1, 0
+    while done < rounds:
+        spent = 0.0
+        for name in turns:
+            if name in failed:
+                continue
+            took, error = attempt(turns[name].take)
+            if error:
+                failed[name] = error
+            else:
+                spent += took or 0.0
+        if done == 0:  # the first round warms up, and says how many are affordable
+            rounds = 1 + max(2, min(11, int(1e3 * seconds / max(spent, 1e-3))))
+        done += 1
+    found = {name: turn.summary() for name, turn in turns.items() if name not in failed}
+    times: dict[str, float | str] = {name: ms for name, (ms, _) in found.items()}
+    return times | failed, {name for name, (_, waits) in found.items() if waits}
