@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
@@ -28,6 +30,8 @@ from tests.ops.ffa_cases import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
+WAYS = {"summed": 0.0, "apart": math.inf}
+"""`hopper_backward.FEW_VISITS` for both ways to compute dq."""
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
 
 
@@ -47,16 +51,28 @@ def check(x: Inputs) -> None:
 KERNEL_DIMS = [(128, 128), *hopper_kernels.PART_TILES]
 
 
+def both_ways(all_dims):
+    """Parameters ``dims`` and ``way``: dq as sums in memory, where there is a kernel for it, and by a kernel of its own."""
+    ways = [(d, way) for d in all_dims for way in (WAYS if d in hopper_kernels.WHOLE_DIMS else ["apart"])]
+    return pytest.mark.parametrize(("dims", "way"), ways, indirect=["way"], ids=str)
+
+
+@pytest.fixture
+def way(request, monkeypatch):
+    """How dq is computed, whatever the mask."""
+    monkeypatch.setattr(hopper_backward, "FEW_VISITS", WAYS[request.param])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
-def test_gradients_match_fp64(dims, mask, shape):
+@both_ways(KERNEL_DIMS)
+def test_gradients_match_fp64(dims, way, mask, shape):
     check(make_inputs(MASKS[mask](*shape), *shape, dims=dims))
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
-def test_random_bands_match_fp64(dims, seed):
+@both_ways(KERNEL_DIMS)
+def test_random_bands_match_fp64(dims, way, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_keys = rng.integers(1, 900, 2).tolist()
     heads = [(4, 2), (1, 1), (8, 1), (3, 3), (6, 2)][seed % 5]
@@ -64,22 +80,22 @@ def test_random_bands_match_fp64(dims, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS, ids=str)
+@both_ways(hopper_kernels.BACKWARD_DIMS)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
+def test_every_compiled_kernel_matches_fp64(dims, way, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
         check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
 
 
-@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
-def test_long_sequences_and_many_heads_match_fp64(dims):
+@both_ways(KERNEL_DIMS)
+def test_long_sequences_and_many_heads_match_fp64(dims, way):
     check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2), dims=dims))
     check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128), dims=dims))
     check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(128, 32), dims=dims))
 
 
-@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
-def test_gradients_add_to_given_fp32_and_bf16(dims):
+@both_ways(KERNEL_DIMS)
+def test_gradients_add_to_given_fp32_and_bf16(dims, way):
     x = make_inputs(MASKS["causal"](300, 400), 300, 400, dims=dims)
     out, lse, _ = run_forward(x)
     exact = exact_backward(x)
@@ -92,7 +108,8 @@ def test_gradients_add_to_given_fp32_and_bf16(dims):
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (64, 8)])
-def test_dq_is_added_to_while_dk_and_dv_are_written(heads):
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_dq_is_added_to_while_dk_and_dv_are_written(heads, way):
     x = make_inputs(MASKS["causal"](300, 400), 300, 400, heads=heads)
     out, lse, _ = run_forward(x)
     start = torch.randn(x.q.shape, device="cuda")
@@ -107,8 +124,8 @@ def test_dq_is_added_to_while_dk_and_dv_are_written(heads):
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
-def test_gradients_of_a_dtype_are_written_whole(dims, grad_dtype):
+@both_ways(KERNEL_DIMS)
+def test_gradients_of_a_dtype_are_written_whole(dims, way, grad_dtype):
     x = make_inputs(MASKS["documents"](390, 400), 390, 400, dims=dims)
     out, lse, _ = run_forward(x)
     for got, want in zip(run_backward(x, out, lse, grad_dtype=grad_dtype), exact_backward(x), strict=True):
@@ -116,8 +133,8 @@ def test_gradients_of_a_dtype_are_written_whole(dims, grad_dtype):
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
 
 
-@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
-def test_lse_of_more_keys_gives_the_part_of_these_keys(dims):
+@both_ways(KERNEL_DIMS)
+def test_lse_of_more_keys_gives_the_part_of_these_keys(dims, way):
     whole = make_inputs(MASKS["causal"](500, 700), 500, 700, dims=dims)
     out, lse, _ = run_forward(whole)
     exact = exact_backward(whole)
@@ -161,8 +178,8 @@ def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS, ids=str)
-def test_autograd_through_views_of_one_projection_matches_fp64(dims, deterministic):
+@both_ways(hopper_kernels.BACKWARD_DIMS)
+def test_autograd_through_views_of_one_projection_matches_fp64(dims, way, deterministic):
     x = make_inputs(MASKS["causal"](300, 300), 300, 300, dims=dims)
     columns = dims[0], dims[0], dims[1]
     heads = 4, 2, 2

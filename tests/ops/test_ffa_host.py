@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import build as hopper_build
 from megatron_magi.ops.hopper import driver as hopper_driver
@@ -102,8 +103,25 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
     return q, k, v, bands
 
 
+@pytest.fixture
+def dq_summed(monkeypatch):
+    """Sums of dq in memory also for masks where a query meets few keys."""
+    monkeypatch.setattr(hopper_backward, "FEW_VISITS", 0.0)
+
+
+@pytest.mark.parametrize(("documents", "summed"), [(2, True), (8, False)])
+def test_dq_is_computed_apart_where_a_query_meets_few_tiles(launched, documents, summed):
+    q, k = torch.randn(2048, 4, 128).bfloat16(), torch.randn(2048, 2, 128).bfloat16()
+    mask, row = builders.varlen(doc_lengths=[2048 // documents] * documents, causal=False), torch.zeros(2048, 4)
+    grads = tuple(torch.empty_like(t) for t in (q, k, k))
+    hopper.backward(q, q, k, k, row, row, mask.bands, AttnOptions(0.1), grads=grads, accumulate=False)
+    assert launched[:2] == ["prepare", "backward"] and launched[-1] == ("finish_dq" if summed else "backward_queries")
+    by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    assert (by_name["prepare"].num_sums > 0) == summed
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministic):
+def test_a_step_queues_its_kernels_and_prepares_them_once(launched, dq_summed, deterministic):
     q, k, v, bands = tensors()
     options = AttnOptions(0.1, deterministic=deterministic)
     out, lse = torch.empty_like(q), torch.empty(300, 4)
@@ -119,7 +137,7 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
     assert len(hopper_launch._launches) == 3 + len(backward)
 
 
-def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
+def test_sums_of_keys_lie_in_dq_until_it_is_written(launched, dq_summed):
     q, k = torch.randn(2000, 64, 128).bfloat16(), torch.randn(2000, 8, 128).bfloat16()
     bands = np.array([[0, 2000, 0, 2000, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)
     row = torch.zeros(2000, 64)
@@ -159,7 +177,7 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, dim, deterministic):
+def test_what_a_plain_step_runs_is_compiled_ahead(launched, dq_summed, monkeypatch, dtype, dim, deterministic):
     asked = []
 
     def load(_device, name, defines, threads, size):

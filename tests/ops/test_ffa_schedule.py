@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper.schedule import LONG, Schedule, make_schedule
-from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, plan_tiles, transpose
+from megatron_magi.ops.hopper.schedule import (
+    LONG,
+    LONG_MOVING,
+    LONG_UNEVEN,
+    Schedule,
+    differ_in_length,
+    long_tile,
+    make_schedule,
+)
+from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, drift, plan_tiles, transpose
 
 SMS = 132
 
@@ -46,11 +54,11 @@ def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
     group=st.sampled_from([1, 2, 8]),
     num_sms=st.sampled_from([1, 7, SMS]),
     max_apart=st.sampled_from([0, 3, 1000]),
-    uneven=st.booleans(),
+    long=st.sampled_from([LONG, LONG_UNEVEN, LONG_MOVING]),
 )
-def test_every_tile_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, uneven):
+def test_every_tile_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, long):
     plan = backward_plan(builders.varlen(doc_lengths=lengths, causal=causal))
-    schedule = schedule_of(plan, heads_kv, group, num_sms, max_apart=max_apart, uneven=uneven)
+    schedule = schedule_of(plan, heads_kv, group, num_sms, max_apart=max_apart, long_tile=long)
     met: Counter[tuple[int, int]] = Counter()
     for tile, first, count in unpack(schedule.items):
         assert count in (1, group) and first % count == 0
@@ -62,7 +70,7 @@ def test_every_tile_meets_every_query_head_once(lengths, causal, heads_kv, group
 
 def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads():
     plan = backward_plan(builders.causal(32768))
-    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, uneven=False)
+    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG)
     assert schedule.num_apart == int((plan.costs >= LONG).sum())
     long = [item for item in unpack(schedule.items) if item[2] == 1]
     heads = [head for _, head, _ in long]
@@ -86,12 +94,27 @@ PACKED = builders.varlen(doc_lengths=[1024] * 17, causal=False)
 )
 def test_no_processor_is_left_alone_at_the_end(mask, heads_kv, group, limit):
     plan = backward_plan(mask)
-    schedule = schedule_of(plan, heads_kv, group, SMS, max_apart=10**6, uneven=False)
+    schedule = schedule_of(plan, heads_kv, group, SMS, max_apart=10**6, long_tile=long_tile(*drift(plan)))
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= limit * mean
 
 
+@pytest.mark.parametrize(
+    ("mask", "differ", "blocks"),
+    [
+        (builders.full(8192), False, LONG),
+        (builders.varlen(doc_lengths=[1000] * 8, causal=False), False, LONG),
+        (builders.causal(8192), True, LONG_UNEVEN),
+        (builders.varlen(doc_lengths=[1000] * 8, causal=True), True, LONG_UNEVEN),
+        (builders.sliding_window(32768, 1024, causal=True), False, LONG_MOVING),
+    ],
+)
+def test_what_is_a_long_tile_depends_on_what_neighbours_share(mask, differ, blocks):
+    apart = drift(backward_plan(mask))
+    assert (differ_in_length(*apart), long_tile(*apart)) == (differ, blocks)
+
+
 def test_small_problems_are_split_so_that_processors_have_work():
     plan = backward_plan(builders.full(2048))
-    assert schedule_of(plan, 1, 8, SMS, max_apart=10**6, uneven=False).num_apart == len(plan.tiles)
-    assert schedule_of(plan, 1, 8, SMS, max_apart=0, uneven=False).num_apart == 0
+    assert schedule_of(plan, 1, 8, SMS, max_apart=10**6, long_tile=LONG).num_apart == len(plan.tiles)
+    assert schedule_of(plan, 1, 8, SMS, max_apart=0, long_tile=LONG).num_apart == 0

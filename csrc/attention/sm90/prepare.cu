@@ -20,14 +20,9 @@ DEVICE void fill_zeros(float4* to, i64 count) {
     to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// One block: 32 rows of 32 heads; those after the last row and head only zero.
-extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
+// 32 rows of 32 heads.
+DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
   __shared__ float2 tile[32][33];
-  fill_zeros(p.sums, p.num_sums);
-  fill_zeros(p.key_sums, p.num_key_sums);
-  const int tiles_row = p.stats_row / 32;
-  if (static_cast<int>(blockIdx.x) >= tiles_row * ((p.num_heads + 31) / 32)) return;
-  const int row0 = (blockIdx.x % tiles_row) * 32, head0 = (blockIdx.x / tiles_row) * 32;
   const int x = threadIdx.x % 32, y = threadIdx.x / 32;
   for (int i = y; i < 32; i += 8) {
     const int row = row0 + i, head = head0 + x;
@@ -47,4 +42,12 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
     p.lse_out[at] = tile[x][i].x;
     p.delta_out[at] = tile[x][i].y;
   }
+}
+
+// Blocks after the last row and head only zero. Reads come first: behind the zeros they would wait for them.
+extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
+  const int tiles_row = p.stats_row / 32, block = blockIdx.x;
+  if (block < tiles_row * ((p.num_heads + 31) / 32)) transpose_stats(p, block % tiles_row * 32, block / tiles_row * 32);
+  fill_zeros(p.sums, p.num_sums);
+  fill_zeros(p.key_sums, p.num_key_sums);
 }

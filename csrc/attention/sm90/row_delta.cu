@@ -1,9 +1,13 @@
-// delta = rowsum(dout * out): a warp takes a row of a head. Compile-time: HEAD_DIM_V, DTYPE.
+// delta = rowsum(dout * out). A few lanes take a row of a head, 16 bytes each, and several rows at once, for it is memory
+// that they wait for. Compile-time: HEAD_DIM_V, DTYPE.
 
 #include "../../common/ptx.cuh"
 
 using T = DTYPE;
-constexpr int kWords = HEAD_DIM_V / 64;  // of two elements, a thread
+constexpr int kLanes = HEAD_DIM_V / 8;  // of a row
+constexpr int kRowsAtOnce = 4;          // of a thread
+constexpr int kThreads = 256;
+constexpr int kStride = kThreads / kLanes;  // rows of a block, once
 
 struct RowDeltaParams {
   const u32* dout;
@@ -13,24 +17,35 @@ struct RowDeltaParams {
   int num_rows, num_heads;
 };
 
-extern "C" __global__ void __launch_bounds__(256) ffa_row_delta(const __grid_constant__ RowDeltaParams p) {
-  const i64 item = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
-  const i64 row = item / p.num_heads;
-  const int head = item - row * p.num_heads, lane = threadIdx.x % 32;
-  if (row >= p.num_rows) return;
-  const u32* a = p.dout + (row * p.dout_row + head * p.dout_head) / 2 + lane * kWords;
-  const u32* b = p.out + (row * p.out_row + head * p.out_head) / 2 + lane * kWords;
-  u32 x[kWords], y[kWords];
+// One block: kRowsAtOnce * kStride rows of a head each, heads of a row before the next row.
+extern "C" __global__ void __launch_bounds__(kThreads) ffa_row_delta(const __grid_constant__ RowDeltaParams p) {
+  const int lane = threadIdx.x % kLanes;
+  // 32 bits are enough: 2^32 rows of a head are more than fit in the memory of a device.
+  const u32 first = blockIdx.x * (kRowsAtOnce * kStride) + threadIdx.x / kLanes;
+  const u32 heads = p.num_heads, count = p.num_rows * heads;
+  uint4 x[kRowsAtOnce], y[kRowsAtOnce];
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) x[i] = a[i], y[i] = b[i];
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const float low = T::low(y[i]), high = T::high(y[i]);
-    // An output of 0 counts as 0 whatever its gradient is.
-    sum += (low == 0.f ? 0.f : low * T::low(x[i])) + (high == 0.f ? 0.f : high * T::high(x[i]));
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const u32 item = first + i * kStride;
+    x[i] = y[i] = make_uint4(0, 0, 0, 0);
+    if (item >= count) continue;
+    const i64 row = item / heads, head = item % heads;
+    x[i] = __ldcs(reinterpret_cast<const uint4*>(p.dout + (row * p.dout_row + head * p.dout_head) / 2) + lane);
+    y[i] = __ldcs(reinterpret_cast<const uint4*>(p.out + (row * p.out_row + head * p.out_head) / 2) + lane);
   }
 #pragma unroll
-  for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-  if (lane == 0) p.delta[row * p.num_heads + head] = sum;
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const u32 a[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, b[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float low = T::low(b[j]), high = T::high(b[j]);
+      // An output of 0 counts as 0 whatever its gradient is.
+      sum += (low == 0.f ? 0.f : low * T::low(a[j])) + (high == 0.f ? 0.f : high * T::high(a[j]));
+    }
+#pragma unroll
+    for (int j = kLanes / 2; j > 0; j /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, j);
+    const u32 item = first + i * kStride;
+    if (lane == 0 && item < count) p.delta[item] = sum;
+  }
 }

@@ -117,7 +117,7 @@ DEVICE void transpose_quad(u32 (&word)[4], int lane) {
 DEVICE void keep_together(const int* counter, int item, int num_items, int blocks) {
   const int wave_end = (item / static_cast<int>(gridDim.x) + 1) * static_cast<int>(gridDim.x);
   const int enough = wave_end < num_items ? wave_end : num_items;
-  const i64 until = clock64() + 64 * static_cast<i64>(blocks);
+  const i64 until = clock64() + 32 * static_cast<i64>(blocks);
   while (true) {
     const int taken = load_relaxed(counter);
     if (taken >= enough || taken == 0 || clock64() > until) break;  // 0: nothing is left, and the counter restored

@@ -27,6 +27,9 @@ from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
+FEW_VISITS = 4.0
+"""Tiles of keys that see a query, on average, from which on sums of dq in memory take less time than computing the logits
+once more. See docs/measured_facts.md."""
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -49,7 +52,8 @@ def backward(
     ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
     fp32 dq of device memory, and up to 16 MB of sums of dk and dv, which else lie in dq until it is written. Where dq
     is added to, or not contiguous, and a key head has at least four query heads, it takes an fp32 dk and dv more. Wide
-    heads and deterministic results take no fp32 dq; wide heads an fp32 dk and dv where processors would idle.
+    heads, deterministic results and masks that show few tiles of keys to a query take no fp32 dq; wide heads an fp32 dk
+    and dv where processors would idle.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -65,9 +69,9 @@ def backward(
     q, k, v, dout = map(loadable, (q, k, v, dout.to(q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
     whole = dims in hopper_kernels.WHOLE_DIMS
-    adds_dq = whole and not options.deterministic
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
     plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape)
+    adds_dq = whole and not options.deterministic and plan.num_blocks * shape[1] >= FEW_VISITS * q.shape[0]
     processors = num_processors(q.device) - options.sm_margin
     splits = 1
     if not whole and not options.deterministic:
@@ -80,7 +84,7 @@ def backward(
         schedule = _schedule(plan, q, k, processors, adds_dq, room)
         sums, key_sums = _sum_buffers(q, k, schedule, adds_dq, room)
         stats = row_stats(lse, delta, shape[1], (sums, key_sums), stream)
-        _run_backward(inputs, stats, bands, options, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
+        _run_backward(inputs, stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
         if schedule.num_apart:
             finish_keys(key_sums, (dk, dv), plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
     else:
@@ -132,6 +136,7 @@ def _run_backward(
     stats: Tensor,
     bands,
     options: AttnOptions,
+    adds_dq: bool,
     plan: DevicePlan,
     schedule: DeviceSchedule,
     store: int,
@@ -144,9 +149,9 @@ def _run_backward(
     launch = prepared(
         (
             "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
-            schedule.num_apart, q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
+            schedule.num_apart, adds_dq, q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
         ),
-        lambda: _prepare_backward(inputs, stats, options, plan, schedule, store, grads, stream),
+        lambda: _prepare_backward(inputs, stats, options, adds_dq, plan, schedule, store, grads, stream),
     )  # fmt: skip
     with launch.lock:
         launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
@@ -158,7 +163,8 @@ def _run_backward(
 
 
 def _prepare_backward(
-    inputs, stats: Tensor, options: AttnOptions, plan: DevicePlan, schedule: DeviceSchedule, store: int, grads, stream
+    inputs, stats: Tensor, options: AttnOptions, adds_dq: bool, plan: DevicePlan, schedule: DeviceSchedule, store: int,
+    grads, stream,
 ) -> Launch:
     q, k, v, dout = inputs
     dk, dv = grads
@@ -172,9 +178,7 @@ def _prepare_backward(
         heads_inner=int(plan.heads_inner), stats_row=stats_row, units=stats_row // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
-    kernel = hopper_kernels.backward_kernel(
-        q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, not options.deterministic
-    )
+    kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
     grid = grid_size(q.device, num_items, options.sm_margin)
     maps = ((q, _QUERIES), (k, _KEYS), (v, _KEYS), (dout, _QUERIES))
     return Launch(kernel, grid, params, maps, keep=(plan, schedule))

@@ -13,6 +13,7 @@ from megatron_magi.ops.hopper.support import loadable
 
 _FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
+_DELTA_ELEMENTS = 8 * 256 * 4  # of out, of a block of the kernel for delta
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
         )  # fmt: skip
         defines = (f"HEAD_DIM_V={head_dim}", hopper_kernels.element(out.dtype))
         kernel = hopper_kernels.small_kernel(out.device, "row_delta", defines)
-        return Launch(kernel, -(-num_rows * num_heads // 8), params)
+        return Launch(kernel, -(-num_rows * num_heads * head_dim // _DELTA_ELEMENTS), params)
 
     launch = prepared(("row_delta", out.device, out.dtype, out.shape, dout.stride(), out.stride()), make)
     with launch.lock:

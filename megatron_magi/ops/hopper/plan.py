@@ -18,8 +18,6 @@ from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.tiles import TilePlan
 
 _MAX_PLANS = 256
-_SMALL_DRIFT = 32
-"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
 _plans: OrderedDict[tuple, DevicePlan] = OrderedDict()
 _digests: dict[int, tuple[weakref.ref, bytes]] = {}
 
@@ -35,6 +33,7 @@ class DevicePlan:
         tiles, passes, bounds: their addresses.
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
+        long_tile: blocks of a tile that is long, see `schedule.long_tile`.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
     """
@@ -47,6 +46,7 @@ class DevicePlan:
     bounds: int
     step: int
     heads_inner: bool
+    long_tile: int
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
 
@@ -54,6 +54,11 @@ class DevicePlan:
     def num_tiles(self) -> int:
         """Tiles of one head."""
         return len(self.costs)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all tiles of one head."""
+        return int(self.costs.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +99,14 @@ def _device_plan(key: tuple, device: torch.device, make: Callable[[], DevicePlan
     return plan
 
 
-def _upload(plan: TilePlan, heads_inner: bool, device: torch.device) -> DevicePlan:
+def _upload(plan: TilePlan, apart: tuple[float, float], device: torch.device) -> DevicePlan:
     parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
     memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
     addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
     return DevicePlan(
-        plan.tiles[:, 0].copy(), plan.costs, memory, *addresses.tolist(), step=plan.step, heads_inner=heads_inner
-    )
+        plan.tiles[:, 0].copy(), plan.costs, memory, *addresses.tolist(), step=plan.step,
+        heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=hopper_schedule.long_tile(*apart),
+    )  # fmt: skip
 
 
 def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, device: torch.device) -> DevicePlan:
@@ -108,7 +114,7 @@ def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, device: torch.d
 
     def make() -> DevicePlan:
         plan = hopper_tiles.plan_tiles(bands, num_rows, 128, block_n)
-        return _upload(plan, False, device)
+        return _upload(plan, (0.0, 0.0), device)
 
     return _device_plan(("forward", content_digest(bands), num_rows, block_n), device, make)
 
@@ -125,8 +131,7 @@ def backward_plan(
         starts, ends = hopper_tiles.drift(plan)
         if ends < starts:
             plan = hopper_tiles.descending(plan)
-        heads_inner = min(starts, ends) < _SMALL_DRIFT < max(starts, ends)
-        return _upload(plan, heads_inner, device)
+        return _upload(plan, (starts, ends), device)
 
     return _device_plan(("backward", content_digest(bands), num_keys, shape), device, make)
 
@@ -137,7 +142,7 @@ def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_a
     key = (heads_kv, group, num_sms, max_apart)
     if key not in plan.schedules:
         made = hopper_schedule.make_schedule(
-            plan.starts, plan.costs, heads_kv, group, num_sms, max_apart=max_apart, uneven=plan.heads_inner
+            plan.starts, plan.costs, heads_kv, group, num_sms, max_apart=max_apart, long_tile=plan.long_tile
         )
         items = torch.from_numpy(made.items).to(plan.memory.device)
         plan.schedules[key] = DeviceSchedule(items, made.num_apart)

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LONG, LONG_UNEVEN = 32, 8
-"""Blocks of a tile that is worked on head by head; the second where neighbouring tiles differ in their number of
-blocks, and so do not walk in step over the same queries. See docs/measured_facts.md."""
+LONG, LONG_UNEVEN, LONG_MOVING = 16, 8, 32
+"""Blocks of a tile that is worked on head by head: where neighbouring tiles see the same queries; where they differ in
+their number of blocks, and so do not walk in step over them; where each sees some that the one before does not, as in a
+window. See docs/measured_facts.md."""
+
+_SMALL_DRIFT = 32
+"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
 
 # What an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding them to sums.
 _ITEM_COST, _PART_COST = 2, 3
@@ -41,8 +45,20 @@ class Schedule:
     num_apart: int
 
 
+def differ_in_length(starts: float, ends: float) -> bool:
+    """Whether neighbouring tiles, so many columns apart where they begin and end, differ in their number of blocks."""
+    return min(starts, ends) < _SMALL_DRIFT < max(starts, ends)
+
+
+def long_tile(starts: float, ends: float) -> int:
+    """Blocks of a long tile, where neighbouring ones are so many columns apart where they begin and where they end."""
+    if differ_in_length(starts, ends):
+        return LONG_UNEVEN
+    return LONG if min(starts, ends) < _SMALL_DRIFT else LONG_MOVING
+
+
 def make_schedule(
-    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_apart: int, uneven: bool
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_apart: int, long_tile: int
 ) -> Schedule:
     """Deals the tiles and heads of a backward pass into items.
 
@@ -53,12 +69,12 @@ def make_schedule(
         group: query heads of a key head.
         num_sms: processors that take the items in their order.
         max_apart: most tiles whose query heads may be apart.
-        uneven: neighbouring tiles differ in their number of blocks.
+        long_tile: blocks of a tile that is long.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
     width = 1 if max_apart or group == 1 else group
     most = max_apart if width < group else len(costs)
-    candidates = [LONG_UNEVEN if uneven else LONG]
+    candidates = [long_tile]
     if width < group:
         candidates = list(dict.fromkeys([*candidates, LONG_UNEVEN, 1]))
     best, shortest = None, float("inf")
