@@ -3,7 +3,7 @@
 Usage: python csrc/common/make_wgmma.py | clang-format --assume-filename=wgmma.cuh > csrc/common/wgmma.cuh
 """
 
-SHAPES = (32, 64, 128, 176, 192, 256)
+SHAPES = (32, 64, 96, 128, 192, 256)
 TYPES = (("Bf16", "bf16"), ("Fp16", "f16"))
 
 HEAD = """// Written by make_wgmma.py. Products of a warpgroup: d[64, N] (+)= a[64, 16] * b[16, N], fp32 accumulators.

@@ -31,6 +31,7 @@ struct BackwardPartParams {
   int heads_inner;   // for keys: a block is visited for all query heads before the next block, not head by head
   int head_section;  // query heads that are worked on together, for queries
   float scale, scale_log2, softcap_factor;
+  int long_blocks;  // for queries: of a pass whose keys and values exceed the L2 cache
 };
 
 // acc[64, kWidth] = a[64, kDepth] * b[kWidth, kDepth]^T

@@ -1,14 +1,18 @@
 // Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head.
 //
-// As in the forward, a consumer warpgroup owns 64 rows and goes over all key blocks that any row of the tile sees: S,
-// dP, then dQ += dS K with dS from registers. dQ of a block is computed under the logits of the next.
+// As in the forward, a consumer warpgroup owns 64 rows, goes over all key blocks that any row of the tile sees, and
+// takes turns with the other at the tensor cores: S, dP, then dQ += dS K with dS from registers. dQ of a block is
+// computed with the logits of the next.
 //
 // Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values).
 
 #include "backward_parts.cuh"
+#include "row_tiles.cuh"
 
 constexpr int kKeys = WIDTH;
 constexpr int kStages = STAGES, kStagesV = STAGES_V;
+// With two stages of keys, both needed for dQ of one block and S of the next, whoever waits for a turn waits for keys.
+constexpr bool kTurns = kStages > 2;
 
 struct Shared {
   alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kRows][kPanel];
@@ -16,72 +20,64 @@ struct Shared {
   u16 k[kStages][kHeadDim / kPanel][kKeys][kPanel];
   u16 v[kStagesV][kHeadDimV / kPanel][kKeys][kPanel];
   u64 rows_full[kGroups], rows_empty[kGroups];
-  u64 k_full[kStages], k_empty[kStages], v_full[kStagesV], v_empty[kStagesV];
-  u64 item_full[2], item_empty[2];
-  int4 item[2];
+  u64 v_full[kStagesV], v_empty[kStagesV];
+  BlockBoard<kStages> blocks;
+  PassBoard passes;
 };
 
 constexpr u32 kBytesRows = (sizeof(Shared::q) + sizeof(Shared::dout)) / kGroups;
 constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 constexpr u32 kBytesV = sizeof(Shared::v) / kStagesV;
 
-DEVICE int4 decode_item(const BackwardPartParams& p, int item) {
-  return section_item(p.plan, p.num_tiles, p.num_heads, p.head_section, item);
-}
-
 // ---- producer: one thread ----
 
-DEVICE void load_rows(const BackwardPartParams& p, Shared& s, int row, int head, u32 parity) {
-  for (int w = 0; w < kGroups; ++w) {
-    barrier_wait(smem_address(&s.rows_empty[w]), parity);
-    const u32 bar = smem_address(&s.rows_full[w]);
-    barrier_expect_bytes(bar, kBytesRows);
-    load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row + w * kRows, head, bar);
-    load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row + w * kRows, head, bar);
+struct Loader {
+  const BackwardPartParams& p;
+  Shared& s;
+  Ring<kStages> rk;
+  Ring<kStagesV> rv;
+  u32 rows_parity = 1;
+
+  DEVICE void load_rows(int row, int head) {
+#pragma unroll 1
+    for (int w = 0; w < kGroups; ++w) {
+      const u32 bar = smem_address(&s.rows_full[w]);
+      barrier_wait(smem_address(&s.rows_empty[w]), rows_parity);
+      barrier_expect_bytes(bar, kBytesRows);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row + w * kRows, head, bar);
+      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row + w * kRows, head, bar);
+    }
+    rows_parity ^= 1;
   }
-}
+
+  DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item, bool first) {
+    u32 bar = announce_keys(s.blocks, rk, p.plan, key, flags, pass, item, kBytesK);
+    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kKeys * 128, key, head_kv, bar);
+    rk.advance();
+    if (first) load_rows(item.x, item_head(item));
+    bar = smem_address(&s.v_full[rv.index]);
+    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    barrier_expect_bytes(bar, kBytesV);
+    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v[rv.index]), kKeys * 128, key, head_kv, bar);
+    rv.advance();
+  }
+
+  DEVICE void say(int flags, const int4& item) {
+    barrier_arrive(announce(s.blocks, rk, 0, flags, item));
+    rk.advance();
+  }
+
+  DEVICE void nothing(const int4& item) { say(kNothing, item); }
+};
 
 DEVICE void produce(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.q);
   prefetch_map(&p.k);
   prefetch_map(&p.v);
   prefetch_map(&p.dout);
-  Ring<kStages> rk;
-  Ring<kStagesV> rv;
-  Ring<2> slot;
-  u32 rows_parity = 1;
-  int next = blockIdx.x;
-  while (true) {
-    const int4 item = decode_item(p, next);
-    barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
-    s.item[slot.index] = item;
-    barrier_arrive(smem_address(&s.item_full[slot.index]));
-    slot.advance();
-    if (item.x < 0) break;
-    next = gridDim.x + atomicAdd(p.counter, 1);
-    const int head = item_head(item), head_kv = head / p.group;
-    bool first = true;
-    for (int pass = item.z; pass < item.w; ++pass) {
-      const int4 range = __ldg(p.plan.passes + 2 * pass);
-      for (int n = 0; n < range.y; ++n) {
-        const int key = range.x + n * static_cast<int>(p.plan.step);
-        u32 bar = smem_address(&s.k_full[rk.index]);
-        barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-        barrier_expect_bytes(bar, kBytesK);
-        load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kKeys * 128, key, head_kv, bar);
-        rk.advance();
-        if (first) load_rows(p, s, item.x, head, rows_parity);
-        if (first) rows_parity ^= 1;
-        first = false;
-        bar = smem_address(&s.v_full[rv.index]);
-        barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-        barrier_expect_bytes(bar, kBytesV);
-        load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v[rv.index]), kKeys * 128, key, head_kv, bar);
-        rv.advance();
-      }
-    }
-  }
-  leave(p.counter);
+  Loader loader{p, s};
+  walk_blocks(p, s.passes, loader);
+  loader.say(kEnd, make_int4(0, 0, 0, 0));
 }
 
 // ---- consumers ----
@@ -93,6 +89,7 @@ struct Consumer {
   Ring<kStages> rk;
   Ring<kStagesV> rv;
   u32 rows_parity = 0;
+  int flags;  // of the block whose logits are computed
   float lse[2], delta[2];
 
   DEVICE Consumer(const BackwardPartParams& p, Shared& s, int warpgroup)
@@ -102,23 +99,35 @@ struct Consumer {
         lane(threadIdx.x % 32),
         row(warpgroup * kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
 
-  DEVICE void load_stats(int4 item) {
-    const i64 from = static_cast<i64>(item_head(item)) * p.stats_row + item.x + row;
+  DEVICE void take_turn() const {
+    if (kTurns) named_sync(1 + warpgroup, 256);
+  }
+  DEVICE void pass_turn() const {
+    if (kTurns) named_arrive(2 - warpgroup, 256);
+  }
+
+  DEVICE void load_stats(const BlockInfo& of) {
+    const i64 from = static_cast<i64>(of.head_rows & 0xffff) * p.stats_row + of.first_row + row;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool valid = row + 8 * r < item_rows(item);
+      const bool valid = row + 8 * r < of.head_rows >> 16;
       lse[r] = valid ? __ldg(p.lse + from + 8 * r) : 0.f;
       delta[r] = valid ? __ldg(p.delta + from + 8 * r) : 0.f;
     }
   }
 
+  DEVICE BlockInfo block_info() const {
+    const int4 x = s.blocks.info[rk.index];
+    return {x.x, uniform(x.y), x.z, x.w};
+  }
+
   // Turns logits into P, times the slope of the softcap.
-  DEVICE void form_probs(float (&x)[kKeys / 2], const BlockWalk<>& walk) {
+  DEVICE void form_probs(float (&x)[kKeys / 2]) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
-    if (walk.masked()) {
-      int2 bounds[2];
-      walk.load_bounds(bounds);
-      apply_mask(x, walk.column + 2 * (lane % 4), bounds);
+    if (flags & (1 << warpgroup)) {
+      const int2* of_row = s.blocks.bounds[rk.index] + row;
+      const int2 bounds[2] = {of_row[0], of_row[8]};
+      apply_mask(x, s.blocks.info[rk.index].x + 2 * (lane % 4), bounds);
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
@@ -133,23 +142,21 @@ struct Consumer {
       ds[i] = T::pack(probs[2 * i] * (dp[2 * i] + delta[i & 1]), probs[2 * i + 1] * (dp[2 * i + 1] + delta[i & 1]));
   }
 
-  // All key blocks of one work item.
-  DEVICE void accumulate(int4 item, float (&dq)[kHeadDim / 2]) {
+  // All key blocks of one work item, of whose first the flags are known.
+  DEVICE void accumulate(float (&dq)[kHeadDim / 2]) {
     float x[kKeys / 2], y[kKeys / 2];
     u32 ds[kKeys / 4];
-    BlockWalk<> walk(p.plan, warpgroup, row);
-    walk.start(item.z, item.w);
-    load_stats(item);
     const Operand q(smem_address(s.q[warpgroup])), dout(smem_address(s.dout[warpgroup]));
     barrier_wait(smem_address(&s.rows_full[warpgroup]), rows_parity);
     rows_parity ^= 1;
-    barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-    issue_logits<kHeadDim, kKeys>(x, q, Operand(smem_address(s.k[rk.index])));
     barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
+    take_turn();
+    issue_logits<kHeadDim, kKeys>(x, q, Operand(smem_address(s.k[rk.index])));
     issue_logits<kHeadDimV, kKeys>(y, dout, Operand(smem_address(s.v[rv.index])));
+    pass_turn();
     wgmma_wait<1>();
     pin(x);
-    form_probs(x, walk);
+    form_probs(x);
     wgmma_wait<0>();
     pin(y);
     release(s.v_empty[rv.index], lane);
@@ -157,58 +164,71 @@ struct Consumer {
     form_ds(x, y, ds);
     // The loop opens with dS of its block in registers and no product under way: the assembler would serialise all
     // products if one crossed the place where the loop closes.
-    bool more = true;
-    while (more) {
+    while (true) {
+      // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
+      // the assembler finds too few registers and serialises the products.
+      if (flags & kLast) {
+        if (p.num_tiles >= 0) break;
+        flags = uniform(flags + 1);
+      }
       const int now = rk.index;
-      issue_gradient<kHeadDim, kKeys>(dq, ds, Operand(smem_address(s.k[now]), kKeys * 128));
-      more = walk.advance();
       rk.advance();
-      // After the last block, S and dP are computed of what lies in the rows, for nobody: around a branch, too, the
-      // assembler would serialise.
-      const Operand next_k(more ? smem_address(s.k[rk.index]) : smem_address(s.q));
-      const Operand next_v(more ? smem_address(s.v[rv.index]) : smem_address(s.dout));
-      if (more) barrier_wait(smem_address(&s.k_full[rk.index]), rk.parity);
-      issue_logits<kHeadDim, kKeys>(x, q, next_k);
-      if (more) barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
-      issue_logits<kHeadDimV, kKeys>(y, dout, next_v);
+      barrier_wait(smem_address(&s.blocks.full[rk.index]), rk.parity);
+      barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
+      take_turn();
+      issue_gradient<kHeadDim, kKeys>(dq, ds, Operand(smem_address(s.k[now]), kKeys * 128));
+      issue_logits<kHeadDim, kKeys>(x, q, Operand(smem_address(s.k[rk.index])));
+      issue_logits<kHeadDimV, kKeys>(y, dout, Operand(smem_address(s.v[rv.index])));
+      pass_turn();
+      flags = block_info().flags;
       wgmma_wait<2>();
       pin(dq);
       pin(ds);
-      release(s.k_empty[now], lane);
+      release(s.blocks.empty[now], lane);
       wgmma_wait<1>();
       pin(x);
-      if (more) form_probs(x, walk);
+      form_probs(x);
       wgmma_wait<0>();
       pin(y);
-      if (more) {
-        release(s.v_empty[rv.index], lane);
-        rv.advance();
-        form_ds(x, y, ds);
-      }
+      release(s.v_empty[rv.index], lane);
+      rv.advance();
+      form_ds(x, y, ds);
     }
     release(s.rows_empty[warpgroup], lane);
+    take_turn();
+    issue_gradient<kHeadDim, kKeys>(dq, ds, Operand(smem_address(s.k[rk.index]), kKeys * 128));
+    pass_turn();
+    wgmma_wait<0>();
+    pin(dq);
+    pin(ds);
+    release(s.blocks.empty[rk.index], lane);
+    rk.advance();
   }
 
   DEVICE void run() {
-    Ring<2> slot;
+    if (warpgroup == 1) pass_turn();
     while (true) {
-      barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
-      const int4 item = s.item[slot.index];
-      release(s.item_empty[slot.index], lane);
-      slot.advance();
-      if (item.x < 0) break;
+      barrier_wait(smem_address(&s.blocks.full[rk.index]), rk.parity);
+      const BlockInfo item = block_info();
+      flags = item.flags;
+      if (flags & kEnd) break;
       float dq[kHeadDim / 2];
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.f;
-      if (item.z < item.w)
-        accumulate(item, dq);
-      else if (p.store >= kAddFloat)
-        continue;
-      const i64 at = item.x + row;
-      const bool valid[2] = {row < item_rows(item), row + 8 < item_rows(item)};
-      store_gradient<T, kHeadDim>(p.store, p.dq, at * p.dq_row + item_head(item) * p.dq_head, p.dq_row, valid, dq,
-                                  p.scale, lane);
+      if (flags & kNothing) {
+        release(s.blocks.empty[rk.index], lane);
+        rk.advance();
+        if (p.store >= kAddFloat) continue;
+      } else {
+        load_stats(item);
+        accumulate(dq);
+      }
+      const int head = item.head_rows & 0xffff, rows = item.head_rows >> 16;
+      const i64 at = item.first_row + row;
+      const bool valid[2] = {row < rows, row + 8 < rows};
+      store_gradient<T, kHeadDim>(p.store, p.dq, at * p.dq_row + head * p.dq_head, p.dq_row, valid, dq, p.scale, lane);
     }
+    if (warpgroup == 0) take_turn();
   }
 };
 
@@ -221,20 +241,19 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
       init_buffer(s.rows_full[i], s.rows_empty[i], 4);
     }
     for (int i = 0; i < kStages; ++i) {
-      init_buffer(s.k_full[i], s.k_empty[i], 4 * kGroups);
+      init_buffer(s.blocks.full[i], s.blocks.empty[i], 4 * kGroups);
     }
     for (int i = 0; i < kStagesV; ++i) {
       init_buffer(s.v_full[i], s.v_empty[i], 4 * kGroups);
     }
-    for (int i = 0; i < 2; ++i) {
-      init_buffer(s.item_full[i], s.item_empty[i], 4 * kGroups);
-    }
+    init_board(s.passes);
     barrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);
+    if (threadIdx.x == 32) scout(p, s.passes);
   } else {
     registers_grow<240>();
     Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();

@@ -1,8 +1,7 @@
 // Attention forward for sm_90a: one work item is 128 query rows of one head, computed completely.
 //
-// A producer warp streams keys and values through shared memory and announces each block beside its keys, so that
-// consumers read no tables; a scout reads them, a pass ahead of it. Two consumer warpgroups own 64 rows each and
-// take turns at the tensor cores, so that the softmax of one hides under the products of the other.
+// A producer warp streams keys and values through shared memory (row_tiles.cuh). Two consumer warpgroups own 64 rows
+// each and take turns at the tensor cores, so that the softmax of one hides under the products of the other.
 //
 // The mask of a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside
 // the sub-range that all rows see completely apply the mask.
@@ -10,8 +9,8 @@
 // Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
 
 #include "../../common/wgmma.cuh"
+#include "row_tiles.cuh"
 #include "softmax.cuh"
-#include "tiles.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES;
@@ -38,94 +37,28 @@ struct ForwardParams {
   int long_blocks;  // of a pass whose keys and values exceed the L2 cache
 };
 
-// What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
-enum : int {
-  kMasked = 3,  // both
-  kLast = 4,    // the last of its item
-  kEnd = 8,     // no item follows; nothing is loaded, and nobody uses what is computed of it
-};
-
-// A block as the producer announces it beside the keys.
-struct BlockInfo {
-  int column, flags;  // first key
-  int first_row;      // of the tile
-  int head_rows;      // see item_head() and item_rows()
-};
-
 struct Shared {
   alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kRows][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
   u64 q_full[kGroups], q_empty[kGroups];
-  u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  u64 pass_full[2], pass_empty[2];
-  int4 info[kStages];                     // BlockInfo
-  int4 pass[2][3];                        // as the scout describes it
-  int2 bounds[kStages][kGroups * kRows];  // of a masked block: first and past-the-last key that a row sees
+  u64 v_full[kStages], v_empty[kStages];
+  BlockBoard<kStages> blocks;
+  PassBoard passes;
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / kGroups;
 constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 constexpr u32 kBytesV = sizeof(Shared::v) / kStages;
-constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
-
-// ---- scout: one thread ----
-
-DEVICE int4 decode_item(const ForwardParams& p, int item) {
-  return section_item(p.plan, p.num_tiles, p.num_heads, p.head_section, item);
-}
-
-// Takes work items and reads the tables, one pass ahead of the producer: all that takes as long as a block.
-DEVICE void scout(const ForwardParams& p, Shared& s) {
-  Ring<2> slot;
-  int4 item = make_int4(0, 0, 0, 0);
-  int pass = 0, index = 0;
-  for (bool started = false;; started = true) {
-    barrier_wait(smem_address(&s.pass_empty[slot.index]), slot.parity ^ 1);
-    const bool first = pass >= item.w;
-    if (first) {
-      index = started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x;
-      item = decode_item(p, index);
-      pass = item.z;
-    }
-    int4 range = make_int4(0, 0, 0, 0), more = range;  // an item that sees nothing: no blocks
-    if (pass < item.w) range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
-    s.pass[slot.index][0] = range;
-    s.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
-    ++pass;
-    s.pass[slot.index][2] = make_int4(item.x, item.y, first ? index : -1, pass >= item.w);
-    barrier_arrive(smem_address(&s.pass_full[slot.index]));
-    slot.advance();
-    if (item.x < 0) break;
-  }
-  leave(p.counter);
-}
 
 // ---- producer: one thread ----
 
-struct Producer {
+struct Loader {
   const ForwardParams& p;
   Shared& s;
   Ring<kStages> rk, rv;
   u32 q_parity = 1;
-
-  // Waits for the place of the next keys and describes their block. The barrier it returns has yet to be told of bytes.
-  DEVICE u32 announce(int column, int flags, const int4& item) {
-    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-    s.info[rk.index] = make_int4(column, flags, item.x, item.y);
-    return smem_address(&s.k_full[rk.index]);
-  }
-
-  DEVICE void load_k(int key, int head, int flags, int pass, const int4& item) {
-    const u32 bar = announce(key, flags, item);
-    const bool masked = flags & kMasked;
-    barrier_expect_bytes(bar, kBytesK + (masked ? kBytesBounds : 0));
-    if (masked)
-      load_bytes(smem_address(s.bounds[rk.index]), p.plan.bounds + static_cast<i64>(pass) * (kGroups * kRows),
-                 kBytesBounds, bar);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kBlockN * 128, key, head, bar);
-    rk.advance();
-  }
+  int previous = 0;  // block, whose values have yet to be loaded
 
   DEVICE void load_q(int row, int head) {
 #pragma unroll 1
@@ -146,11 +79,24 @@ struct Producer {
     rv.advance();
   }
 
+  // Values follow the keys of the next block, for they are used after them.
+  DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item, bool first) {
+    const u32 bar = announce_keys(s.blocks, rk, p.plan, key, flags, pass, item, kBytesK);
+    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kBlockN * 128, key, head_kv, bar);
+    rk.advance();
+    if (first)
+      load_q(item.x, item_head(item));
+    else
+      load_v(previous, head_kv);
+    previous = key;
+    if (flags & kLast) load_v(key, head_kv);
+  }
+
   // A block whose keys and queries are what lies there.
   DEVICE void skip_kq(int flags, const int4& item) {
-    const u32 bar = announce(0, flags, item);
+    const u32 bar = announce(s.blocks, rk, 0, flags, item);
     if (flags & kMasked) {  // no row sees anything
-      for (int i = 0; i < kGroups * kRows; ++i) s.bounds[rk.index][i] = make_int2(0, 0);
+      for (int i = 0; i < kTileRows; ++i) s.blocks.bounds[rk.index][i] = make_int2(0, 0);
       fence_async_proxy();
     }
     barrier_arrive(bar);
@@ -162,42 +108,20 @@ struct Producer {
     q_parity ^= 1;
   }
 
-  DEVICE void run() {
-    prefetch_map(&p.q);
-    prefetch_map(&p.k);
-    prefetch_map(&p.v);
-    Ring<2> slot;
-    int previous = 0;
-#pragma unroll 1
-    while (true) {
-      barrier_wait(smem_address(&s.pass_full[slot.index]), slot.parity);
-      const int4* pass = s.pass[slot.index];
-      const int4 item = pass[2];
-      if (item.x < 0) break;
-      const int count = pass[0].y, head_kv = pass[1].w;
-      int key = pass[0].x;
-      const bool first = item.z >= 0;
-      if (first && item.w && count >= p.long_blocks) keep_together(p.counter, item.z, p.num_tiles * p.num_heads, count);
-#pragma unroll 1
-      for (int n = 0; n < count; ++n) {
-        const int4 range = pass[0], more = pass[1];
-        const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
-        load_k(key, head_kv, masked | (item.w && n + 1 == count ? kLast : 0), more.z, item);
-        if (first && n == 0)
-          load_q(item.x, item_head(item));
-        else
-          load_v(previous, head_kv);
-        previous = key;
-        key += static_cast<int>(p.plan.step);
-      }
-      if (count == 0) skip_kq(kMasked | kLast, item), previous = 0;  // nothing to see: zeros times some values
-      if (item.w) load_v(previous, head_kv);
-      barrier_arrive(smem_address(&s.pass_empty[slot.index]));
-      slot.advance();
-    }
-    skip_kq(kEnd, make_int4(0, 0, 0, 0));
+  DEVICE void nothing(const int4& item) {
+    skip_kq(kMasked | kLast, item);
+    load_v(0, 0);  // zeros times some values
   }
 };
+
+DEVICE void produce(const ForwardParams& p, Shared& s) {
+  prefetch_map(&p.q);
+  prefetch_map(&p.k);
+  prefetch_map(&p.v);
+  Loader loader{p, s};
+  walk_blocks(p, s.passes, loader);
+  loader.skip_kq(kEnd, make_int4(0, 0, 0, 0));  // nobody uses what is computed of it
+}
 
 // ---- consumers ----
 
@@ -359,11 +283,11 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
   int flags;  // of the block whose logits were computed last
   float logits[kBlockN / 2];
-  auto wait_k = [&] { barrier_wait(nth(s.k_full, 8, rk.index), rk.parity); };
+  auto wait_k = [&] { barrier_wait(nth(s.blocks.full, 8, rk.index), rk.parity); };
   auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
   auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, warpgroup), q_parity); };
   auto release_k = [&] {
-    release(nth(s.k_empty, 8, rk.index));
+    release(nth(s.blocks.empty, 8, rk.index));
     rk.advance();
   };
   auto release_v = [&] {
@@ -376,9 +300,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   auto shape = [&](float (&x)[kBlockN / 2]) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
     if (flags & (1 << warpgroup)) {
-      const int2* of_row = s.bounds[rk.index] + row;
+      const int2* of_row = s.blocks.bounds[rk.index] + row;
       const int2 bounds[2] = {of_row[0], of_row[8]};
-      apply_mask(x, s.info[rk.index].x + 2 * (lane % 4), bounds);
+      apply_mask(x, s.blocks.info[rk.index].x + 2 * (lane % 4), bounds);
       __syncwarp();  // all have read before one thread releases the block
     }
   };
@@ -392,12 +316,12 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   wait_q();
   issue_qk(logits, Operand(queries()), Operand(keys()));
   __syncwarp();
-  flags = uniform(s.info[rk.index].y);
+  flags = uniform(s.blocks.info[rk.index].y);
   wgmma_wait<0>();
   pin(logits);
   while (!(flags & kEnd)) {
     // The logits of an item's first block are there.
-    const int first_row = s.info[rk.index].z, head_rows = s.info[rk.index].w;
+    const int first_row = s.blocks.info[rk.index].z, head_rows = s.blocks.info[rk.index].w;
     __syncwarp();
     float out[kHeadDimV / 2], rescale[2];
     u32 probs[kBlockN / 4];
@@ -424,7 +348,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       wait_v();
       issue_pv(out, probs, v);
       named_arrive(other_turn, 256);
-      flags = uniform(s.info[rk.index].y);
+      flags = uniform(s.blocks.info[rk.index].y);
       wgmma_wait<1>();
       pin(logits);
       shape(logits);
@@ -455,7 +379,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     wait_k();
     wait_q();
     issue_qk(logits, next_q, next_k);
-    flags = uniform(s.info[rk.index].y);
+    flags = uniform(s.blocks.info[rk.index].y);
     wgmma_wait<0>();
     pin(logits);
   }
@@ -471,19 +395,17 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
       init_buffer(s.q_full[i], s.q_empty[i], 4);
     }
     for (int i = 0; i < kStages; ++i) {
-      init_buffer(s.k_full[i], s.k_empty[i], 4 * kGroups);
+      init_buffer(s.blocks.full[i], s.blocks.empty[i], 4 * kGroups);
       init_buffer(s.v_full[i], s.v_empty[i], 4 * kGroups);
     }
-    for (int i = 0; i < 2; ++i) {
-      init_buffer(s.pass_full[i], s.pass_empty[i], 1);
-    }
+    init_board(s.passes);
     barrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
-    if (threadIdx.x == 0) Producer{p, s}.run();
-    if (threadIdx.x == 32) scout(p, s);
+    if (threadIdx.x == 0) produce(p, s);
+    if (threadIdx.x == 32) scout(p, s.passes);
   } else {
     registers_grow<240>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);

@@ -1,5 +1,5 @@
-// delta = rowsum(dout * out). A few lanes take a row of a head, 16 bytes each, and several rows at once, for it is memory
-// that they wait for. Compile-time: HEAD_DIM_V, DTYPE.
+// delta = rowsum(dout * out). A few lanes take a row of a head, 16 bytes each, and several rows at once, for it is
+// memory that they wait for. Compile-time: HEAD_DIM_V, DTYPE.
 
 #include "../../common/ptx.cuh"
 

@@ -10,7 +10,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import LOG2_E, grid_size, head_section, work_counter
+from megatron_magi.ops.hopper.support import LOG2_E, grid_size, head_section, long_blocks, work_counter
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -60,16 +60,16 @@ def query_gradient(
 ) -> None:
     """Writes dq, or adds to it; arguments as in `key_gradients`."""
     q, k, v, dout = inputs
-    num_heads, block = q.shape[1], hopper_kernels.PART_KEYS
+    num_heads, dims = q.shape[1], (q.shape[2], v.shape[2])
+    block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
         plan = hopper_plan.forward_plan(bands, q.shape[0], block, q.device)
         params = _params(inputs, stats, options, plan, store, stream)
         params.head_section = head_section(num_heads, params.group, k, v)
+        params.long_blocks = long_blocks(block * sum(dims) * k.element_size())
         params.dq_row, params.dq_head = grad.stride()[:2]
-        kernel = hopper_kernels.backward_queries_kernel(
-            q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0
-        )
+        kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * num_heads, options.sm_margin)
         return Launch(kernel, grid, params, ((q, 64), (k, block), (v, block), (dout, 64)), keep=plan)
 

@@ -22,8 +22,11 @@ PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
 
 BACKWARD_DIMS = (*WHOLE_DIMS, *PART_TILES)
 
-PART_KEYS = 64
-"""Keys of a block of the kernel for dq."""
+QUERIES_WIDTH = {(64, 64): 96, (128, 128): 96, (192, 128): 64, (256, 256): 64}
+"""Keys of a block of the kernel for dq, by head dims."""
+
+_QUERIES_STAGES = {(64, 64): (3, 2), (128, 128): (3, 2), (192, 128): (3, 2), (256, 256): (2, 1)}
+"""Stages of keys and of values of that kernel: as many as fit of what is worth it."""
 _STAGES = 2
 _SPARE_BYTES = 1024  # barriers and the like
 
@@ -51,7 +54,8 @@ def backward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, ad
 
 def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
     """What a kernel for dq is compiled for."""
-    return (*_part_defines(dtype, dims, softcap, PART_KEYS), f"STAGES={_STAGES}", f"STAGES_V={_stages_v(dims)}")
+    stages, stages_v = _QUERIES_STAGES[dims]
+    return (*_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}")
 
 
 def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
@@ -108,13 +112,9 @@ def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[i
 def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention backward: dq."""
     defines = queries_macros(dtype, dims, softcap)
-    tiles = 128 * sum(dims) + PART_KEYS * (_STAGES * dims[0] + _stages_v(dims) * dims[1])
-    return _load(device, "backward_queries", defines, 384, 2 * tiles + _SPARE_BYTES)
-
-
-def _stages_v(dims: tuple[int, int]) -> int:
-    """Stages of values of the kernel for dq."""
-    return 1 if dims[1] == 256 else 2  # a second one would not fit
+    stages, stages_v = _QUERIES_STAGES[dims]
+    tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
+    return _load(device, "backward_queries", defines, 384, 2 * tiles + stages * 1024 + _SPARE_BYTES)
 
 
 def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:

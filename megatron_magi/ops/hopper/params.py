@@ -55,6 +55,7 @@ class BackwardPartParams(ctypes.Structure):
         ("stats_row", ctypes.c_int32), ("store", ctypes.c_int32), ("splits", ctypes.c_int32),
         ("heads_inner", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
+        ("long_blocks", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
