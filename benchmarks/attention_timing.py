@@ -10,6 +10,7 @@ from attention_providers import Unavailable
 
 _FIRST_DELAY_MS, _MAX_DELAY_MS = 1.0, 64.0
 _CYCLES_PER_MS = 2_000_000  # no chip that is measured here has a faster clock
+_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 30.0, 16, 8
 _FLUSH_BYTES = 128 << 20  # more than an L2 cache
 
 
@@ -42,14 +43,29 @@ class Turns:
 
     Before each, the L2 cache is flushed and the device kept busy for as long as the host takes to queue the call, as
     in a training step, where the host runs ahead. A sample where it was too slow for that makes the next delay longer.
+    In a turn the call is repeated until the device's clocks are those of this call: a long one before it leaves the
+    device at its limit of power, with lower clocks.
     """
 
     def __init__(self, call: Callable[[], object], flush: torch.Tensor) -> None:
         self._call, self._flush, self._delay_ms = call, flush, _FIRST_DELAY_MS
         self._samples: list[tuple[float, bool]] = []
+        self._last_ms = 0.0
 
-    def take(self) -> float:
-        """Milliseconds from where the device begins with the call to where it is done."""
+    def warm_up(self) -> float:
+        """Milliseconds that a turn takes, about."""
+        self._sample()  # whatever is made when it is first called is made
+        while not self._sample()[1] and self._delay_ms < _MAX_DELAY_MS:
+            pass
+        return max(self._last_ms, _TURN_MS)
+
+    def take(self) -> None:
+        """A turn."""
+        count = min(_MOST_SAMPLES, max(1, round(_TURN_MS / self._last_ms)))
+        self._samples += [self._sample() for _ in range(count)][count // 3 :]
+
+    def _sample(self) -> tuple[float, bool]:
+        """Milliseconds from where the device begins with the call to where it is done, and whether it was queued."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         torch.cuda._sleep(int(self._delay_ms * _CYCLES_PER_MS))
@@ -60,39 +76,37 @@ class Turns:
         torch.cuda.synchronize()
         if not queued:
             self._delay_ms = min(4 * self._delay_ms, _MAX_DELAY_MS)
-        self._samples.append((start.elapsed_time(end), queued))
-        return self._samples[-1][0]
+        self._last_ms = max(start.elapsed_time(end), 1e-3)
+        return self._last_ms, queued
 
     def summary(self) -> tuple[float, bool]:
-        """Median of the samples after the first, and whether the host's time is in it, for all of them."""
-        samples = self._samples[1:]
-        queued = [ms for ms, queued in samples if queued]
-        return statistics.median(queued or [ms for ms, _ in samples]), not queued
+        """Median of the samples, and whether the host's time is in it, for all of them."""
+        queued = [ms for ms, queued in self._samples if queued]
+        return statistics.median(queued or [ms for ms, _ in self._samples]), not queued
 
 
 def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float | str], set[str]]:
     """Median device times in milliseconds by name, or the error of a call that fails; calls that wait for the device.
 
-    The calls take turns, so that clocks and temperature are the same for all. A call that waits for the device
+    The calls take turns, so that the temperature is the same for all. A call that waits for the device
     cannot be queued: its time is that of the host too.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     turns = {name: Turns(call, flush) for name, call in calls.items()}
     failed: dict[str, float | str] = {}
-    rounds, done = 1, 0
-    while done < rounds:
-        spent = 0.0
-        for name in turns:
-            if name in failed:
-                continue
-            took, error = attempt(turns[name].take)
-            if error:
-                failed[name] = error
-            else:
-                spent += took or 0.0
-        if done == 0:  # the first round warms up, and says how many are affordable
-            rounds = 1 + max(2, min(11, int(1e3 * seconds / max(spent, 1e-3))))
-        done += 1
+    spent = 0.0
+    for name, turn in turns.items():
+        took, error = attempt(turn.warm_up)
+        if error:
+            failed[name] = error
+        spent += took or 0.0
+    rounds = max(2, min(_MOST_ROUNDS, int(1e3 * seconds / max(spent, 1e-3))))
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            if name not in failed:
+                _, error = attempt(turn.take)
+                if error:
+                    failed[name] = error
     found = {name: turn.summary() for name, turn in turns.items() if name not in failed}
     times: dict[str, float | str] = {name: ms for name, (ms, _) in found.items()}
     return times | failed, {name for name, (_, waits) in found.items() if waits}

@@ -57,20 +57,30 @@ class Device:
 def test_the_time_is_that_of_the_device_however_slow_the_host(monkeypatch, host):
     device = Device(monkeypatch, host, 0.25)
     turns = Turns(device.call, torch.zeros(1))
-    for _ in range(5):
+    assert turns.warm_up() == 30.0
+    for _ in range(2):
         turns.take()
     ms, waits = turns.summary()
     assert ms == pytest.approx(0.25) and not waits
+    assert len(turns._samples) == 2 * 11, "16 calls a turn, the first third left out"
     assert device.delays[-1] > host
 
 
 def test_a_call_that_waits_for_the_device_is_said_to(monkeypatch):
     device = Device(monkeypatch, 0.5, 0.25)
     turns = Turns(device.waiting_call, torch.zeros(1))
-    for _ in range(9):
-        turns.take()
+    turns.warm_up()
+    turns.take()
     assert turns.summary() == (pytest.approx(0.75), True)
     assert max(device.delays) == 64.0, "it gives up to wait longer"
+
+
+def test_a_long_call_is_made_once_a_turn(monkeypatch):
+    device = Device(monkeypatch, 0.1, 50.0)
+    turns = Turns(device.call, torch.zeros(1))
+    assert turns.warm_up() == pytest.approx(50.0)
+    turns.take()
+    assert len(turns._samples) == 1 and turns.summary() == (pytest.approx(50.0), False)
 
 
 def test_what_fails_is_said_and_costs_the_others_nothing(monkeypatch):

@@ -52,7 +52,7 @@ KERNEL_DIMS = [(128, 128), *hopper_kernels.PART_TILES]
 
 
 def both_ways(all_dims):
-    """Parameters ``dims`` and ``way``: dq as sums in memory, where there is a kernel for it, and by a kernel of its own."""
+    """Parameters ``dims`` and ``way``: dq by sums in memory, if a kernel does so, and by a kernel of its own."""
     ways = [(d, way) for d in all_dims for way in (WAYS if d in hopper_kernels.WHOLE_DIMS else ["apart"])]
     return pytest.mark.parametrize(("dims", "way"), ways, indirect=["way"], ids=str)
 

@@ -28,8 +28,8 @@ from megatron_magi.ops.options import AttnOptions
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
 FEW_VISITS = 4.0
-"""Tiles of keys that see a query, on average, from which on sums of dq in memory take less time than computing the logits
-once more. See docs/measured_facts.md."""
+"""Tiles of keys that see a query, on average, from which on sums of dq in memory take less time than computing the
+logits once more. See docs/measured_facts.md."""
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
