@@ -10,7 +10,7 @@ from attention_providers import Unavailable
 
 _FIRST_DELAY_MS, _MAX_DELAY_MS = 1.0, 64.0
 _CYCLES_PER_MS = 2_000_000  # no chip that is measured here has a faster clock
-_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 30.0, 16, 8
+_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 100.0, 16, 8
 _FLUSH_BYTES = 128 << 20  # more than an L2 cache
 
 
@@ -57,12 +57,15 @@ class Turns:
         self._sample()  # whatever is made when it is first called is made
         while not self._sample()[1] and self._delay_ms < _MAX_DELAY_MS:
             pass
-        return max(self._last_ms, _TURN_MS)
+        return self._last_ms * self._count()
 
     def take(self) -> None:
         """A turn."""
-        count = min(_MOST_SAMPLES, max(1, round(_TURN_MS / self._last_ms)))
+        count = self._count()
         self._samples += [self._sample() for _ in range(count)][count // 3 :]
+
+    def _count(self) -> int:
+        return min(_MOST_SAMPLES, max(1, round(_TURN_MS / self._last_ms)))
 
     def _sample(self) -> tuple[float, bool]:
         """Milliseconds from where the device begins with the call to where it is done, and whether it was queued."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.slice_attention import slice_attention
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -17,7 +16,6 @@ LENGTHS = (100, 13, 77)
 
 def main() -> None:
     torch.manual_seed(0)
-    hopper_backward.FEW_VISITS = 0.0  # sums of dq in memory also for masks as small as this one
     mask = builders.varlen(doc_lengths=list(LENGTHS), causal=True)
     for dim, dim_v in DIMS:
         for options in ({}, {"softcap": 20.0}, {"deterministic": True}):

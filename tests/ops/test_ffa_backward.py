@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import numpy as np
@@ -30,8 +29,8 @@ from tests.ops.ffa_cases import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-WAYS = {"summed": 0.0, "apart": math.inf}
-"""`hopper_backward.FEW_VISITS` for both ways to compute dq."""
+WAYS = {"summed": True, "apart": False}
+"""Both ways to compute dq: whether as sums in memory."""
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
 
 
@@ -60,7 +59,7 @@ def both_ways(all_dims):
 @pytest.fixture
 def way(request, monkeypatch):
     """How dq is computed, whatever the mask."""
-    monkeypatch.setattr(hopper_backward, "FEW_VISITS", WAYS[request.param])
+    monkeypatch.setattr(hopper_backward, "sums_pay", lambda *_: WAYS[request.param])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

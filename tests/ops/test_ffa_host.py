@@ -103,16 +103,13 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
     return q, k, v, bands
 
 
-@pytest.fixture
-def dq_summed(monkeypatch):
-    """Sums of dq in memory also for masks where a query meets few keys."""
-    monkeypatch.setattr(hopper_backward, "FEW_VISITS", 0.0)
-
-
-@pytest.mark.parametrize(("documents", "summed"), [(2, True), (8, False)])
-def test_dq_is_computed_apart_where_a_query_meets_few_tiles(launched, documents, summed):
-    q, k = torch.randn(2048, 4, 128).bfloat16(), torch.randn(2048, 2, 128).bfloat16()
-    mask, row = builders.varlen(doc_lengths=[2048 // documents] * documents, causal=False), torch.zeros(2048, 4)
+@pytest.mark.parametrize(
+    ("documents", "heads", "dim", "summed"),
+    [(2, 256, 128, True), (8, 256, 128, False), (8, 16, 128, True), (8, 512, 64, True)],
+)
+def test_dq_is_computed_apart_where_a_query_meets_few_tiles_and_sums_are_many(launched, documents, heads, dim, summed):
+    q, k = torch.empty(2048, heads, dim).bfloat16(), torch.empty(2048, 2, dim).bfloat16()
+    mask, row = builders.varlen(doc_lengths=[2048 // documents] * documents, causal=False), torch.empty(2048, heads)
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
     hopper.backward(q, q, k, k, row, row, mask.bands, AttnOptions(0.1), grads=grads, accumulate=False)
     assert launched[:2] == ["prepare", "backward"] and launched[-1] == ("finish_dq" if summed else "backward_queries")
@@ -121,7 +118,7 @@ def test_dq_is_computed_apart_where_a_query_meets_few_tiles(launched, documents,
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_step_queues_its_kernels_and_prepares_them_once(launched, dq_summed, deterministic):
+def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministic):
     q, k, v, bands = tensors()
     options = AttnOptions(0.1, deterministic=deterministic)
     out, lse = torch.empty_like(q), torch.empty(300, 4)
@@ -137,7 +134,7 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, dq_summed, d
     assert len(hopper_launch._launches) == 3 + len(backward)
 
 
-def test_sums_of_keys_lie_in_dq_until_it_is_written(launched, dq_summed):
+def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
     q, k = torch.randn(2000, 64, 128).bfloat16(), torch.randn(2000, 8, 128).bfloat16()
     bands = np.array([[0, 2000, 0, 2000, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)
     row = torch.zeros(2000, 64)
@@ -177,7 +174,7 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_a_plain_step_runs_is_compiled_ahead(launched, dq_summed, monkeypatch, dtype, dim, deterministic):
+def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, dim, deterministic):
     asked = []
 
     def load(_device, name, defines, threads, size):

@@ -27,9 +27,7 @@ from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
-FEW_VISITS = 4.0
-"""Tiles of keys that see a query, on average, from which on sums of dq in memory take less time than computing the
-logits once more. See docs/measured_facts.md."""
+_FEW_VISITS, _MANY_SUM_BYTES = 4.0, 256 << 20  # see docs/measured_facts.md
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -71,7 +69,7 @@ def backward(
     whole = dims in hopper_kernels.WHOLE_DIMS
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
     plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape)
-    adds_dq = whole and not options.deterministic and plan.num_blocks * shape[1] >= FEW_VISITS * q.shape[0]
+    adds_dq = whole and not options.deterministic and sums_pay(plan, q)
     processors = num_processors(q.device) - options.sm_margin
     splits = 1
     if not whole and not options.deterministic:
@@ -97,6 +95,16 @@ def backward(
     for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
         if buffer is not grad:
             grad.copy_(grad + buffer if adds else buffer)
+
+
+def sums_pay(plan: DevicePlan, q: Tensor) -> bool:
+    """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
+
+    They do not where few tiles of keys see a query, and the sums, written and read at least twice, are too many for
+    the L2 cache.
+    """
+    few_visits = plan.num_blocks * _QUERIES < _FEW_VISITS * q.shape[0]
+    return not (few_visits and 4 * q.numel() >= _MANY_SUM_BYTES and q.shape[2] == 128)
 
 
 def _room(dq: Tensor) -> Tensor | None:
@@ -163,8 +171,15 @@ def _run_backward(
 
 
 def _prepare_backward(
-    inputs, stats: Tensor, options: AttnOptions, adds_dq: bool, plan: DevicePlan, schedule: DeviceSchedule, store: int,
-    grads, stream,
+    inputs,
+    stats: Tensor,
+    options: AttnOptions,
+    adds_dq: bool,
+    plan: DevicePlan,
+    schedule: DeviceSchedule,
+    store: int,
+    grads,
+    stream,
 ) -> Launch:
     q, k, v, dout = inputs
     dk, dv = grads
