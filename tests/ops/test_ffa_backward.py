@@ -10,6 +10,7 @@ import torch
 
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import slice_attention
@@ -91,6 +92,15 @@ def test_long_sequences_and_many_heads_match_fp64(dims, way):
     check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2), dims=dims))
     check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128), dims=dims))
     check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(128, 32), dims=dims))
+
+
+def test_tiles_worked_on_in_pieces_match_fp64():
+    heads, processors = 8, torch.cuda.get_device_properties(0).multi_processor_count
+    rows = 128 * (processors // heads + 1)  # a few items more than one round
+    x = make_inputs(MASKS["full"](rows, rows), rows, rows, heads=(heads, 1))
+    check(x)
+    plan = hopper_plan.backward_plan(x.bands, rows, x.q.device)
+    assert any(bool(schedule.items[:, 3].any()) for schedule in plan.schedules.values())
 
 
 @both_ways(KERNEL_DIMS)

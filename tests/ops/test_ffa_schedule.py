@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -34,15 +32,20 @@ def schedule_of(plan: TilePlan, *args, **options) -> Schedule:
 
 def unpack(items: np.ndarray) -> list[tuple[int, int, int]]:
     """(tile, first query head, number of query heads) of each item."""
-    return [(tile, heads & 0xFFFF, heads >> 16) for tile, heads in items.tolist()]
+    return [(tile, heads & 0xFFFF, heads >> 16) for tile, heads, _, _ in items.tolist()]
+
+
+def blocks_of(items: np.ndarray, plan: TilePlan) -> list[tuple[int, int]]:
+    """(first block, number of blocks) of each item, of those of its tile."""
+    return [(first, count or int(plan.costs[tile])) for tile, _, first, count in items.tolist()]
 
 
 def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
     """When the last processor is done, and the mean, in blocks, if each takes the next item whenever it is free."""
     busy = [0] * SMS
-    for tile, _, heads in unpack(items):
+    for (_, _, heads), (_, blocks) in zip(unpack(items), blocks_of(items, plan), strict=True):
         i = busy.index(min(busy))
-        busy[i] += int(plan.costs[tile]) * heads
+        busy[i] += blocks * heads
     return max(busy), sum(busy) / SMS
 
 
@@ -56,15 +59,22 @@ def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
     max_apart=st.sampled_from([0, 3, 1000]),
     long=st.sampled_from([LONG, LONG_UNEVEN, LONG_MOVING]),
 )
-def test_every_tile_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, long):
+def test_every_block_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, long):
     plan = backward_plan(builders.varlen(doc_lengths=lengths, causal=causal))
     schedule = schedule_of(plan, heads_kv, group, num_sms, max_apart=max_apart, long_tile=long)
-    met: Counter[tuple[int, int]] = Counter()
-    for tile, first, count in unpack(schedule.items):
+    met = [np.zeros((heads_kv * group, cost), dtype=int) for cost in plan.costs]
+    for (tile, first, count), (block, blocks) in zip(
+        unpack(schedule.items), blocks_of(schedule.items, plan), strict=True
+    ):
         assert count in (1, group) and first % count == 0
         assert (count < group) == (tile < schedule.num_apart)
-        met.update((tile, head) for head in range(first, first + count))
-    assert met == Counter({(t, h): 1 for t in range(len(plan.tiles)) for h in range(heads_kv * group)})
+        assert blocks == plan.costs[tile] or count < group, "pieces add to sums"
+        met[tile][first : first + count, block : block + blocks] += 1
+        assert block + blocks <= plan.costs[tile]
+    assert all((m == 1).all() for m in met)
+    # Tiles that see nothing are written too.
+    seen = {(tile, head) for tile, first, count in unpack(schedule.items) for head in range(first, first + count)}
+    assert len(seen) == len(plan.tiles) * heads_kv * group
     assert schedule.num_apart <= max_apart
 
 
@@ -97,6 +107,15 @@ def test_no_processor_is_left_alone_at_the_end(mask, heads_kv, group, limit):
     schedule = schedule_of(plan, heads_kv, group, SMS, max_apart=10**6, long_tile=long_tile(*drift(plan)))
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= limit * mean
+
+
+@pytest.mark.parametrize(("length", "limit"), [(4096, 1.04), (8192, 1.005), (16384, 1.003), (32768, 1.003)])
+def test_the_last_items_of_equal_ones_are_cut(length, limit):
+    plan = backward_plan(builders.full(length))
+    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG)
+    longest, mean = length_of_work(schedule.items, plan)
+    assert longest <= limit * mean
+    assert (schedule.items[: -3 * SMS, 3] == 0).all() and min(n for _, n in blocks_of(schedule.items, plan)) >= 8
 
 
 @pytest.mark.parametrize(

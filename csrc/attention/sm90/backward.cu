@@ -1,4 +1,5 @@
-// Attention backward for sm_90a: one work item is 128 keys of one key head, and one or all query heads of its group.
+// Attention backward for sm_90a: one work item is 128 keys of one key head, and one or all query heads of its group, or a
+// part of the queries of one.
 //
 // dK and dV of the item stay in registers over all its queries. A consumer warpgroup owns 64 keys and works on
 // transposed logits, so that P and dS are, as they lie in registers, the first operands of dV and dK. dS goes through
@@ -41,7 +42,9 @@ constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 struct BackwardParams {
   TensorMap q, k, v, dout;
   TilePlan plan;
-  const int2* items;   // in the order of work: tile; first query head and 65536 * their number
+  // In the order of work: tile; first query head and 65536 * their number; of the blocks of the tile the first, and how
+  // many, 0 for all.
+  const int4* items;
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: -delta
   float* dq;           // sums [num_heads, 2 halves, units] pieces
@@ -58,7 +61,9 @@ struct Item {
   int row, rows;  // keys of the tile; row -1: no more items
   int first_pass, past_pass;
   int head, heads;  // query heads
-  int tile, unused;
+  int tile;
+  int first_block, blocks;  // of the blocks of a head; how many, 0 for all
+  int unused[3];
   DEVICE bool empty() const { return first_pass >= past_pass; }
 };
 
@@ -87,7 +92,7 @@ struct Shared {
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
-  Item item[2];
+  Item item[2], next_item;  // the latter is the producer's alone
   Parcel parcel[kGroups];
   int4 info[kStages];               // BlockInfo
   int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
@@ -100,10 +105,9 @@ constexpr u32 kBytesRow = kQueries * sizeof(float);
 constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 
 DEVICE Item load_item(const BackwardParams& p, int index) {
-  if (index >= p.num_items) return {-1, 0, 0, 0, 0, 0, 0, 0};
-  const int2 item = __ldg(p.items + index);
-  const int4 tile = __ldg(p.plan.tiles + item.x);
-  return {tile.x, tile.w, tile.y, tile.z, item.y & 0xffff, item.y >> 16, item.x, 0};
+  if (index >= p.num_items) return {-1};
+  const int4 item = __ldg(p.items + index), tile = __ldg(p.plan.tiles + item.x);
+  return {tile.x, tile.w, tile.y, tile.z, item.y & 0xffff, item.y >> 16, item.x, item.z, item.w};
 }
 
 // ---- producer: one thread ----
@@ -116,14 +120,14 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   Ring<kStages> ring;
   Ring<2> slot;
   u32 kv_parity = 1;
-  Item item = load_item(p, blockIdx.x), next_item;
-  for (;; item = next_item) {
+  s.next_item = load_item(p, blockIdx.x);
+  while (true) {
     barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
-    s.item[slot.index] = item;
+    const Item& item = s.item[slot.index] = s.next_item;  // stays there while its blocks are loaded
     barrier_arrive(smem_address(&s.item_full[slot.index]));
     slot.advance();
     if (item.row < 0) break;
-    auto fetch_next = [&] { next_item = load_item(p, gridDim.x + atomicAdd(p.counter, 1)); };
+    auto fetch_next = [&] { s.next_item = load_item(p, gridDim.x + atomicAdd(p.counter, 1)); };
     if (item.empty()) {
       fetch_next();
       continue;
@@ -135,7 +139,8 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     barrier_expect_bytes(kv, kBytesKV);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kTileKeys * 128, item.row, head_kv, kv);
     load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kTileKeys * 128, item.row, head_kv, kv);
-    int pass = item.first_pass, n = 0, h = 0;
+    int pass = item.first_pass, n = item.first_block, h = 0, left = item.blocks;
+    while (n > 0 && n >= __ldg(p.plan.passes + 2 * pass).y) n -= __ldg(p.plan.passes + 2 * pass++).y;
     bool first = true, last = false;
     while (!last) {
       const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
@@ -152,6 +157,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
           }
         }
       }
+      if (--left == 0) last = true;
       info.w = last;
       const int i = ring.index;
       u32 bar = smem_address(&s.q_full[i]);

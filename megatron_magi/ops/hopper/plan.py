@@ -66,7 +66,7 @@ class DeviceSchedule:
     """A `schedule.Schedule` in device memory.
 
     Attributes:
-        items: int32 ``[num_items, 2]``.
+        items: int32 ``[num_items, 4]``.
         num_apart: tiles whose query heads are apart.
     """
 
