@@ -1,5 +1,5 @@
-// Attention backward for sm_90a: one work item is 128 keys of one key head, and one or all query heads of its group, or a
-// part of the queries of one.
+// Attention backward for sm_90a: one work item is 128 keys of one key head, and one or all query heads of its group, or
+// a part of the queries of one.
 //
 // dK and dV of the item stay in registers over all its queries. A consumer warpgroup owns 64 keys and works on
 // transposed logits, so that P and dS are, as they lie in registers, the first operands of dV and dK. dS goes through
