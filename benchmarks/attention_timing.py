@@ -10,7 +10,7 @@ from attention_providers import Unavailable
 
 _FIRST_DELAY_MS, _MAX_DELAY_MS = 1.0, 64.0
 _CYCLES_PER_MS = 2_000_000  # no chip that is measured here has a faster clock
-_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 100.0, 16, 8
+_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 60.0, 16, 8
 _FLUSH_BYTES = 128 << 20  # more than an L2 cache
 
 
