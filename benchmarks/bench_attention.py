@@ -102,9 +102,6 @@ def measure(case: Case, settings: Settings, known: dict[int, Rates]) -> list[dic
         else:
             calls |= {("dense", which): getattr(dense, which) for which in PASSES}
     times, waiting = time_together({" ".join(key): call for key, call in calls.items()}, settings.seconds)
-    for name, which in (key.split() for key in sorted(waiting)):
-        said = [notes[name]] if notes.get(name) else []
-        notes[name] = "; ".join([*said, f"{which}: with the host's time, for it waits for the device"])
     base = [times.get(f"{'cudnn' if same else 'dense'} {which}") for which in PASSES]
     yardstick = (base[0], base[1]) if isinstance(base[0], float) and isinstance(base[1], float) else None
     if yardstick and case.name != "causal" and case.length > MAX_YARDSTICK_LENGTH:
@@ -113,6 +110,10 @@ def measure(case: Case, settings: Settings, known: dict[int, Rates]) -> list[dic
         yardstick = yardstick or known.get(case.length)
         if notes["cudnn"].startswith("skipped"):  # as expected
             del notes["cudnn"]
+    for key in sorted(waiting):
+        name, which = key.replace("dense", "cudnn").split()
+        said = [notes[name]] if notes.get(name) else []
+        notes[name] = "; ".join([*said, f"{which}: with the host's time, for it waits for the device"])
     return figures(case, settings.shape, times, notes, yardstick, ready)
 
 

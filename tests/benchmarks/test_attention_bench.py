@@ -45,7 +45,7 @@ def on_cpu(monkeypatch):
     make = bench_attention.make_problem
     monkeypatch.setattr(bench_attention, "PROVIDERS", providers)
     monkeypatch.setattr(bench_attention, "make_problem", lambda *args: make(*args, "cpu"))
-    clock = lambda calls, _: ({n: i + 1.0 for i, n in enumerate(calls)}, {"magi backward"})  # noqa: E731
+    clock = lambda calls, _: ({n: i + 1.0 for i, n in enumerate(calls)}, {"magi backward", "dense forward"})  # noqa: E731
     monkeypatch.setattr(bench_attention, "time_together", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return bench_attention.Settings(SMALL, torch.float32, tuple(providers), (1024,), 1.0)

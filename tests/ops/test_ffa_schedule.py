@@ -62,20 +62,39 @@ def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
 def test_every_block_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, long):
     plan = backward_plan(builders.varlen(doc_lengths=lengths, causal=causal))
     schedule = schedule_of(plan, heads_kv, group, num_sms, max_apart=max_apart, long_tile=long)
-    met = [np.zeros((heads_kv * group, cost), dtype=int) for cost in plan.costs]
-    for (tile, first, count), (block, blocks) in zip(
-        unpack(schedule.items), blocks_of(schedule.items, plan), strict=True
-    ):
+    assert_complete(schedule, plan.costs, heads_kv, group)
+    assert schedule.num_apart <= max_apart
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ends=st.tuples(st.integers(16, 40), st.integers(16, 40)),
+    middle=st.integers(16, 40),
+    num_tiles=st.integers(2, 40),
+    heads_kv=st.sampled_from([1, 2, 4]),
+)
+def test_tiles_of_several_sizes_are_not_cut_as_if_they_were_one(ends, middle, num_tiles, heads_kv):
+    # Tiles are sorted by what they cost, passes included; so their blocks may rise and fall.
+    costs = np.array([ends[0], *[middle] * (num_tiles - 2), ends[1]])
+    starts = 128 * np.arange(num_tiles)
+    schedule = make_schedule(starts, costs, heads_kv, 8, SMS, max_apart=10**6, long_tile=LONG)
+    assert_complete(schedule, costs, heads_kv, 8)
+
+
+def assert_complete(schedule: Schedule, costs: np.ndarray, heads_kv: int, group: int) -> None:
+    """Every block of every tile meets every query head once; only items of one query head are in pieces."""
+    met = [np.zeros((heads_kv * group, cost), dtype=int) for cost in costs]
+    seen = set()
+    for tile, heads, block, blocks in schedule.items.tolist():
+        first, count = heads & 0xFFFF, heads >> 16
         assert count in (1, group) and first % count == 0
         assert (count < group) == (tile < schedule.num_apart)
-        assert blocks == plan.costs[tile] or count < group, "pieces add to sums"
-        met[tile][first : first + count, block : block + blocks] += 1
-        assert block + blocks <= plan.costs[tile]
+        assert blocks == 0 or count < group, "pieces add to sums"
+        assert block + blocks <= costs[tile]
+        met[tile][first : first + count, block : block + (blocks or costs[tile])] += 1
+        seen |= {(tile, head) for head in range(first, first + count)}
     assert all((m == 1).all() for m in met)
-    # Tiles that see nothing are written too.
-    seen = {(tile, head) for tile, first, count in unpack(schedule.items) for head in range(first, first + count)}
-    assert len(seen) == len(plan.tiles) * heads_kv * group
-    assert schedule.num_apart <= max_apart
+    assert len(seen) == len(costs) * heads_kv * group, "tiles that see nothing are written too"
 
 
 def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads():

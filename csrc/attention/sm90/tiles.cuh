@@ -120,7 +120,8 @@ DEVICE void keep_together(const int* counter, int item, int num_items, int block
   const i64 until = clock64() + 32 * static_cast<i64>(blocks);
   while (true) {
     const int taken = load_relaxed(counter);
-    if (taken >= enough || taken == 0 || clock64() > until) break;  // 0: nothing is left, and the counter restored
+    // 0: nothing is left and the counter is restored, or all have just begun.
+    if (taken >= enough || taken == 0 || clock64() > until) break;
     sleep_ns(100);
   }
 }

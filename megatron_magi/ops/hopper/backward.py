@@ -70,7 +70,7 @@ def backward(
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
     plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape)
     adds_dq = whole and not options.deterministic and sums_pay(plan, q)
-    processors = num_processors(q.device) - options.sm_margin
+    processors = max(1, num_processors(q.device) - options.sm_margin)
     splits = 1
     if not whole and not options.deterministic:
         splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
@@ -152,7 +152,7 @@ def _run_backward(
     sums: tuple[Tensor, Tensor],
     stream: int,
 ) -> None:
-    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. Without dq where they must repeat."""
+    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
     (q, k, v, dout), (dk, dv) = inputs, grads
     launch = prepared(
         (

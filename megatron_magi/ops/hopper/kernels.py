@@ -15,7 +15,7 @@ FORWARD_WIDTH = {(64, 64): 128, (128, 128): 128, (192, 128): 128, (256, 256): 64
 """Keys of a block by head dims (qk, v): the kernels that there are."""
 
 WHOLE_DIMS = ((64, 64), (128, 128))
-"""Head dims whose backward is one kernel, which adds dq in device memory; or two, where results must repeat."""
+"""Head dims whose backward can be one kernel, which adds dq in device memory; see `backward.backward`."""
 
 PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
 """Head dims whose backward is always two kernels: for dk and dv, with keys of a tile and queries of a block; for dq."""

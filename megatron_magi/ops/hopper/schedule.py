@@ -139,7 +139,7 @@ def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
     Else processors idle while some work on the last: of 4,096 items on 132, four remain after 31 rounds.
     """
     last, blocks = len(items) % num_sms, int(costs[0])
-    if not last or len(items) < num_sms or blocks != int(costs[-1]):
+    if not last or len(items) < num_sms or (costs != blocks).any():
         return items
 
     def rest(pieces: int) -> int:
