@@ -2,8 +2,7 @@
 // racecheck says of it, it says of every kernel built like this.
 //
 // Compile-time: MODE. 0: ordinary stores and an ordinary arrival at the barrier. 1: ordinary stores, and an arrival
-// that expects no bytes (arrive.expect_tx). 2: the copy engine fills the buffer. 3: as 0, but the reader does not wait,
-// which is a race.
+// that expects no bytes (arrive.expect_tx). 2: the copy engine fills the buffer.
 
 #include "../csrc/common/ptx.cuh"
 
@@ -47,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(64) ffa_sanitize_ring(const __grid_
     u32 sum = 0;
     for (int n = 0; n < p.rounds; ++n) {
       const int i = n % kStages;
-      if (MODE != 3) barrier_wait(smem_address(&full[i]), n / kStages % 2);
+      barrier_wait(smem_address(&full[i]), n / kStages % 2);
       sum += buffer[i][lane];
       __syncwarp();
       if (lane == 0) barrier_arrive(smem_address(&empty[i]));
