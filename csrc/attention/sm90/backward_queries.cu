@@ -142,6 +142,18 @@ struct Consumer {
       ds[i] = T::pack(probs[2 * i] * (dp[2 * i] + delta[i & 1]), probs[2 * i + 1] * (dp[2 * i + 1] + delta[i & 1]));
   }
 
+  // dS of the block whose S and dP are the last products under way.
+  DEVICE void await_ds(float (&x)[kKeys / 2], float (&y)[kKeys / 2], u32 (&ds)[kKeys / 4]) {
+    wgmma_wait<1>();
+    pin(x);
+    form_probs(x);
+    wgmma_wait<0>();
+    pin(y);
+    release(s.v_empty[rv.index], lane);
+    rv.advance();
+    form_ds(x, y, ds);
+  }
+
   // All key blocks of one work item, of whose first the flags are known.
   DEVICE void accumulate(float (&dq)[kHeadDim / 2]) {
     float x[kKeys / 2], y[kKeys / 2];
@@ -154,14 +166,7 @@ struct Consumer {
     issue_logits<kHeadDim, kKeys>(x, q, Operand(smem_address(s.k[rk.index])));
     issue_logits<kHeadDimV, kKeys>(y, dout, Operand(smem_address(s.v[rv.index])));
     pass_turn();
-    wgmma_wait<1>();
-    pin(x);
-    form_probs(x);
-    wgmma_wait<0>();
-    pin(y);
-    release(s.v_empty[rv.index], lane);
-    rv.advance();
-    form_ds(x, y, ds);
+    await_ds(x, y, ds);
     // The loop opens with dS of its block in registers and no product under way: the assembler would serialise all
     // products if one crossed the place where the loop closes.
     while (true) {
@@ -185,14 +190,7 @@ struct Consumer {
       pin(dq);
       pin(ds);
       release(s.blocks.empty[now], lane);
-      wgmma_wait<1>();
-      pin(x);
-      form_probs(x);
-      wgmma_wait<0>();
-      pin(y);
-      release(s.v_empty[rv.index], lane);
-      rv.advance();
-      form_ds(x, y, ds);
+      await_ds(x, y, ds);
     }
     release(s.rows_empty[warpgroup], lane);
     take_turn();
