@@ -103,6 +103,42 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
 
 // ---- consumers ----
 
+// Walks over the blocks of all passes of a tile.
+struct BlockWalk {
+  const TilePlan& plan;
+  int pass, end_pass, row;
+  int n, count, column, full_begin, full_end;  // of the block: its number in the pass, its first column
+
+  // `row`: first of this thread's two rows in the tile; the other is 8 below.
+  DEVICE BlockWalk(const TilePlan& plan, int row) : plan(plan), row(row) {}
+  DEVICE void start(int first_pass, int past_pass) {
+    pass = uniform(first_pass);
+    end_pass = uniform(past_pass);
+    if (pass < end_pass) open();
+  }
+  DEVICE void open() {
+    const int4 range = __ldg(plan.passes + 2 * pass);
+    n = 0;
+    column = uniform(range.x);
+    count = uniform(range.y);
+    full_begin = uniform(range.z);
+    full_end = uniform(range.w);
+  }
+  DEVICE bool advance() {
+    column += static_cast<int>(plan.step);
+    if (++n < count) return true;
+    if (++pass >= end_pass) return false;
+    open();
+    return true;
+  }
+  DEVICE bool masked() const { return n < full_begin || n >= full_end; }
+  DEVICE void load_bounds(int2 (&bounds)[2]) const {
+    const int2* b = plan.bounds + static_cast<i64>(pass) * kRows + row;
+    bounds[0] = __ldg(b);
+    bounds[1] = __ldg(b + 8);
+  }
+};
+
 // kOfValues: the warpgroup of P and dV, else that of dS and dK.
 template <bool kOfValues>
 struct Consumer {
@@ -141,7 +177,7 @@ struct Consumer {
     release(s.probs_full[warp], lane);
   }
 
-  DEVICE void form_probs(float (&x)[kQueries / 2], u32 (&probs)[kQueries / 4], const BlockWalk<kRows>& walk) {
+  DEVICE void form_probs(float (&x)[kQueries / 2], u32 (&probs)[kQueries / 4], const BlockWalk& walk) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
     if (walk.masked()) {
       int2 bounds[2];
@@ -185,7 +221,7 @@ struct Consumer {
     }
   }
 
-  DEVICE void form(float (&x)[kQueries / 2], u32 (&word)[kQueries / 4], const BlockWalk<kRows>& walk) {
+  DEVICE void form(float (&x)[kQueries / 2], u32 (&word)[kQueries / 4], const BlockWalk& walk) {
     if constexpr (kOfValues)
       form_probs(x, word, walk);
     else
@@ -194,7 +230,7 @@ struct Consumer {
   }
 
   // To the next block, in the order of `produce`; false after the last.
-  DEVICE bool advance(BlockWalk<kRows>& walk, int& h, int4 item) const {
+  DEVICE bool advance(BlockWalk& walk, int& h, int4 item) const {
     const int heads = p.group / p.splits;
     if (p.heads_inner) {
       if (++h < heads) return true;
@@ -211,7 +247,7 @@ struct Consumer {
   DEVICE void accumulate(int4 item, float (&gradient)[kColumns / 2]) {
     float x[kQueries / 2];
     u32 word[kQueries / 4];
-    BlockWalk<kRows> walk(p.plan, 0, row);
+    BlockWalk walk(p.plan, row);
     walk.start(item.z, item.w);
     int h = 0;
     const Operand own(own_keys());

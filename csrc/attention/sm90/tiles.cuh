@@ -1,4 +1,4 @@
-// What the kernels share: rings of buffers, work items, and the walk over the blocks of a tile.
+// What the kernels share: rings of buffers, work items, and how processors share them out.
 #pragma once
 
 #include "../../common/ptx.cuh"
@@ -56,43 +56,6 @@ DEVICE int4 section_item(const TilePlan& plan, int num_tiles, int num_heads, int
   const int head = section * head_section + rest - tile * head_section;
   return pack_item(__ldg(plan.tiles + tile), head);
 }
-
-// Walks over the blocks of all passes of a tile, as one warpgroup sees them.
-template <int kTileRows = 128>
-struct BlockWalk {
-  const TilePlan& plan;
-  int pass, end_pass, warpgroup, row;
-  int n, count, column, full_begin, full_end;  // of the block: its number in the pass, its first column
-
-  // `row`: first of this thread's two rows in the tile; the other is 8 below.
-  DEVICE BlockWalk(const TilePlan& plan, int warpgroup, int row) : plan(plan), warpgroup(warpgroup), row(row) {}
-  DEVICE void start(int first_pass, int past_pass) {
-    pass = uniform(first_pass);
-    end_pass = uniform(past_pass);
-    if (pass < end_pass) open();
-  }
-  DEVICE void open() {
-    const int4 range = __ldg(plan.passes + 2 * pass), more = __ldg(plan.passes + 2 * pass + 1);
-    n = 0;
-    column = uniform(range.x);
-    count = uniform(range.y);
-    full_begin = uniform(warpgroup == 0 ? range.z : more.x);
-    full_end = uniform(warpgroup == 0 ? range.w : more.y);
-  }
-  DEVICE bool advance() {
-    column += static_cast<int>(plan.step);
-    if (++n < count) return true;
-    if (++pass >= end_pass) return false;
-    open();
-    return true;
-  }
-  DEVICE bool masked() const { return n < full_begin || n >= full_end; }
-  DEVICE void load_bounds(int2 (&bounds)[2]) const {
-    const int2* b = plan.bounds + static_cast<i64>(pass) * kTileRows + row;
-    bounds[0] = __ldg(b);
-    bounds[1] = __ldg(b + 8);
-  }
-};
 
 // Transposes 4 x 4 words among the 4 threads of a row: word j of thread t becomes word t of thread j.
 DEVICE void transpose_quad(u32 (&word)[4], int lane) {
