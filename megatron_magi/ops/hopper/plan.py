@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class DevicePlan:
         """Tiles of one head."""
         return len(self.costs)
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Blocks of all tiles of one head."""
         return int(self.costs.sum())
