@@ -314,16 +314,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     init_buffer(s.kv_full, s.kv_empty, 4 * kGroups);
-    for (int i = 0; i < kStages; ++i) {
-      init_buffer(s.q_full[i], s.q_empty[i], 4 * kGroups);
-      init_buffer(s.dout_full[i], s.dout_empty[i], 4 * kGroups);
-    }
-    for (int i = 0; i < 4; ++i) {
-      init_buffer(s.probs_full[i], s.probs_empty[i], 1);
-    }
-    for (int i = 0; i < 2; ++i) {
-      init_buffer(s.item_full[i], s.item_empty[i], 4 * kGroups);
-    }
+    init_buffers(s.q_full, s.q_empty, 4 * kGroups);
+    init_buffers(s.dout_full, s.dout_empty, 4 * kGroups);
+    init_buffers(s.probs_full, s.probs_empty, 1);
+    init_buffers(s.item_full, s.item_empty, 4 * kGroups);
     barrier_init_fence();
   }
   __syncthreads();

@@ -235,16 +235,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kGroups; ++i) {
-      init_buffer(s.rows_full[i], s.rows_empty[i], 4);
-    }
-    for (int i = 0; i < kStages; ++i) {
-      init_buffer(s.blocks.full[i], s.blocks.empty[i], 4 * kGroups);
-    }
-    for (int i = 0; i < kStagesV; ++i) {
-      init_buffer(s.v_full[i], s.v_empty[i], 4 * kGroups);
-    }
-    init_board(s.passes);
+    init_buffers(s.rows_full, s.rows_empty, 4);
+    init_buffers(s.blocks.full, s.blocks.empty, 4 * kGroups);
+    init_buffers(s.v_full, s.v_empty, 4 * kGroups);
+    init_buffers(s.passes.full, s.passes.empty, 1);
     barrier_init_fence();
   }
   __syncthreads();

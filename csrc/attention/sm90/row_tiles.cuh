@@ -35,10 +35,6 @@ struct PassBoard {
   int4 pass[2][3];
 };
 
-DEVICE void init_board(PassBoard& board) {
-  for (int i = 0; i < 2; ++i) init_buffer(board.full[i], board.empty[i], 1);
-}
-
 // ---- scout: one thread. Params: plan, counter, num_tiles, num_heads, head_section, group ----
 
 template <typename Params>

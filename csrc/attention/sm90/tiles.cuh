@@ -28,6 +28,12 @@ DEVICE void init_buffer(u64& full, u64& empty, u32 arrivals) {
   barrier_init(smem_address(&empty), arrivals);
 }
 
+// The same of each buffer of a ring.
+template <int N>
+DEVICE void init_buffers(u64 (&full)[N], u64 (&empty)[N], u32 arrivals) {
+  for (int i = 0; i < N; ++i) init_buffer(full[i], empty[i], arrivals);
+}
+
 // An arrival for the whole warp, after all of its threads' reads and writes.
 DEVICE void release(u64& barrier, int lane) {
   __syncwarp();
