@@ -178,6 +178,8 @@ def test_a_provider_that_fails_or_is_wrong_costs_the_others_nothing(on_cpu, tmp_
     assert causal["fa3"]["forward_ms"] == causal["fa4"]["forward_ms"] == ""
     assert float(causal["ffa"]["forward_tflops"]) > 0 and float(causal["magi"]["backward_ratio"]) > 0
     assert causal["magi"]["note"] == "backward: with the host's time, for it waits for the device"
+    yardstick = by_provider(r for r in rows if r["mask"] == "window")["cudnn"]
+    assert yardstick["note"] == "forward: with the host's time, for it waits for the device"
     printed = capsys.readouterr().out
     assert "flex, causal 1024: skipped: not installed" in printed
     assert "fa4, causal 1024: failed" in printed and "ffa" in printed

@@ -81,7 +81,7 @@ def backward(
         room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
         schedule = _schedule(plan, q, k, processors, adds_dq, room)
         sums, key_sums = _sum_buffers(q, k, schedule, adds_dq, room)
-        stats = row_stats(lse, delta, shape[1], (sums, key_sums), stream)
+        stats = row_stats(lse, delta, shape[1], (sums, key_sums) if adds_dq else (), stream)
         _run_backward(inputs, stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
         if schedule.num_apart:
             finish_keys(key_sums, (dk, dv), plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
