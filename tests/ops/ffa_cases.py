@@ -10,6 +10,8 @@ import torch
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
+from megatron_magi.ops.hopper import launch as hopper_launch
+from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper, reference
 from megatron_magi.ops.options import AttnOptions, make_options
 
@@ -79,6 +81,12 @@ def make_inputs(
     q, dout = draw(num_rows, heads[0], dims[0]), draw(num_rows, heads[0], dims[1])
     k, v = draw(num_keys, heads[1], dims[0]), draw(num_keys, heads[1], dims[1])
     return Inputs(q, k, v, dout, bands, make_options(q, None, softcap, False, 0))
+
+
+def work_in_pairs(monkeypatch, pairs: bool) -> None:
+    """Has kernels whose tiles are rows work on pairs of heads, where a group is even, or on single ones; any mask."""
+    monkeypatch.setattr(hopper_plan, "pairs_pay", lambda _bands, _rows, group: pairs and group % 2 == 0)
+    monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
 
 
 def poisoned(shape, dtype) -> torch.Tensor:

@@ -26,12 +26,13 @@ from tests.ops.ffa_cases import (
     random_bands,
     run_backward,
     run_forward,
+    work_in_pairs,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-WAYS = {"summed": True, "apart": False}
-"""Both ways to compute dq: whether as sums in memory."""
+WAYS = {"summed": (True, True), "apart": (False, False), "apart in pairs": (False, True)}
+"""Ways to compute dq: whether as sums in memory; else by a kernel of its own, of pairs of heads or single ones."""
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
 
 
@@ -52,15 +53,17 @@ KERNEL_DIMS = [(128, 128), *hopper_kernels.PART_TILES]
 
 
 def both_ways(all_dims):
-    """Parameters ``dims`` and ``way``: dq by sums in memory, if a kernel does so, and by a kernel of its own."""
-    ways = [(d, way) for d in all_dims for way in (WAYS if d in hopper_kernels.WHOLE_DIMS else ["apart"])]
+    """Parameters ``dims`` and ``way``: dq as sums in memory, if a kernel does so, and by a kernel of its own."""
+    ways = [(d, way) for d in all_dims for way in WAYS if way != "summed" or d in hopper_kernels.WHOLE_DIMS]
     return pytest.mark.parametrize(("dims", "way"), ways, indirect=["way"], ids=str)
 
 
 @pytest.fixture
 def way(request, monkeypatch):
     """How dq is computed, whatever the mask."""
-    monkeypatch.setattr(hopper_backward, "sums_pay", lambda *_: WAYS[request.param])
+    summed, pairs = WAYS[request.param]
+    monkeypatch.setattr(hopper_backward, "sums_pay", lambda *_: summed)
+    work_in_pairs(monkeypatch, pairs)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -19,11 +19,18 @@ from tests.ops.ffa_cases import (
     random_bands,
     run_forward,
     table,
+    work_in_pairs,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
+
+
+@pytest.fixture(params=[False, True], ids=["single_heads", "pairs_of_heads"])
+def pairs(request, monkeypatch):
+    """Both ways to share out the rows of a group of heads, whatever the mask."""
+    work_in_pairs(monkeypatch, request.param)
 
 
 def check(x: Inputs) -> None:
@@ -38,12 +45,12 @@ def check(x: Inputs) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_output_lse_and_largest_logit_match_fp64(mask, shape):
+def test_output_lse_and_largest_logit_match_fp64(pairs, mask, shape):
     check(make_inputs(MASKS[mask](*shape), *shape))
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_bands_match_fp64(seed):
+def test_random_bands_match_fp64(pairs, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_keys = rng.integers(1, 900, 2).tolist()
     heads = [(4, 2), (1, 1), (8, 1), (3, 3), (6, 2)][seed % 5]
@@ -53,13 +60,13 @@ def test_random_bands_match_fp64(seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_every_compiled_kernel_matches_fp64(dims, dtype, softcap):
+def test_every_compiled_kernel_matches_fp64(pairs, dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
         check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_stages_merge_to_the_whole(out_dtype):
+def test_stages_merge_to_the_whole(pairs, out_dtype):
     bands = MASKS["causal"](500, 700)
     whole = make_inputs(bands, 500, 700)
     want, want_lse, _ = exact_forward(whole)
@@ -78,7 +85,7 @@ def test_stages_merge_to_the_whole(out_dtype):
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_sink_joins_the_denominator(per_row):
+def test_sink_joins_the_denominator(pairs, per_row):
     x = make_inputs(MASKS["documents"](390, 400), 390, 400)
     sink = torch.randn((390, 4) if per_row else (4,), device="cuda")
     out, lse, _ = run_forward(x, sink_lse=sink)
@@ -87,7 +94,7 @@ def test_sink_joins_the_denominator(per_row):
     assert float((out.double() - want).norm() / want.norm()) < 6e-3
 
 
-def test_strided_inputs_and_garbage_prior_of_empty_rows():
+def test_strided_inputs_and_garbage_prior_of_empty_rows(pairs):
     shape = (200, 260)
     x = make_inputs(MASKS["causal"](*shape), *shape)
     q = torch.randn(4, 200, 256, device="cuda").to(torch.bfloat16)[:, :, 128:].transpose(0, 1)
@@ -98,7 +105,7 @@ def test_strided_inputs_and_garbage_prior_of_empty_rows():
     assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
 
 
-def test_repeated_runs_are_bitwise_equal():
+def test_repeated_runs_are_bitwise_equal(pairs):
     x = make_inputs(MASKS["causal"](1500, 1500), 1500, 1500, heads=(8, 2))
     first = run_forward(x)
     for _ in range(100):
@@ -109,7 +116,7 @@ def test_repeated_runs_are_bitwise_equal():
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("kind", ["ramp", "huge", "late"])
 @pytest.mark.parametrize("mask", ["full", "causal", "global_and_window"])
-def test_logits_that_outgrow_the_first_block_match_fp64(mask, kind, look):
+def test_logits_that_outgrow_the_first_block_match_fp64(pairs, mask, kind, look):
     """Exponentials relative to an early maximum grow large (ramp, late) or overflow (huge)."""
     shape = (400, 1700)
     x = make_inputs(MASKS[mask](*shape), *shape)

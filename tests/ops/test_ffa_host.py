@@ -117,6 +117,28 @@ def test_dq_is_computed_apart_where_a_query_meets_few_tiles_and_sums_are_many(la
     assert (by_name["prepare"].num_sums > 0) == summed
 
 
+@pytest.mark.parametrize(
+    ("documents", "heads", "pairs"),
+    [(4, (8, 2), True), (1, (8, 2), False), (4, (6, 2), False), (4, (2, 2), False), (4, (2, 1), True)],
+)
+def test_pairs_of_heads_share_tiles_of_half_the_rows_where_documents_are_short(launched, documents, heads, pairs):
+    mask = builders.varlen(doc_lengths=[5000 // documents] * documents, causal=True)
+    q, k = torch.empty(5000, heads[0], 128).bfloat16(), torch.empty(5000, heads[1], 128).bfloat16()
+    row, options = torch.empty(5000, heads[0]), AttnOptions(0.1, deterministic=True)
+    hopper.forward(
+        q, k, k, mask.bands, options,
+        out=torch.empty_like(q), lse=row, accumulate=False, sink_lse=None, return_max_logits=False,
+    )  # fmt: skip
+    grads = tuple(torch.empty_like(t) for t in (q, k, k))
+    hopper.backward(q, q, k, k, row, row, mask.bands, options, grads=grads, accumulate=False)
+    by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    for params in (by_name["forward"], by_name["backward_queries"]):
+        each = 2 if pairs else 1
+        assert params.tile_rows == 128 // each
+        assert (params.num_heads, params.group) == (heads[0] // each, heads[0] // heads[1] // each)
+        assert params.num_tiles == documents * -(-5000 // documents // params.tile_rows)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministic):
     q, k, v, bands = tensors()

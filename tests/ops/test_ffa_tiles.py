@@ -48,6 +48,8 @@ def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray
     blocks = [(column + j * plan.step, column + j * plan.step + plan.block_n) for j in range(count)]
     begin, end = min(blocks)[0], max(blocks)[1]
     assert begin >= 0
+    if plan.block_m == SUB_ROWS:  # each warpgroup has a tile of its own
+        assert plan.passes[i, 2:4].tolist() == plan.passes[i, 4:6].tolist()
     for r in range(plan.block_m):
         half = r // SUB_ROWS
         lo, hi = plan.bounds[i, r].tolist()

@@ -26,11 +26,13 @@ struct BackwardPartParams {
   void *dq, *dk, *dv;
   int* counter;                                           // two words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
+  // For queries, num_heads and group count pairs of heads where a tile is of pairs.
   int num_tiles, num_heads, group, stats_row, store;
   int splits;        // of a group of query heads, for keys
   int heads_inner;   // for keys: a block is visited for all query heads before the next block, not head by head
-  int head_section;  // query heads that are worked on together, for queries
+  int head_section;  // query heads, or pairs, that are worked on together, for queries
   float scale, scale_log2, softcap_factor;
+  int tile_rows;    // for queries, see row_tiles.cuh
   int long_blocks;  // for queries: of a pass whose keys and values exceed the L2 cache
 };
 

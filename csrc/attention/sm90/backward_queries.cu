@@ -1,4 +1,5 @@
-// Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head.
+// Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head, or 64 of two that share
+// their keys.
 //
 // As in the forward, a consumer warpgroup owns 64 rows, goes over all key blocks that any row of the tile sees, and
 // takes turns with the other at the tensor cores: S, dP, then dQ += dS K with dS from registers. dQ of a block is
@@ -44,14 +45,18 @@ struct Loader {
       const u32 bar = smem_address(&s.rows_full[w]);
       barrier_wait(smem_address(&s.rows_empty[w]), rows_parity);
       barrier_expect_bytes(bar, kBytesRows);
-      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row + w * kRows, head, bar);
-      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row + w * kRows, head, bar);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
+      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row, head, bar);
+      if (p.tile_rows == kPairRows)
+        ++head;
+      else
+        row += kRows;
     }
     rows_parity ^= 1;
   }
 
   DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item, bool first) {
-    u32 bar = announce_keys(s.blocks, rk, p.plan, key, flags, pass, item, kBytesK);
+    u32 bar = announce_keys(s.blocks, rk, p, key, flags, pass, item, kBytesK);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kKeys * 128, key, head_kv, bar);
     rk.advance();
     if (first) load_rows(item.x, item_head(item));
@@ -97,7 +102,7 @@ struct Consumer {
         s(s),
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
-        row(warpgroup * kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
+        row((p.tile_rows == kPairRows ? 0 : warpgroup * kRows) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
 
   DEVICE void take_turn() const {
     if (kTurns) named_sync(1 + warpgroup, 256);
@@ -106,8 +111,12 @@ struct Consumer {
     if (kTurns) named_arrive(2 - warpgroup, 256);
   }
 
+  DEVICE int head_of(const BlockInfo& item) const {
+    return (item.head_rows & 0xffff) + (p.tile_rows == kPairRows ? warpgroup : 0);
+  }
+
   DEVICE void load_stats(const BlockInfo& of) {
-    const i64 from = static_cast<i64>(of.head_rows & 0xffff) * p.stats_row + of.first_row + row;
+    const i64 from = static_cast<i64>(head_of(of)) * p.stats_row + of.first_row + row;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool valid = row + 8 * r < of.head_rows >> 16;
@@ -221,7 +230,7 @@ struct Consumer {
         load_stats(item);
         accumulate(dq);
       }
-      const int head = item.head_rows & 0xffff, rows = item.head_rows >> 16;
+      const int head = head_of(item), rows = item.head_rows >> 16;
       const i64 at = item.first_row + row;
       const bool valid[2] = {row < rows, row + 8 < rows};
       store_gradient<T, kHeadDim>(p.store, p.dq, at * p.dq_row + head * p.dq_head, p.dq_row, valid, dq, p.scale, lane);

@@ -1,4 +1,5 @@
-// Attention forward for sm_90a: one work item is 128 query rows of one head, computed completely.
+// Attention forward for sm_90a: one work item is 128 query rows of one head, or 64 of two that share their keys,
+// computed completely.
 //
 // A producer warp streams keys and values through shared memory (row_tiles.cuh). Two consumer warpgroups own 64 rows
 // each and take turns at the tensor cores, so that the softmax of one hides under the products of the other.
@@ -29,11 +30,13 @@ struct ForwardParams {
   i64 out_row, out_head;  // strides, elements
   i64 lse_row, lse_head;
   i64 sink_row, sink_head;
+  // All but the first count pairs of heads where a tile is of pairs.
   int num_tiles, num_heads, group, head_section;
   float scale_log2;      // softmax scale * log2 e, or softcap * log2 e
   float softcap_factor;  // softmax scale / softcap
   float logit_scale;     // of max_logits
   int accumulate, out_fp32;
+  int tile_rows;    // see row_tiles.cuh
   int long_blocks;  // of a pass whose keys and values exceed the L2 cache
 };
 
@@ -66,7 +69,11 @@ struct Loader {
       const u32 bar = smem_address(&s.q_full[w]);
       barrier_wait(smem_address(&s.q_empty[w]), q_parity);
       barrier_expect_bytes(bar, kBytesQ);
-      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row + w * kRows, head, bar);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
+      if (p.tile_rows == kPairRows)
+        ++head;
+      else
+        row += kRows;
     }
     q_parity ^= 1;
   }
@@ -81,7 +88,7 @@ struct Loader {
 
   // Values follow the keys of the next block, for they are used after them.
   DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item, bool first) {
-    const u32 bar = announce_keys(s.blocks, rk, p.plan, key, flags, pass, item, kBytesK);
+    const u32 bar = announce_keys(s.blocks, rk, p, key, flags, pass, item, kBytesK);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kBlockN * 128, key, head_kv, bar);
     rk.advance();
     if (first)
@@ -269,7 +276,8 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
 
 DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
-  const int row = warpgroup * kRows + (thread / 32) * 16 + lane / 4;
+  const bool pairs = p.tile_rows == kPairRows;
+  const int row = (pairs ? 0 : warpgroup * kRows) + (thread / 32) * 16 + lane / 4;
   const u32 my_turn = 1 + warpgroup, other_turn = 2 - warpgroup;
   if (warpgroup == 1) named_arrive(other_turn, 256);
   u32 leads = lane == 0;
@@ -374,7 +382,8 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     pin(out);
     pin(probs);
     release_v();
-    finish(p, out, softmax, first_row + row, first_row + (head_rows >> 16), head_rows & 0xffff, lane);
+    const int head = (head_rows & 0xffff) + (pairs ? warpgroup : 0);
+    finish(p, out, softmax, first_row + row, first_row + (head_rows >> 16), head, lane);
     const Operand next_q(queries()), next_k(keys());
     wait_k();
     wait_q();

@@ -5,7 +5,8 @@
 
 #include "tiles.cuh"
 
-constexpr int kTileRows = 128;
+// A tile is 128 rows, a warpgroup 64 of them; or 64 rows, a warpgroup one of two heads that share their keys.
+constexpr int kTileRows = 128, kPairRows = 64;
 
 // What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
 enum : int {
@@ -35,7 +36,8 @@ struct PassBoard {
   int4 pass[2][3];
 };
 
-// ---- scout: one thread. Params: plan, counter, num_tiles, num_heads, head_section, group ----
+// ---- scout: one thread. Params: plan, counter, num_tiles, tile_rows; and num_heads, head_section and group, which
+// count pairs of heads where a tile is of pairs ----
 
 template <typename Params>
 DEVICE void scout(const Params& p, PassBoard& board) {
@@ -55,7 +57,8 @@ DEVICE void scout(const Params& p, PassBoard& board) {
     board.pass[slot.index][0] = range;
     board.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
     ++pass;
-    board.pass[slot.index][2] = make_int4(item.x, item.y, first ? index : -1, pass >= item.w);
+    const int heads_before = p.tile_rows == kPairRows ? item_head(item) : 0;  // of as many pairs another head each
+    board.pass[slot.index][2] = make_int4(item.x, item.y + heads_before, first ? index : -1, pass >= item.w);
     barrier_arrive(smem_address(&board.full[slot.index]));
     slot.advance();
     if (item.x < 0) break;
@@ -101,16 +104,17 @@ DEVICE u32 announce(BlockBoard<N>& board, const Ring<N>& ring, int column, int f
   return smem_address(&board.full[ring.index]);
 }
 
-// The same, and loads the bounds of the block's rows where they are needed; its keys are `bytes` more.
-template <int N>
-DEVICE u32 announce_keys(BlockBoard<N>& board, const Ring<N>& ring, const TilePlan& plan, int column, int flags,
-                         int pass, const int4& item, u32 bytes) {
-  constexpr u32 kBytesBounds = kTileRows * sizeof(int2);
+// The same, and loads the bounds of the block's rows where they are needed; its keys are `bytes` more. Params: plan,
+// tile_rows.
+template <int N, typename Params>
+DEVICE u32 announce_keys(BlockBoard<N>& board, const Ring<N>& ring, const Params& p, int column, int flags, int pass,
+                         const int4& item, u32 bytes) {
+  const u32 bounds = p.tile_rows * sizeof(int2);
   const u32 bar = announce(board, ring, column, flags, item);
   const bool masked = flags & kMasked;
-  barrier_expect_bytes(bar, bytes + (masked ? kBytesBounds : 0));
+  barrier_expect_bytes(bar, bytes + (masked ? bounds : 0));
   if (masked)
-    load_bytes(smem_address(board.bounds[ring.index]), plan.bounds + static_cast<i64>(pass) * kTileRows, kBytesBounds,
+    load_bytes(smem_address(board.bounds[ring.index]), p.plan.bounds + static_cast<i64>(pass) * p.tile_rows, bounds,
                bar);
   return bar;
 }

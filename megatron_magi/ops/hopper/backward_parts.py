@@ -10,7 +10,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import LOG2_E, grid_size, head_section, long_blocks, work_counter
+from megatron_magi.ops.hopper.support import LOG2_E, grid_size, row_work, work_counter
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -60,17 +60,17 @@ def query_gradient(
 ) -> None:
     """Writes dq, or adds to it; arguments as in `key_gradients`."""
     q, k, v, dout = inputs
-    num_heads, dims = q.shape[1], (q.shape[2], v.shape[2])
+    num_heads, group, dims = q.shape[1], q.shape[1] // k.shape[1], (q.shape[2], v.shape[2])
     block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
-        plan = hopper_plan.forward_plan(bands, q.shape[0], block, q.device)
+        plan = hopper_plan.forward_plan(bands, q.shape[0], block, group, q.device)
         params = _params(inputs, stats, options, plan, store, stream)
-        params.head_section = head_section(num_heads, params.group, k, v)
-        params.long_blocks = long_blocks(block * sum(dims) * k.element_size())
+        for name, value in row_work(plan, num_heads, block, k, v).items():
+            setattr(params, name, value)
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
-        grid = grid_size(q.device, plan.num_tiles * num_heads, options.sm_margin)
+        grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)
         return Launch(kernel, grid, params, ((q, 64), (k, block), (v, block), (dout, 64)), keep=plan)
 
     launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)

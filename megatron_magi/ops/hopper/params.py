@@ -18,7 +18,8 @@ class ForwardParams(ctypes.Structure):
         ("num_tiles", ctypes.c_int32), ("num_heads", ctypes.c_int32),
         ("group", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float), ("logit_scale", ctypes.c_float),
-        ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
+        ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32),
+        ("tile_rows", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
@@ -55,7 +56,7 @@ class BackwardPartParams(ctypes.Structure):
         ("stats_row", ctypes.c_int32), ("store", ctypes.c_int32), ("splits", ctypes.c_int32),
         ("heads_inner", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
-        ("long_blocks", ctypes.c_int32),
+        ("tile_rows", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 

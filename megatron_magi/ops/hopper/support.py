@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_magi.ops.hopper.driver import fits_tensor_map
+from megatron_magi.ops.hopper.plan import DevicePlan
+from megatron_magi.ops.hopper.tiles import SUB_ROWS
 
 LOG2_E = 1.4426950408889634
 _L2_BYTES = 24 << 20
@@ -58,15 +60,20 @@ def work_counter(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(8, dtype=torch.int32, device=device)
 
 
-def long_blocks(bytes_per_block: int) -> int:
-    """Blocks that exceed the L2 cache: processors that walk over more of them begin together."""
-    return -(-_L2_BYTES // bytes_per_block)
+def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
+    """How a kernel whose tiles are rows deals out its work: these parameters of it.
 
-
-def head_section(num_heads: int, group: int, k: Tensor, v: Tensor) -> int:
-    """Heads worked on together: whole groups whose keys and values fit in the L2 cache."""
-    bytes_per_head = k.shape[0] * (k.shape[2] + v.shape[2]) * k.element_size()
-    groups = max(1, min(num_heads // group, _L2_BYTES // bytes_per_head))
-    while (num_heads // group) % groups:
-        groups -= 1
-    return groups * group
+    Where a tile is of `SUB_ROWS` rows, its items are of two heads each, and what is counted are pairs. Heads worked on
+    together are whole groups whose keys and values fit in the L2 cache. Processors that walk over blocks that exceed it
+    begin together.
+    """
+    num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
+    together = max(1, min(num_kv, _L2_BYTES // (k.shape[0] * row_bytes)))
+    while num_kv % together:
+        together -= 1
+    pairs_or_heads = num_heads // (2 if plan.tile_rows == SUB_ROWS else 1)
+    group = pairs_or_heads // num_kv
+    return {
+        "num_heads": pairs_or_heads, "group": group, "head_section": together * group,
+        "tile_rows": plan.tile_rows, "long_blocks": -(-_L2_BYTES // (block_n * row_bytes)),
+    }  # fmt: skip

@@ -41,7 +41,8 @@ class TilePlan:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
             Every row of the tensor is in one tile, also those that see nothing.
         passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each half of
-            the tile the first and past-the-last block that all its rows see completely; 0 and 0.
+            the tile, or twice for all of it if ``block_m`` is `SUB_ROWS`, the first and past-the-last block that all
+            its rows see completely; 0 and 0.
             Block i begins at column ``first + i * step``.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
         costs: int64 ``[num_tiles]``: blocks of each tile.
@@ -208,11 +209,12 @@ def _describe_passes(pieces, pass_of_piece, bounds, block_n: int, align: int) ->
     first = np.minimum.reduceat(pieces[:, bd.K0], starts) // align * align
     count = -((first - np.maximum.reduceat(pieces[:, bd.K1], starts)) // block_n)
     passes[:, 0], passes[:, 1] = first, count
-    halves = bounds.reshape(num_passes, block_m // SUB_ROWS, SUB_ROWS, 2)
+    num = block_m // SUB_ROWS
+    halves = bounds.reshape(num_passes, num, SUB_ROWS, 2)
     full_begin = -((first[:, None] - halves[..., 0].max(axis=2)) // block_n)
     full_end = (halves[..., 1].min(axis=2) - first[:, None]) // block_n
     full_begin = np.clip(full_begin, 0, count[:, None])
     full_end = np.clip(full_end, full_begin, count[:, None])
-    for half in range(block_m // SUB_ROWS):
-        passes[:, 2 + 2 * half], passes[:, 3 + 2 * half] = full_begin[:, half], full_end[:, half]
+    for half in range(2):
+        passes[:, 2 + 2 * half], passes[:, 3 + 2 * half] = full_begin[:, half % num], full_end[:, half % num]
     return passes

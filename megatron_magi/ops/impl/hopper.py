@@ -23,9 +23,8 @@ from megatron_magi.ops.hopper.support import (
     check_support,
     grid_size,
     has_kernels,
-    head_section,
     loadable,
-    long_blocks,
+    row_work,
     work_counter,
 )
 from megatron_magi.ops.options import AttnOptions
@@ -98,7 +97,8 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     dims = (q.shape[2], v.shape[2])
     (num_rows, num_heads, _), group = q.shape, q.shape[1] // k.shape[1]
     block_n = hopper_kernels.FORWARD_WIDTH[dims]
-    plan = hopper_plan.forward_plan(bands, num_rows, block_n, q.device)
+    plan = hopper_plan.forward_plan(bands, num_rows, block_n, group, q.device)
+    work = row_work(plan, num_heads, block_n, k, v)
     softcap, scale = options.softcap, options.softmax_scale
     # What sees nothing adds nothing; such tiles are the last.
     num_tiles = int(np.count_nonzero(plan.costs)) if accumulate and sink_lse is None else plan.num_tiles
@@ -106,14 +106,13 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         counter=work_counter(q.device, stream).data_ptr(),
         out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-        num_tiles=num_tiles, num_heads=num_heads, group=group,
-        head_section=head_section(num_heads, group, k, v), logit_scale=softcap or scale,
+        num_tiles=num_tiles, logit_scale=softcap or scale,
         scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
         accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
-        long_blocks=long_blocks(block_n * sum(dims) * k.element_size()),
+        **work,
     )  # fmt: skip
     if sink_lse is not None:
         params.sink_row, params.sink_head = sink_lse.stride()
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0)
-    grid = grid_size(q.device, num_tiles * num_heads, options.sm_margin)
+    grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
     return Launch(kernel, grid, params, ((q, 64), (k, block_n), (v, block_n)), keep=plan)
