@@ -9,7 +9,15 @@ from torch import Tensor
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward_ends import finish_dq, finish_keys, padded, row_stats
+from megatron_magi.ops.hopper.backward_ends import (
+    Floats,
+    RowStats,
+    finish_dq,
+    finish_keys,
+    new_floats,
+    padded,
+    row_stats,
+)
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardParams
@@ -64,7 +72,7 @@ def backward(
         return
     dims = (q.shape[2], v.shape[2])
     check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
-    q, k, v, dout = map(loadable, (q, k, v, dout.to(q.dtype)))
+    q, k, v, dout = map(loadable, (q, k, v, dout if dout.dtype == q.dtype else dout.to(q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
     whole = dims in hopper_kernels.WHOLE_DIMS
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
@@ -89,7 +97,7 @@ def backward(
         stats = row_stats(lse, delta, shape[1], (), stream)
         hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
     if adds_dq:
-        finish_dq(sums, dq, stats.shape[2] // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
+        finish_dq(sums, dq, stats.row // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
     else:
         hopper_parts.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
     for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
@@ -108,8 +116,8 @@ def sums_pay(plan: DevicePlan, q: Tensor) -> bool:
 
 
 def _room(dq: Tensor) -> Tensor | None:
-    """The memory of dq as one row, if other things can lie there."""
-    return dq.view(-1) if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
+    """dq, if other things can lie in its memory."""
+    return dq if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
 
 
 def _schedule(
@@ -128,20 +136,20 @@ def _schedule(
 
 def _sum_buffers(
     q: Tensor, k: Tensor, schedule: DeviceSchedule, adds_dq: bool, room: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Memory for fp32 sums of dq, and of dk and dv: in ``room``, which is free until dq is finished, if they fit."""
+) -> tuple[Floats, Floats]:
+    """Memory for sums of dq, and of dk and dv: in ``room``, which is free until dq is finished, if they fit."""
     num_rows, num_heads, dim = q.shape
     count = num_heads * padded(num_rows, _QUERIES) * dim * adds_dq
     key_count = 2 * schedule.num_apart * _KEYS * k.shape[1] * dim
-    sums = torch.empty(count, dtype=torch.float32, device=q.device)
+    sums = new_floats(count, q.device)
     if room is not None and key_count * 4 <= room.numel() * room.element_size():
-        return sums, room[: key_count * 4 // room.element_size()].view(torch.float32)
-    return sums, torch.empty(key_count, dtype=torch.float32, device=q.device)
+        return sums, Floats(room.data_ptr(), key_count, room)
+    return sums, new_floats(key_count, q.device)
 
 
 def _run_backward(
     inputs,
-    stats: Tensor,
+    stats: RowStats,
     bands,
     options: AttnOptions,
     adds_dq: bool,
@@ -149,7 +157,7 @@ def _run_backward(
     schedule: DeviceSchedule,
     store: int,
     grads: tuple[Tensor, Tensor],
-    sums: tuple[Tensor, Tensor],
+    sums: tuple[Floats, Floats],
     stream: int,
 ) -> None:
     """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
@@ -164,15 +172,15 @@ def _run_backward(
     with launch.lock:
         launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
         params = launch.params
-        params.lse, params.delta = stats[0].data_ptr(), stats[1].data_ptr()
-        params.dq, params.key_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        params.lse, params.delta = stats.lse, stats.delta
+        params.dq, params.key_sums = sums[0].address, sums[1].address
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
         launch.fire(stream)
 
 
 def _prepare_backward(
     inputs,
-    stats: Tensor,
+    stats: RowStats,
     options: AttnOptions,
     adds_dq: bool,
     plan: DevicePlan,
@@ -183,7 +191,7 @@ def _prepare_backward(
 ) -> Launch:
     q, k, v, dout = inputs
     dk, dv = grads
-    num_heads_kv, stats_row = k.shape[1], stats.shape[2]
+    num_heads_kv, stats_row = k.shape[1], stats.row
     softcap, scale, num_items = options.softcap, options.softmax_scale, len(schedule.items)
     params = BackwardParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,40 @@ _ZEROING_BLOCKS = 1024
 _DELTA_ELEMENTS = 8 * 256 * 4  # of out, of a block of the kernel for delta
 
 
+class Floats(NamedTuple):
+    """fp32 memory that kernels add to: its address, how many numbers, and the tensor that it belongs to."""
+
+    address: int
+    count: int
+    owner: Tensor
+
+
+class RowStats(NamedTuple):
+    """Numbers of each row as the kernels want them, fp32 ``[num_heads, row]`` each.
+
+    Attributes:
+        lse: address of lse * log2(e).
+        delta: address of -delta.
+        row: rows with their padding.
+        owner: tensor they belong to.
+    """
+
+    lse: int
+    delta: int
+    row: int
+    owner: Tensor
+
+
+def new_floats(count: int, device: torch.device) -> Floats:
+    """New memory, not zeroed."""
+    memory = torch.empty(count, dtype=torch.float32, device=device)
+    return Floats(memory.data_ptr(), count, memory)
+
+
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``, of bf16 or fp16 tensors on a GPU."""
     num_rows, num_heads, head_dim = out.shape
-    dout, out = loadable(dout.to(out.dtype)), loadable(out)
+    dout, out = loadable(dout if dout.dtype == out.dtype else dout.to(out.dtype)), loadable(out)
     delta = torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
     if not delta.numel():
         return delta
@@ -46,12 +78,13 @@ def padded(num_rows: int, block: int) -> int:
     return -(-num_rows // 32) * 32 + block
 
 
-def row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Tensor, ...], stream: int) -> Tensor:
-    """lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``; fills ``to_zero``, two or none, with zeros."""
+def row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Floats, ...], stream: int) -> RowStats:
+    """Statistics of rows; fills ``to_zero``, two or none, with zeros."""
     (num_rows, num_heads), device = lse.shape, lse.device
     stats_row = padded(num_rows, block)
-    stats = torch.empty((2, num_heads, stats_row), dtype=torch.float32, device=device)
-    lse, delta = lse.to(torch.float32), delta.to(torch.float32)
+    memory = torch.empty(2 * num_heads * stats_row, dtype=torch.float32, device=device)
+    stats = RowStats(memory.data_ptr(), memory.data_ptr() + 4 * num_heads * stats_row, stats_row, memory)
+    lse, delta = (t if t.dtype == torch.float32 else t.to(torch.float32) for t in (lse, delta))
 
     def make() -> Launch:
         params = PrepareParams(
@@ -66,15 +99,15 @@ def row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Tensor, ...
     with launch.lock:
         params = launch.params
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-        params.lse_out, params.delta_out = stats[0].data_ptr(), stats[1].data_ptr()
+        params.lse_out, params.delta_out = stats.lse, stats.delta
         if to_zero:
-            params.sums, params.key_sums = to_zero[0].data_ptr(), to_zero[1].data_ptr()
-            params.num_sums, params.num_key_sums = to_zero[0].numel() // 4, to_zero[1].numel() // 4
+            params.sums, params.key_sums = to_zero[0].address, to_zero[1].address
+            params.num_sums, params.num_key_sums = to_zero[0].count // 4, to_zero[1].count // 4
         launch.fire(stream)
     return stats
 
 
-def finish_dq(sums: Tensor, dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
+def finish_dq(sums: Floats, dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
     """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
     num_rows, num_heads, head_dim = dq.shape
 
@@ -89,12 +122,12 @@ def finish_dq(sums: Tensor, dq: Tensor, units: int, dtype: torch.dtype, scale: f
 
     launch = prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
     with launch.lock:
-        launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
+        launch.params.sums, launch.params.dq = sums.address, dq.data_ptr()
         launch.fire(stream)
 
 
 def finish_keys(
-    sums: Tensor, grads, plan: DevicePlan, num_tiles: int, dtype: torch.dtype, scale: float, store: int, stream: int
+    sums: Floats, grads, plan: DevicePlan, num_tiles: int, dtype: torch.dtype, scale: float, store: int, stream: int
 ) -> None:
     """Writes the sums of the first tiles to dk (times scale) and dv, or adds them to them."""
     dk, dv = grads
@@ -113,5 +146,5 @@ def finish_keys(
     launch = prepared(key, make)
     with launch.lock:
         params = launch.params
-        params.sums, params.dk, params.dv = sums.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        params.sums, params.dk, params.dv = sums.address, dk.data_ptr(), dv.data_ptr()
         launch.fire(stream)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.backward_ends import RowStats
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
@@ -19,7 +20,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def key_gradients(
     inputs: Inputs,
-    stats: Tensor,
+    stats: RowStats,
     bands: np.ndarray,
     options: AttnOptions,
     plan: DevicePlan,
@@ -31,7 +32,6 @@ def key_gradients(
     """Writes dk and dv, or adds to them.
 
     Args:
-        stats: lse * log2(e) and -delta, fp32 ``[2, num_heads, padded rows]``.
         plan: of the transposed mask, tiles as in `PART_TILES`.
         splits: parts that the query heads of a group are dealt to; with more than one, ``store`` adds.
         store: how gradients are written, as the kernels number it.
@@ -56,7 +56,7 @@ def key_gradients(
 
 
 def query_gradient(
-    inputs: Inputs, stats: Tensor, bands: np.ndarray, options: AttnOptions, store: int, grad: Tensor, stream: int
+    inputs: Inputs, stats: RowStats, bands: np.ndarray, options: AttnOptions, store: int, grad: Tensor, stream: int
 ) -> None:
     """Writes dq, or adds to it; arguments as in `key_gradients`."""
     q, k, v, dout = inputs
@@ -80,7 +80,7 @@ def query_gradient(
 
 
 def _params(
-    inputs: Inputs, stats: Tensor, options: AttnOptions, plan: DevicePlan, store: int, stream: int
+    inputs: Inputs, stats: RowStats, options: AttnOptions, plan: DevicePlan, store: int, stream: int
 ) -> BackwardPartParams:
     """What both kernels are told; addresses of tensors come with the launch."""
     q, k, _, _ = inputs
@@ -90,7 +90,7 @@ def _params(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         counter=work_counter(q.device, stream).data_ptr(),
         num_tiles=plan.num_tiles, num_heads=num_heads, group=num_heads // k.shape[1],
-        stats_row=stats.shape[2], store=store,
+        stats_row=stats.row, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _key(name: str, inputs: Inputs, bands: np.ndarray, options: AttnOptions, sto
     return name, hopper_plan.content_digest(bands), q.device, q.dtype, options, store, q.shape, v.shape, strides
 
 
-def _fire(launch: Launch, inputs: Inputs, stats: Tensor, stream: int) -> None:
+def _fire(launch: Launch, inputs: Inputs, stats: RowStats, stream: int) -> None:
     launch.point_maps(*(t.data_ptr() for t in inputs))
-    launch.params.lse, launch.params.delta = stats[0].data_ptr(), stats[1].data_ptr()
+    launch.params.lse, launch.params.delta = stats.lse, stats.delta
     launch.fire(stream)

@@ -156,11 +156,15 @@ def move_tensor_map(at: int, address: int) -> None:
 
 def fits_tensor_map(t: Tensor) -> bool:
     """Whether `tensor_map` takes the tensor as it is."""
-    row_stride, head_stride, column_stride = t.stride()
-    if column_stride != 1 or t.data_ptr() % 16:
+    rows, heads, columns = t.shape
+    if t.data_ptr() % 16:
         return False
-    rows, heads, _ = t.shape
     unit = 16 // t.element_size()
+    if t.is_contiguous() and columns % unit == 0:
+        return True
+    row_stride, head_stride, column_stride = t.stride()
+    if column_stride != 1:
+        return False
     return (rows == 1 or (row_stride > 0 and row_stride % unit == 0)) and (
         heads == 1 or (head_stride > 0 and head_stride % unit == 0)
     )
