@@ -105,7 +105,15 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
 
 @pytest.mark.parametrize(
     ("documents", "heads", "dim", "summed"),
-    [(2, 256, 128, True), (8, 256, 128, False), (8, 16, 128, True), (8, 512, 64, True)],
+    [
+        (2, 256, 128, True),
+        (4, 256, 128, False),
+        (8, 256, 128, False),  # 8, 4 and 2 visits, 256 MB of sums
+        (4, 128, 128, True),
+        (8, 128, 128, False),
+        (8, 16, 128, True),  # 128 and 16 MB
+        (8, 512, 64, True),
+    ],
 )
 def test_dq_is_computed_apart_where_a_query_meets_few_tiles_and_sums_are_many(launched, documents, heads, dim, summed):
     q, k = torch.empty(2048, heads, dim).bfloat16(), torch.empty(2048, 2, dim).bfloat16()

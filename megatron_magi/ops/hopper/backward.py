@@ -35,7 +35,8 @@ from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
-_FEW_VISITS, _MANY_SUM_BYTES = 4.0, 256 << 20  # see docs/measured_facts.md
+# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer visits of tiles of keys to a query.
+_APART = ((256 << 20, 6.0), (128 << 20, 3.0))  # see docs/measured_facts.md
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -111,8 +112,8 @@ def sums_pay(plan: DevicePlan, q: Tensor) -> bool:
     They do not where few tiles of keys see a query, and the sums, written and read at least twice, are too many for
     the L2 cache.
     """
-    few_visits = plan.num_blocks * _QUERIES < _FEW_VISITS * q.shape[0]
-    return not (few_visits and 4 * q.numel() >= _MANY_SUM_BYTES and q.shape[2] == 128)
+    visits, sum_bytes = plan.num_blocks * _QUERIES / q.shape[0], 4 * q.numel()
+    return q.shape[2] != 128 or all(sum_bytes < many or visits >= few for many, few in _APART)
 
 
 def _room(dq: Tensor) -> Tensor | None:
