@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs several GPUs: training parity and the long batch, GPU tests, overlap, the demo.
+# Everything that needs several GPUs: training parity and the long batch, their GPU tests, overlap, the demo.
 #   OUT=results_folder bash benchmarks/run_gpu.sh
 # Each part has its own time limit, so that one that hangs does not cost the others.
 set -uo pipefail
@@ -21,7 +21,7 @@ part() {
 
 part training "${TRAINING_S:-280}" "$PYTHON" benchmarks/run_gpu_training.py --out "$OUT"
 # shellcheck disable=SC2086  (several folders)
-part tests "${TESTS_S:-100}" "$PYTHON" -m pytest -m gpu ${TESTS:-tests/comm tests/attention tests/ops} -q --no-header -p no:cacheprovider
+part tests "${TESTS_S:-300}" "$PYTHON" -m pytest -m gpu ${TESTS:-tests/comm tests/attention} -q --no-header -p no:cacheprovider
 part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"
 part demo 110 "$PYTHON" -m megatron_magi.demo --out demo_out
 cp demo_out/report.txt "$OUT/demo_report.txt" 2>/dev/null

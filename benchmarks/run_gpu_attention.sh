@@ -23,10 +23,12 @@ part() {
 }
 
 TESTS=${TESTS-tests/ops}
+costs=tests/ops/test_ffa_resources.py # times of the host: alone
 # shellcheck disable=SC2086  (several folders, several arguments)
 if [ -n "$TESTS" ]; then
   LINES_SHOWN=40 part attention_tests "${TESTS_S:-270}" \
-    "$PYTHON" -m pytest -m gpu $TESTS -q --no-header -p no:cacheprovider
+    "$PYTHON" -m pytest -m gpu $TESTS -n "${TEST_PROCESSES:-8}" --ignore $costs -q --no-header -p no:cacheprovider
+  LINES_SHOWN=40 part attention_test_costs 60 "$PYTHON" -m pytest -m gpu $costs -q --no-header -p no:cacheprovider
 fi
 # shellcheck disable=SC2086
 part attention "${BENCH_S:-300}" \

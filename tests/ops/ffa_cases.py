@@ -85,7 +85,7 @@ def make_inputs(
 
 def work_in_pairs(monkeypatch, pairs: bool) -> None:
     """Has kernels whose tiles are rows work on pairs of heads, where a group is even, or on single ones; any mask."""
-    monkeypatch.setattr(hopper_plan, "pairs_pay", lambda _bands, _rows, group: pairs and group % 2 == 0)
+    monkeypatch.setattr(hopper_plan, "pairs_pay", lambda _runs, _rows, group: pairs and group % 2 == 0)
     monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
 
 

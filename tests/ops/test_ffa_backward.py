@@ -52,7 +52,7 @@ def check(x: Inputs) -> None:
 KERNEL_DIMS = [(128, 128), *hopper_kernels.PART_TILES]
 
 
-def both_ways(all_dims):
+def all_ways(all_dims):
     """Parameters ``dims`` and ``way``: dq as sums in memory, if a kernel does so, and by a kernel of its own."""
     ways = [(d, way) for d in all_dims for way in WAYS if way != "summed" or d in hopper_kernels.WHOLE_DIMS]
     return pytest.mark.parametrize(("dims", "way"), ways, indirect=["way"], ids=str)
@@ -68,13 +68,13 @@ def way(request, monkeypatch):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-@both_ways(KERNEL_DIMS)
+@all_ways(KERNEL_DIMS)
 def test_gradients_match_fp64(dims, way, mask, shape):
     check(make_inputs(MASKS[mask](*shape), *shape, dims=dims))
 
 
 @pytest.mark.parametrize("seed", range(40))
-@both_ways(KERNEL_DIMS)
+@all_ways(KERNEL_DIMS)
 def test_random_bands_match_fp64(dims, way, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_keys = rng.integers(1, 900, 2).tolist()
@@ -83,14 +83,14 @@ def test_random_bands_match_fp64(dims, way, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@both_ways(hopper_kernels.BACKWARD_DIMS)
+@all_ways(hopper_kernels.BACKWARD_DIMS)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(dims, way, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
         check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
 
 
-@both_ways(KERNEL_DIMS)
+@all_ways(KERNEL_DIMS)
 def test_long_sequences_and_many_heads_match_fp64(dims, way):
     check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2), dims=dims))
     check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128), dims=dims))
@@ -106,7 +106,7 @@ def test_tiles_worked_on_in_pieces_match_fp64():
     assert any(bool(schedule.items[:, 3].any()) for schedule in plan.schedules.values())
 
 
-@both_ways(KERNEL_DIMS)
+@all_ways(KERNEL_DIMS)
 def test_gradients_add_to_given_fp32_and_bf16(dims, way):
     x = make_inputs(MASKS["causal"](300, 400), 300, 400, dims=dims)
     out, lse, _ = run_forward(x)
@@ -136,7 +136,7 @@ def test_dq_is_added_to_while_dk_and_dv_are_written(heads, way):
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float64])
-@both_ways(KERNEL_DIMS)
+@all_ways(KERNEL_DIMS)
 def test_gradients_of_a_dtype_are_written_whole(dims, way, grad_dtype):
     x = make_inputs(MASKS["documents"](390, 400), 390, 400, dims=dims)
     out, lse, _ = run_forward(x)
@@ -145,7 +145,7 @@ def test_gradients_of_a_dtype_are_written_whole(dims, way, grad_dtype):
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
 
 
-@both_ways(KERNEL_DIMS)
+@all_ways(KERNEL_DIMS)
 def test_lse_of_more_keys_gives_the_part_of_these_keys(dims, way):
     whole = make_inputs(MASKS["causal"](500, 700), 500, 700, dims=dims)
     out, lse, _ = run_forward(whole)
@@ -190,7 +190,7 @@ def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@both_ways(hopper_kernels.BACKWARD_DIMS)
+@all_ways(hopper_kernels.BACKWARD_DIMS)
 def test_autograd_through_views_of_one_projection_matches_fp64(dims, way, deterministic):
     x = make_inputs(MASKS["causal"](300, 300), 300, 300, dims=dims)
     columns = dims[0], dims[0], dims[1]

@@ -106,18 +106,21 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
 @pytest.mark.parametrize(
     ("documents", "heads", "dim", "summed"),
     [
-        (2, 256, 128, True),
-        (4, 256, 128, False),
-        (8, 256, 128, False),  # 8, 4 and 2 visits, 256 MB of sums
-        (4, 128, 128, True),
-        (8, 128, 128, False),
-        (8, 16, 128, True),  # 128 and 16 MB
-        (8, 512, 64, True),
+        ([1024] * 2, (256, 2), 128, True),  # 8 visits, 256 MB of sums
+        ([640] * 4, (256, 2), 128, False),  # 5
+        ([640] * 4, (256, 256), 128, True),  # one head at a time
+        ([384] * 6, (256, 256), 128, False),  # 3
+        ([512] * 4, (128, 2), 128, True),  # 4, 128 MB
+        ([256] * 9, (128, 2), 128, False),  # 2
+        ([256] * 9, (128, 128), 128, True),
+        ([256] * 8, (16, 2), 128, True),  # 16 MB
+        ([256] * 8, (512, 2), 64, True),
     ],
 )
 def test_dq_is_computed_apart_where_a_query_meets_few_tiles_and_sums_are_many(launched, documents, heads, dim, summed):
-    q, k = torch.empty(2048, heads, dim).bfloat16(), torch.empty(2048, 2, dim).bfloat16()
-    mask, row = builders.varlen(doc_lengths=[2048 // documents] * documents, causal=False), torch.empty(2048, heads)
+    mask, rows = builders.varlen(doc_lengths=documents, causal=False), sum(documents)
+    q, k = (torch.empty(rows, n, dim).bfloat16() for n in heads)
+    row = torch.empty(rows, heads[0])
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
     hopper.backward(q, q, k, k, row, row, mask.bands, AttnOptions(0.1), grads=grads, accumulate=False)
     assert launched[:2] == ["prepare", "backward"] and launched[-1] == ("finish_dq" if summed else "backward_queries")
@@ -127,12 +130,20 @@ def test_dq_is_computed_apart_where_a_query_meets_few_tiles_and_sums_are_many(la
 
 @pytest.mark.parametrize(
     ("documents", "heads", "pairs"),
-    [(4, (8, 2), True), (1, (8, 2), False), (4, (6, 2), False), (4, (2, 2), False), (4, (2, 1), True)],
+    [
+        ([1250] * 4, (8, 2), True),
+        ([3968, 3968], (8, 2), True),
+        ([4096, 4096], (8, 2), False),
+        ([4000], (8, 2), False),
+        ([1250] * 4, (6, 2), False),
+        ([1250] * 4, (2, 2), False),
+        ([1250] * 4, (2, 1), True),
+    ],
 )
 def test_pairs_of_heads_share_tiles_of_half_the_rows_where_documents_are_short(launched, documents, heads, pairs):
-    mask = builders.varlen(doc_lengths=[5000 // documents] * documents, causal=True)
-    q, k = torch.empty(5000, heads[0], 128).bfloat16(), torch.empty(5000, heads[1], 128).bfloat16()
-    row, options = torch.empty(5000, heads[0]), AttnOptions(0.1, deterministic=True)
+    mask, rows = builders.varlen(doc_lengths=documents, causal=True), sum(documents)
+    q, k = (torch.empty(rows, n, 128).bfloat16() for n in heads)
+    row, options = torch.empty(rows, heads[0]), AttnOptions(0.1, deterministic=True)
     hopper.forward(
         q, k, k, mask.bands, options,
         out=torch.empty_like(q), lse=row, accumulate=False, sink_lse=None, return_max_logits=False,
@@ -144,7 +155,7 @@ def test_pairs_of_heads_share_tiles_of_half_the_rows_where_documents_are_short(l
         each = 2 if pairs else 1
         assert params.tile_rows == 128 // each
         assert (params.num_heads, params.group) == (heads[0] // each, heads[0] // heads[1] // each)
-        assert params.num_tiles == documents * -(-5000 // documents // params.tile_rows)
+        assert params.num_tiles == len(documents) * -(-documents[0] // params.tile_rows)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -21,8 +21,8 @@ using T = DTYPE;
 struct BackwardPartParams {
   TensorMap q, k, v, dout;
   TilePlan plan;       // of keys: the transposed mask; of queries: the mask
-  const float* lse;    // [num_heads, stats_row]: times log2 e
-  const float* delta;  // [num_heads, stats_row]: negated
+  const float* lse;    // [query heads, stats_row]: times log2 e
+  const float* delta;  // [query heads, stats_row]: negated
   void *dq, *dk, *dv;
   int* counter;                                           // two words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements

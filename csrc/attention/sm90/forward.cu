@@ -30,7 +30,7 @@ struct ForwardParams {
   i64 out_row, out_head;  // strides, elements
   i64 lse_row, lse_head;
   i64 sink_row, sink_head;
-  // All but the first count pairs of heads where a tile is of pairs.
+  // num_heads, group and head_section count pairs of heads where a tile is of pairs.
   int num_tiles, num_heads, group, head_section;
   float scale_log2;      // softmax scale * log2 e, or softcap * log2 e
   float softcap_factor;  // softmax scale / softcap

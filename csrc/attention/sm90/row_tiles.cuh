@@ -68,8 +68,9 @@ DEVICE void scout(const Params& p, PassBoard& board) {
 
 // ---- producer: one thread. Params: also long_blocks, of a pass whose keys and values exceed the L2 cache ----
 
-// Calls loader.block(key, head_kv, flags, pass, item, first) for each block, `item` in its first two words as
-// section_item() gives it, and loader.nothing(item) for each item without blocks.
+// Calls loader.block(key, head_kv, flags, pass, item, first) for each block, `item` in its first two words the
+// first row, and the first head and number of rows as in BlockInfo, and loader.nothing(item) for each item without
+// blocks.
 template <typename Params, typename Loader>
 DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
   Ring<2> slot;

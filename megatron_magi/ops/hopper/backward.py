@@ -35,8 +35,9 @@ from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
-# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer visits of tiles of keys to a query.
-_APART = ((256 << 20, 6.0), (128 << 20, 3.0))  # see docs/measured_facts.md
+# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer visits of tiles of keys to a query. First
+# where that kernel works on pairs of heads. See docs/measured_facts.md.
+_APART_IN_PAIRS, _APART = ((256 << 20, 6.0), (128 << 20, 3.0)), ((256 << 20, 4.0),)
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -78,7 +79,7 @@ def backward(
     whole = dims in hopper_kernels.WHOLE_DIMS
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
     plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape)
-    adds_dq = whole and not options.deterministic and sums_pay(plan, q)
+    adds_dq = whole and not options.deterministic and sums_pay(plan, q, k)
     processors = max(1, num_processors(q.device) - options.sm_margin)
     splits = 1
     if not whole and not options.deterministic:
@@ -106,14 +107,16 @@ def backward(
             grad.copy_(grad + buffer if adds else buffer)
 
 
-def sums_pay(plan: DevicePlan, q: Tensor) -> bool:
+def sums_pay(plan: DevicePlan, q: Tensor, k: Tensor) -> bool:
     """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
 
     They do not where few tiles of keys see a query, and the sums, written and read at least twice, are too many for
     the L2 cache.
     """
     visits, sum_bytes = plan.num_blocks * _QUERIES / q.shape[0], 4 * q.numel()
-    return q.shape[2] != 128 or all(sum_bytes < many or visits >= few for many, few in _APART)
+    pairs = hopper_plan.pairs_pay(plan.runs, q.shape[0], q.shape[1] // k.shape[1])
+    limits = _APART_IN_PAIRS if pairs else _APART
+    return q.shape[2] != 128 or all(sum_bytes < many or visits >= few for many, few in limits)
 
 
 def _room(dq: Tensor) -> Tensor | None:

@@ -41,7 +41,8 @@ def key_gradients(
     keys, block = hopper_kernels.PART_TILES[q.shape[2], v.shape[2]]
 
     def make() -> Launch:
-        params = _params(inputs, stats, options, plan, store, stream)
+        work = {"num_heads": q.shape[1], "group": q.shape[1] // k.shape[1]}
+        params = _params(inputs, stats, options, plan, work, store, stream)
         params.splits, params.heads_inner = splits, int(plan.heads_inner)
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
@@ -65,9 +66,7 @@ def query_gradient(
 
     def make() -> Launch:
         plan = hopper_plan.forward_plan(bands, q.shape[0], block, group, q.device)
-        params = _params(inputs, stats, options, plan, store, stream)
-        for name, value in row_work(plan, num_heads, block, k, v).items():
-            setattr(params, name, value)
+        params = _params(inputs, stats, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)
@@ -80,16 +79,21 @@ def query_gradient(
 
 
 def _params(
-    inputs: Inputs, stats: RowStats, options: AttnOptions, plan: DevicePlan, store: int, stream: int
+    inputs: Inputs,
+    stats: RowStats,
+    options: AttnOptions,
+    plan: DevicePlan,
+    work: dict[str, int],
+    store: int,
+    stream: int,
 ) -> BackwardPartParams:
-    """What both kernels are told; addresses of tensors come with the launch."""
-    q, k, _, _ = inputs
-    num_heads = q.shape[1]
+    """What both kernels are told, ``work`` of each beside; addresses of tensors come with the launch."""
+    q = inputs[0]
     softcap, scale = options.softcap, options.softmax_scale
     return BackwardPartParams(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         counter=work_counter(q.device, stream).data_ptr(),
-        num_tiles=plan.num_tiles, num_heads=num_heads, group=num_heads // k.shape[1],
+        num_tiles=plan.num_tiles, **work,
         stats_row=stats.row, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip

@@ -160,7 +160,7 @@ def fits_tensor_map(t: Tensor) -> bool:
     if t.data_ptr() % 16:
         return False
     unit = 16 // t.element_size()
-    if t.is_contiguous() and columns % unit == 0:
+    if t.is_contiguous() and columns % unit == 0:  # as below, and faster
         return True
     row_stride, head_stride, column_stride = t.stride()
     if column_stride != 1:

@@ -38,6 +38,7 @@ class DevicePlan:
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         long_tile: blocks of a tile that is long, see `schedule.long_tile`.
         tile_rows: most rows of a tile.
+        runs: `num_runs` of the mask, not of the transposed one.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
     """
@@ -52,6 +53,7 @@ class DevicePlan:
     heads_inner: bool
     long_tile: int
     tile_rows: int
+    runs: int
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
 
@@ -104,33 +106,38 @@ def _device_plan(key: tuple, device: torch.device, make: Callable[[], DevicePlan
     return plan
 
 
-def _upload(plan: TilePlan, apart: tuple[float, float], device: torch.device) -> DevicePlan:
+def _upload(plan: TilePlan, apart: tuple[float, float], runs: int, device: torch.device) -> DevicePlan:
     parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
     memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
     addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
     return DevicePlan(
         plan.tiles[:, 0].copy(), plan.costs, memory, *addresses.tolist(), step=plan.step,
         heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=hopper_schedule.long_tile(*apart),
-        tile_rows=plan.block_m,
+        tile_rows=plan.block_m, runs=runs,
     )  # fmt: skip
 
 
-def pairs_pay(bands: np.ndarray, num_rows: int, group: int) -> bool:
+def num_runs(bands: np.ndarray) -> int:
+    """Runs of rows that are alike, such as those of a document."""
+    return len(np.unique(bands[:, bd.Q0]))
+
+
+def pairs_pay(runs: int, num_rows: int, group: int) -> bool:
     """Whether tiles of 64 rows of two heads take less work than tiles of 128 rows of one.
 
-    They do where rows that are alike end often, as documents do: tiles end there too, and are half empty.
+    They do where runs of rows that are alike are short: tiles end there too, and are half empty. See `num_runs`.
     """
-    num_alike = len(np.unique(bands[:, bd.Q0]))
-    return group % 2 == 0 and num_alike > 1 and num_rows < _SHORT_ROWS * num_alike
+    return group % 2 == 0 and runs > 1 and num_rows < _SHORT_ROWS * runs
 
 
 def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, group: int, device: torch.device) -> DevicePlan:
     """Plan of tiles over blocks of ``block_n`` keys, for ``group`` query heads to a key head; see `pairs_pay`."""
-    pairs = pairs_pay(bands, num_rows, group)
+    runs = num_runs(bands)
+    pairs = pairs_pay(runs, num_rows, group)
 
     def make() -> DevicePlan:
         plan = hopper_tiles.plan_tiles(bands, num_rows, hopper_tiles.SUB_ROWS * (1 if pairs else 2), block_n)
-        return _upload(plan, (0.0, 0.0), device)
+        return _upload(plan, (0.0, 0.0), runs, device)
 
     return _device_plan(("forward", content_digest(bands), num_rows, block_n, pairs), device, make)
 
@@ -147,7 +154,7 @@ def backward_plan(
         starts, ends = hopper_tiles.drift(plan)
         if ends < starts:
             plan = hopper_tiles.descending(plan)
-        return _upload(plan, (starts, ends), device)
+        return _upload(plan, (starts, ends), num_runs(bands), device)
 
     return _device_plan(("backward", content_digest(bands), num_keys, shape), device, make)
 
