@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from megatron_magi.mask import AttnMask
+from megatron_magi.ops.options import check_bands
 from megatron_magi.ops.slice_attention import (
     IMPLS,
     resolve_impl,
@@ -17,6 +18,21 @@ BANDS = AttnMask([(0, 6, 0, 5, 1)], 6, 5).bands
 def qkv(**changes):
     tensors = {"q": torch.zeros(6, 4, 8), "k": torch.zeros(5, 2, 8), "v": torch.zeros(5, 2, 3)}
     return tensors | changes
+
+
+def test_bands_that_were_checked_are_checked_again_when_they_or_the_tensors_changed():
+    frozen = BANDS.copy()
+    frozen.setflags(write=False)
+    for rows in (6, 7, 6):
+        check_bands(frozen, rows, 5)
+    with pytest.raises(ValueError, match=r"queries of band 0, \[1, 6\)"):
+        check_bands(frozen, 5, 5)
+    with pytest.raises(ValueError, match=r"keys of band 0, \[0, 5\)"):
+        check_bands(frozen, 6, 4)
+    frozen.setflags(write=True)
+    frozen[0, 1] = 7
+    with pytest.raises(ValueError, match=r"queries of band 0, \[1, 7\)"):
+        check_bands(frozen, 6, 5)
 
 
 @pytest.mark.parametrize(

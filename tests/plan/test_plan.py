@@ -270,6 +270,7 @@ def test_a_plan_is_read_only() -> None:
         plan.num_rows = 3
     with pytest.raises(ValueError, match="read-only"):
         plan.bands[0][:] = 0
+    assert all(b.base is None for b in plan.bands)  # nor can another array change them
 
 
 def test_a_rank_out_of_range_is_refused() -> None:
