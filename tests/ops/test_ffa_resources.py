@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 SLACK_BYTES = 2 << 20
 """For tile plans, row statistics of the backward and the like: far below one tensor of the sizes used here."""
-HOST_LIMIT_US = 60
-"""Twice what is aimed at: hosts differ, and tests run beside others."""
+HOST_LIMIT_US, HOST_LIMIT_OPERATIONS = 60, 10
+"""Twice what is aimed at, or so many of torch's smallest operations on a slow host: hosts differ by a factor of two."""
 
 
 def tensors(num_rows, num_heads=16, num_heads_kv=8, dim=128):
@@ -66,9 +66,11 @@ def test_a_call_with_a_known_mask_takes_little_of_the_host(capsys):
         "slice_attention, recorded": host_us(lambda: slice_attention(q, k, v, mask, impl="ffa")),
         "flex_flash_attn_func": host_us(lambda: flex_flash_attn_func(*frozen, ranges, ranges, types)),
     }
+    operation = host_us(lambda: frozen[0].add(1))
     with capsys.disabled():
         print("\n" + "\n".join(f"host time of {name}: {value:.1f} us" for name, value in found.items()))
-    assert all(value < HOST_LIMIT_US for value in found.values()), found
+        print(f"host time of an addition: {operation:.1f} us")
+    assert max(found.values()) < max(HOST_LIMIT_US, HOST_LIMIT_OPERATIONS * operation), found
 
 
 @pytest.mark.parametrize("mask", [builders.causal(1500), builders.varlen(doc_lengths=[13] * 100 + [200], causal=False)])
