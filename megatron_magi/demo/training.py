@@ -21,8 +21,8 @@ _SHAPE = {
     "--num-layers": 3,
     "--hidden-size": 128,
     "--ffn-hidden-size": 352,
-    "--num-attention-heads": 4,
-    "--num-query-groups": 2,
+    "--num-attention-heads": 2,
+    "--num-query-groups": 1,
 }
 _POLL_S = 0.05
 _WARM_UP_STEPS = 3
@@ -79,10 +79,14 @@ def num_layers() -> int:
     return _SHAPE["--num-layers"]
 
 
+def head_dim() -> int:
+    """Columns of a head: 64, which the kernels for GPUs have."""
+    return _SHAPE["--hidden-size"] // _SHAPE["--num-attention-heads"]
+
+
 def kv_row_bytes(setting: Setting) -> int:
     """Bytes of the keys and values of one token in one layer."""
-    head_dim = _SHAPE["--hidden-size"] // _SHAPE["--num-attention-heads"]
-    return 2 * _SHAPE["--num-query-groups"] * head_dim * (2 if setting.on_gpu else 4)
+    return 2 * _SHAPE["--num-query-groups"] * head_dim() * (2 if setting.on_gpu else 4)
 
 
 def megatron_args(setting: Setting, corpus: Corpus, *, magi: bool, cp_size: int) -> list[str]:

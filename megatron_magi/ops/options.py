@@ -45,10 +45,14 @@ class AttnOptions:
 
 
 def make_options(q: Tensor, softmax_scale: float | None, softcap: float, deterministic: bool, sm_margin: int):
-    """`AttnOptions` with the default scale, ``1 / sqrt(head_dim)``."""
+    """`AttnOptions` with the default scale, ``1 / sqrt(head_dim)``.
+
+    Results are deterministic also where ``torch.use_deterministic_algorithms`` asks for it.
+    """
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[-1])
-    return _options(float(softmax_scale), float(softcap), bool(deterministic), int(sm_margin))
+    deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+    return _options(float(softmax_scale), float(softcap), deterministic, int(sm_margin))
 
 
 @lru_cache(maxsize=256)

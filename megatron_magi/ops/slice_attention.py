@@ -46,14 +46,19 @@ IMPLS = {
 def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
     """The module that computes: the one asked for, or for ``auto`` the best that takes such tensors.
 
+    Where that is not the fastest that GPUs have, the reason is logged, once.
+
     Raises:
         ValueError: there is no implementation of that name. (One that does not take the tensors
             says so itself when it is called.)
     """
     if impl == "auto":
         impl = "torch"
-        if q.device.type == "cuda" and _module("ffa").is_supported(q, v, deterministic):
-            impl = "ffa"
+        if q.device.type == "cuda":
+            if _module("ffa").is_supported(q, v, deterministic):
+                impl = "ffa"
+            else:
+                _module("ffa").say_why_not(q, v)
     if impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
     return _module(impl)

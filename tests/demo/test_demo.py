@@ -17,6 +17,7 @@ from megatron_magi.demo.progress import Progress
 from megatron_magi.demo.report import Comparison, Traffic, shown_steps, table, traffic_of
 from megatron_magi.demo.training import Run, RunFailed, Setting
 from megatron_magi.mask.builders import varlen
+from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.plan import make_plan
 from megatron_magi.testing.megatron_launch import launch
 
@@ -54,6 +55,10 @@ def test_curves_that_differ_do_not_agree(losses: list[float]) -> None:
 def test_traffic_adds_up_steps_and_layers() -> None:
     run = Run([5.0, 4.0], 1.0, [_RECORD, {**_RECORD, "balance": 1.2}])
     assert traffic_of(run, row_bytes=10, num_layers=3) == Traffic(1.2, 1.01, 1800, 1200)
+
+
+def test_the_model_has_heads_that_the_kernels_for_gpus_take() -> None:
+    assert (training.head_dim(), training.head_dim()) in hopper_kernels.BACKWARD_DIMS
 
 
 def test_one_rank_has_no_traffic() -> None:

@@ -1,9 +1,14 @@
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_magi.mask import AttnMask
-from megatron_magi.ops.options import check_bands
+from megatron_magi.ops.hopper import support as hopper_support
+from megatron_magi.ops.impl import blocked, hopper
+from megatron_magi.ops.options import check_bands, make_options
 from megatron_magi.ops.slice_attention import (
     IMPLS,
     resolve_impl,
@@ -115,3 +120,36 @@ def test_a_mask_over_other_lengths_is_refused():
 def test_every_implementation_of_the_registry_can_be_asked_for_by_name():
     for name, module in IMPLS.items():
         assert resolve_impl(name, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8)).__name__ == module
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "reason"),
+    [(32, torch.bfloat16, "head dims .*got 32/32"), (128, torch.float32, "bf16 and fp16, got torch.float32")],
+)
+def test_auto_says_once_why_a_gpu_takes_the_slower_implementation(monkeypatch, caplog, dim, dtype, reason):
+    monkeypatch.setattr(hopper_support, "_is_hopper", lambda _device: True)
+    hopper._warn_once.cache_clear()
+    t = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(5, 2, dim))
+    for _ in range(2):
+        assert resolve_impl("auto", t, t) is blocked
+    (record,) = caplog.records
+    assert re.search(f"falls back .*{reason}", record.getMessage())
+
+
+def test_auto_says_nothing_where_the_kernels_compute_or_there_is_no_gpu(monkeypatch, caplog):
+    monkeypatch.setattr(hopper_support, "_is_hopper", lambda device: device.type == "cuda")
+    t = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(5, 2, 128))
+    assert resolve_impl("auto", t, t) is hopper
+    t.device = torch.device("cpu")
+    assert resolve_impl("auto", t, t) is blocked
+    assert not caplog.records
+
+
+def test_algorithms_of_torch_that_must_be_deterministic_make_attention_so():
+    q = torch.zeros(1, 1, 4)
+    assert not make_options(q, None, 0.0, False, 0).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert make_options(q, None, 0.0, False, 0).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -175,6 +175,28 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
     assert len(hopper_launch._launches) == 3 + len(backward)
 
 
+def test_a_launch_is_kept_for_its_head_dim_alone(launched, monkeypatch):
+    """Gradients that are parts of wider tensors: their strides do not tell head dims apart."""
+    dims = []
+    small_kernel = hopper_kernels.small_kernel
+
+    def record(device, name, defines):
+        dims.append((name, *(int(d.split("=")[1]) for d in defines if d.startswith("HEAD_DIM"))))
+        return small_kernel(device, name, defines)
+
+    monkeypatch.setattr(hopper_kernels, "small_kernel", record)
+    bands = np.array([[0, 2000, 0, 2000, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)
+    wide_q, wide_k = torch.zeros(2000, 16, 128), torch.zeros(2000, 2, 128)
+    row = torch.zeros(2000, 16)
+    for dim in (64, 128):
+        q, k = wide_q[..., :dim].bfloat16(), wide_k[..., :dim].bfloat16()
+        grads = (wide_q[..., :dim], wide_k[..., :dim], wide_k[..., :dim])
+        hopper.row_delta(wide_q[..., :dim].bfloat16(), q)
+        hopper.backward(q, q, k, k, row, row, bands, AttnOptions(0.1), grads=grads, accumulate=False)
+    for name in ("row_delta", "finish_keys", "finish_dq"):
+        assert [size for found, *size in dims if found == name] == [[64], [128]]
+
+
 def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
     q, k = torch.randn(2000, 64, 128).bfloat16(), torch.randn(2000, 8, 128).bfloat16()
     bands = np.array([[0, 2000, 0, 2000, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)

@@ -142,7 +142,7 @@ def finish_keys(
         kernel = hopper_kernels.small_kernel(dk.device, "finish_keys", defines)
         return Launch(kernel, 4 * num_tiles * heads_kv, params, keep=plan)
 
-    key = ("finish_keys", plan.tiles, num_tiles, dk.device, dtype, store, scale, heads_kv, dk.stride(), dv.stride())
+    key = ("finish_keys", plan.tiles, num_tiles, dk.device, dtype, store, scale, dk.shape, dk.stride(), dv.stride())
     launch = prepared(key, make)
     with launch.lock:
         params = launch.params

@@ -7,6 +7,9 @@ by zero.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,7 +32,9 @@ from megatron_magi.ops.hopper.support import (
 )
 from megatron_magi.ops.options import AttnOptions
 
-__all__ = ["backward", "forward", "is_supported", "row_delta"]
+__all__ = ["backward", "forward", "is_supported", "row_delta", "say_why_not"]
+
+logger = logging.getLogger(__name__)
 
 
 def forward(
@@ -91,6 +96,19 @@ def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
     """Whether both passes take tensors like these; they do so ``deterministic`` or not."""
     del deterministic
     return has_kernels(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
+
+
+def say_why_not(q: Tensor, v: Tensor) -> None:
+    """Logs why tensors on a GPU are left to a slower implementation, each reason once."""
+    try:
+        check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
+    except ValueError as reason:
+        _warn_once(f"attention falls back to the blocked implementation, which is slower: {reason}")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_lse, stream: int) -> Launch:
