@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,9 +19,9 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
 
 # The producer has 24 registers and keeps a few values on the stack; what consumers spill comes on top.
-PRODUCER_SPILL_BYTES = 160
+PRODUCER_SPILL_BYTES = 90
 # With softcap the slope of the cap takes 32 registers more than the backward has.
-SOFTCAP_SPILL_BYTES = 512
+SOFTCAP_SPILL_BYTES = 320
 
 
 def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...]]]:
@@ -36,10 +38,11 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
     return seen
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
-def test_attention_kernels_compile_without_serialised_products_or_large_spills(monkeypatch, dims, softcap):
-    found = kernels(monkeypatch, dims, torch.bfloat16, softcap)
+def test_attention_kernels_compile_without_serialised_products_or_large_spills(monkeypatch, dims, softcap, dtype):
+    found = kernels(monkeypatch, dims, dtype, softcap)
     assert len(found) == (4 if dims in hopper_kernels.WHOLE_DIMS else 3)
     for name, defines in found:
         image, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
@@ -186,6 +189,25 @@ def test_a_kernel_is_compiled_once_by_many_threads(tmp_path, monkeypatch) -> Non
     ask("A=2")
     assert len(compiled) == 2
     assert len(list(tmp_path.glob("*.cubin"))) == 2
+
+
+def test_a_kernel_is_compiled_once_by_many_processes(tmp_path):
+    """Each a fresh one, which has not imported torch."""
+    code = """if True:
+        import hashlib, pathlib, sys
+        from megatron_magi.ops.hopper import build
+        compile_kernel, compiled = build.compile_kernel, []
+        build.compile_kernel = lambda *args, **kwargs: compiled.append(1) or compile_kernel(*args, **kwargs)
+        image = build.build("attention/sm90/prepare.cu", (), pathlib.Path(sys.argv[1]))
+        print(len(compiled), hashlib.sha256(image).hexdigest(), "torch" in sys.modules)
+    """
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    said = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert sorted(count for count, *_ in said) == ["0", "0", "0", "1"]
+    assert len({digest for _, digest, _ in said}) == 1
 
 
 def test_without_a_folder_to_write_to_kernels_are_compiled_for_the_process(tmp_path, monkeypatch, caplog) -> None:

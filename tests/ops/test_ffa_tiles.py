@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,14 +89,32 @@ def disjoint_bands(draw, num_rows: int, num_columns: int):
     return np.array(table, dtype=np.int64).reshape(-1, 6)
 
 
+# Rows and columns of a block: of the forward and of dq, for single heads and pairs; of dk and dv.
+SHAPES = [(128, 128), (64, 128), (128, 96), (64, 96), (128, 64), (64, 64)]
+EDGES = [0, 1, 63, 64, 65, 128, 129, 130]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_slice_that_begins_and_ends_beside_the_edges_of_tiles_is_covered(shape):
+    size = EDGES[-1]
+    rows = list(itertools.combinations(EDGES, 2))
+    for number, ((q0, q1), (k0, k1)) in enumerate(itertools.product(rows, rows)):
+        kind = number % 4
+        d_hi = bd.NO_DIAGONAL if kind in (0, 2) else k1 - q1 + 1  # causal: the last row sees the last key
+        d_lo = -bd.NO_DIAGONAL if kind in (0, 1) else k0 - q0
+        bands = np.array([[q0, q1, k0, k1, d_lo, d_hi]], dtype=np.int64)
+        plan = plan_tiles(bands, size, *shape, hide_tail=number % 3 == 0)
+        check_plan(plan, dense_bands(bands, size, size), 1)
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), num_rows=st.integers(1, 300), num_columns=st.integers(1, 300))
 def test_every_visible_pair_is_in_exactly_one_pass(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))
-    block_m, block_n = data.draw(st.sampled_from([(128, 128), (64, 64), (128, 64)]))
+    block_m, block_n = data.draw(st.sampled_from(SHAPES))
     visible = dense_bands(bands, num_rows, num_columns)
     align = data.draw(st.sampled_from([1, UNIT]))
-    plan = plan_tiles(bands, num_rows, block_m, block_n, align=align)
+    plan = plan_tiles(bands, num_rows, block_m, block_n, align=align, hide_tail=data.draw(st.booleans()))
     check_plan(plan, visible, align)
     check_plan(descending(plan), visible, align)
 

@@ -175,6 +175,8 @@ def _nvrtc() -> ctypes.CDLL:
     spec = importlib.util.find_spec("nvidia")
     for base in spec.submodule_search_locations or () if spec else ():
         for library in sorted(Path(base).glob("*/lib/libnvrtc.so.*")):
+            for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))  # NVRTC looks for them by name, where they may not be found
             return ctypes.CDLL(str(library))
     return ctypes.CDLL("libnvrtc.so")
 
