@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs several GPUs: training parity and the long batch, their GPU tests, overlap, the demo.
-#   OUT=results_folder bash benchmarks/run_gpu.sh
+# Everything that needs GPUs: training parity and the long batch, all GPU tests, overlap, the demo; and, unless ATTENTION is
+# empty, run_gpu_attention.sh with its settings.
+#   OUT=results_folder [ATTENTION=] bash benchmarks/run_gpu.sh
 # Each part has its own time limit, so that one that hangs does not cost the others.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -25,4 +26,7 @@ part tests "${TESTS_S:-300}" "$PYTHON" -m pytest -m gpu ${TESTS:-tests/comm test
 part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"
 part demo 110 "$PYTHON" -m megatron_magi.demo --out demo_out
 cp demo_out/report.txt "$OUT/demo_report.txt" 2>/dev/null
+if [ -n "${ATTENTION-1}" ]; then
+  bash benchmarks/run_gpu_attention.sh || status=1
+fi
 exit $status

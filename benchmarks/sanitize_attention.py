@@ -5,29 +5,54 @@ Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from megatron_magi.mask import builders
-from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_attention import (
+    row_delta,
+    slice_attention,
+    slice_attention_backward,
+    slice_attention_forward,
+)
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 LENGTHS = (100, 13, 77)
+# Query heads, key heads (documents are short: even groups work in pairs), dtype, options.
+CASES = (
+    (4, 2, torch.bfloat16, {}),
+    (4, 2, torch.bfloat16, {"softcap": 20.0}),
+    (4, 2, torch.bfloat16, {"deterministic": True}),
+    (3, 3, torch.float16, {}),
+    (3, 3, torch.float16, {"deterministic": True}),
+)
 
 
 def main() -> None:
     torch.manual_seed(0)
     mask = builders.varlen(doc_lengths=list(LENGTHS), causal=True)
-    for dim, dim_v in DIMS:
-        for options in ({}, {"softcap": 20.0}, {"deterministic": True}):
-            q, k, v = (
-                torch.randn(sum(LENGTHS), heads, d, device="cuda").bfloat16().requires_grad_()
-                for heads, d in ((4, dim), (2, dim), (2, dim_v))
-            )
-            out, _ = slice_attention(q, k, v, mask, impl="ffa", return_max_logits=True, **options)
-            out.backward(torch.randn_like(out))
-            assert all(bool(t.grad.isfinite().all()) for t in (q, k, v))
+    for (dim, dim_v), (heads_q, heads_kv, dtype, options) in itertools.product(DIMS, CASES):
+        shapes = ((heads_q, dim), (heads_kv, dim), (heads_kv, dim_v))
+        q, k, v = (torch.randn(sum(LENGTHS), *s, device="cuda").to(dtype).requires_grad_() for s in shapes)
+        sink = torch.randn(2, heads_q, device="cuda").requires_grad_()
+        out, meta = slice_attention(q, k, v, mask, sink=sink, impl="ffa", return_max_logits=True, **options)
+        dout = torch.randn_like(out)
+        out.backward(dout)
+        assert all(bool(t.grad.isfinite().all()) for t in (q, k, v, sink))
+        add_to_results(q, k, v, mask, out, meta.lse, dout, options)
     torch.cuda.synchronize()
     print("computed")
+
+
+def add_to_results(q, k, v, mask, out, lse, dout, options) -> None:
+    """The passes as stages of distributed attention use them: results and fp32 gradients are added to."""
+    wide, lse = out.detach().float(), lse.clone()
+    slice_attention_forward(q, k, v, mask.bands, out=wide, lse=lse, impl="ffa", **options)
+    grads = {f"d{name}": torch.zeros_like(t, dtype=torch.float32) for name, t in (("q", q), ("k", k), ("v", v))}
+    delta = row_delta(dout, out.detach(), "ffa")
+    slice_attention_backward(dout, q, k, v, lse, delta, mask.bands, impl="ffa", **grads, **options)
+    assert all(bool(t.isfinite().all()) for t in (wide, lse, *grads.values()))
 
 
 if __name__ == "__main__":
