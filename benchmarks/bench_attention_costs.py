@@ -10,7 +10,10 @@ Usage: python benchmarks/bench_attention_costs.py --lengths 8192 32768 --csv cos
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -130,6 +133,31 @@ def first_use() -> Iterator[Row]:
             yield what, Path(source).stem, 0, time.perf_counter() - begin, "s", limit
 
 
+FIRST_STEP = """
+import time
+import torch
+from megatron_magi.mask import builders
+from megatron_magi.ops.slice_attention import slice_attention
+
+q, k, v = (torch.randn(1024, heads, 128, device="cuda").bfloat16().requires_grad_() for heads in (8, 2, 2))
+mask = builders.causal(1024)
+torch.cuda.synchronize()
+begin = time.perf_counter()
+slice_attention(q, k, v, mask, impl="ffa")[0].sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - begin)
+"""
+
+
+def first_step() -> Iterator[Row]:
+    """A forward and a backward, the first of a process: kernels are compiled or found, and loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"MAGI_ATTENTION_WORKSPACE_BASE": folder}
+        for what, limit in (("first step, compiled", 60.0), ("first step, cached", float("nan"))):
+            said = subprocess.run([sys.executable, "-c", FIRST_STEP], env=env, check=True, capture_output=True).stdout
+            yield what, "causal", 1024, float(said.split()[-1]), "s", limit
+
+
 def _path(source: str) -> Path:
     return hopper_build.source_root() / source
 
@@ -150,6 +178,7 @@ def main() -> None:
             print(f"{quantity:<42} {mask:>14} {length:>7} {value:>9.3f} {unit:<8} limit {limit:.3f}", flush=True)
 
     add(first_use())
+    add(first_step())
     add(host_times())
     add(iter([new_mask_time()]))
     add(memory(max(args.lengths)))
