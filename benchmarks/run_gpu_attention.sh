@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks the Hopper kernels and measures them, on a machine with a Hopper GPU, in less than ten minutes.
 #   [OUT=results_folder] [BENCH="--masks ... --lengths ..."] [TESTS="tests/ops/..."] bash benchmarks/run_gpu_attention.sh
-# Writes attention_tests.txt, what compute-sanitizer finds where it is there, attention.csv, its charts and what was printed. Each part has its own time limit: a kernel
+# Writes gpu_tests.csv, what compute-sanitizer finds where it is there, attention.csv, its charts and what was printed. Each part has its own time limit: a kernel
 # that hangs is killed, and does not cost the other part. Empty TESTS: only measure. Peers take part where PYTHONPATH
 # has them; what they compile is kept in the temporary folder for the next run.
 set -uo pipefail
@@ -27,8 +27,10 @@ costs=tests/ops/test_ffa_resources.py # times of the host: alone
 # shellcheck disable=SC2086  (several folders, several arguments)
 if [ -n "$TESTS" ]; then
   LINES_SHOWN=40 part attention_tests "${TESTS_S:-270}" \
-    "$PYTHON" -m pytest -m gpu $TESTS -n "${TEST_PROCESSES:-8}" --ignore $costs -q --no-header -p no:cacheprovider
-  LINES_SHOWN=40 part attention_test_costs 60 "$PYTHON" -m pytest -m gpu $costs -q --no-header -p no:cacheprovider
+    "$PYTHON" benchmarks/record_tests.py --csv "$OUT/gpu_tests.csv" -- -m gpu $TESTS --ignore $costs \
+    -n "${TEST_PROCESSES:-8}" -q --no-header -p no:cacheprovider
+  LINES_SHOWN=40 part attention_test_costs 60 \
+    "$PYTHON" benchmarks/record_tests.py --csv "$OUT/gpu_test_costs.csv" -- -m gpu $costs -q --no-header -p no:cacheprovider
 fi
 if command -v compute-sanitizer >/dev/null; then
   LINES_SHOWN=5 part attention_memcheck "${SANITIZE_S:-180}" \

@@ -1,0 +1,26 @@
+"""The record of a test run."""
+
+from __future__ import annotations
+
+import record_tests
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.ops.test_b" name="x[1]" time="1.26"/>
+<testcase classname="tests.ops.test_b" name="x[2]" time="0.5"><failure>assert</failure></testcase>
+<testcase classname="tests.ops.test_b" name="y" time="0.1"><skipped/></testcase>
+<testcase classname="tests.ops.test_a" name="z" time="2"><error>fixture</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_outcomes_are_counted_by_file():
+    assert record_tests.count(REPORT) == [("ops.test_a", 0, 1, 0, 2.0), ("ops.test_b", 1, 1, 1, 1.9)]
+
+
+def test_a_run_is_written_down_with_where_it_comes_from(tmp_path, monkeypatch):
+    path = tmp_path / "tests.csv"
+    monkeypatch.setattr("sys.argv", ["record_tests.py", "--csv", str(path), "--", "tests/test_lru.py", "-q"])
+    assert record_tests.main() == 0
+    *notes, header, row = path.read_text().splitlines()
+    assert [note.split(":")[0] for note in notes] == ["# command", "# commit", "# device", "# software", "# date"]
+    assert header == "file,passed,failed,skipped,seconds"
+    assert row.startswith("test_lru,") and ",0,0," in row
