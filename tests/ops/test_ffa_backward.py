@@ -15,6 +15,7 @@ from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import slice_attention
 from tests.ops.ffa_cases import (
+    FREE,
     MASKS,
     Inputs,
     assert_as_good,
@@ -26,6 +27,7 @@ from tests.ops.ffa_cases import (
     random_bands,
     run_backward,
     run_forward,
+    table,
     work_in_pairs,
 )
 
@@ -206,6 +208,26 @@ def test_autograd_through_views_of_one_projection_matches_fp64(dims, way, determ
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):
         assert_as_good(name, got, plain.flatten(1), exact.flatten(1))
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_offsets_past_2_to_the_31_reach_their_place(way):
+    """300,000 rows of 64 heads: the last rows of q, dout and dq, and most sums of dq, lie past 2^31 elements."""
+    num, part = 300_000, 500
+    q, dout = (torch.randn(num, 64, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(num, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bands = table([[a, a + part, a, a + part, -FREE, 1] for a in (0, num - part)])
+    x = Inputs(q, k, v, dout, bands, AttnOptions(128**-0.5))
+    grads = run_backward(x, *run_forward(x)[:2])
+    for a in (0, num - part):
+        cut = slice(a, a + part)
+        piece = Inputs(q[cut], k[cut], v[cut], dout[cut], table([[0, part, 0, part, -FREE, 1]]), x.options)
+        for name, got, plain, exact in zip(
+            ("dq", "dk", "dv"), grads, plain_attention(piece)[1:], exact_backward(piece), strict=True
+        ):
+            assert_as_good(name, got[cut], plain, exact)
+    for got in grads:
+        assert not bool(got[part : num - part].any())
 
 
 def test_a_thread_that_never_used_the_device_can_launch():
