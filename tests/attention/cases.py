@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
+from megatron_magi.mask.builders import block_causal
 from megatron_magi.mask.dense import dense_mask
 
 
@@ -81,6 +83,20 @@ def variants() -> list[Case]:
     return cases
 
 
+def hopper_variants() -> list[Case]:
+    """What the Hopper kernels are tried with: each mask with each degree of overlap, both head dims, every option."""
+    masks = (documents([700, 1, 0, 300, 64, 37, 511]), window(1500, 200), block_causal(1400, 150))
+    options = ({}, {"num_sinks": 4}, {"softcap": 2.0}, {"num_sinks": 2, "sink_layout": "ssh", "softcap": 5.0})
+    cases = []
+    for i, (mask, degree, dim) in enumerate(itertools.product(masks, (0, 1, 2), (64, 128))):
+        overlap = OverlapConfig(degree=degree, hide_tail_reduce=i % 5 == 4)
+        config = MagiConfig(overlap=overlap, attend=AttendConfig(impl="ffa"))
+        heads = ((8, 2), (8, 1), (9, 3))[(i + i // 6) % 3]
+        shape = {"num_heads_q": heads[0], "num_heads_kv": heads[1], "head_dim": dim, "head_dim_v": dim}
+        cases.append(Case(mask, config, **shape, **options[(i + i // 2) % 4], dtype=torch.bfloat16, seed=i))
+    return cases
+
+
 def _config(degree: int | None, hide_tail_reduce: bool = False, uneven: bool = False, seed: int = 0) -> MagiConfig:
     algorithm = ("affinity", "min_heap", "sorted_sequential", "sequential")[seed % 4]
     chunk_size = 1 if uneven else None
@@ -113,14 +129,14 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
 
 
 def dense_attention(case: Case, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """out, lse and gradients of plain masked softmax attention, by autograd, in fp64."""
+    """out, lse and gradients of plain masked softmax attention, by autograd, in the dtype of x."""
     leaves = {name: t.clone().requires_grad_(True) for name, t in x.items() if name != "dout"}
     group = case.num_heads_q // case.num_heads_kv
     k, v = leaves["k"].repeat_interleave(group, dim=1), leaves["v"].repeat_interleave(group, dim=1)
     logits = torch.einsum("qhd,khd->hqk", leaves["q"], k) * case.head_dim**-0.5
     if case.softcap:
         logits = case.softcap * torch.tanh(logits / case.softcap)
-    visible = torch.from_numpy(dense_mask(case.mask))
+    visible = torch.from_numpy(dense_mask(case.mask)).to(x["q"].device)
     weight = torch.where(visible, logits, -torch.inf)
     n = case.mask.total_seqlen_q
     terms = [weight]

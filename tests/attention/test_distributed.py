@@ -14,13 +14,18 @@ import torch.distributed as dist
 from megatron_magi.attention import distributed_attention
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.options import AttnOptions
+from megatron_magi.ops.slice_attention import resolve_impl
 from megatron_magi.plan import Plan, make_plan
 from tests.attention import cases as cs
+from tests.ops.ffa_cases import Inputs, assert_as_good, plain_attention
 
 
 def run_case(case: cs.Case, cp_rank: int, plan: Plan, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """This rank's part of forward and backward, on the CPU again; padding rows hold NaN."""
+    """This rank's part of forward and backward, on the CPU again; padding rows hold NaN, or what the kernels allow."""
     x = cs.inputs(case)
+    padding = 100.0 if case.config.attend.impl == "ffa" else torch.nan
     index = torch.from_numpy(plan.dispatch.global_index(cp_rank))
     real = index < case.mask.total_seqlen_q
     local: dict[str, torch.Tensor] = {}
@@ -28,7 +33,7 @@ def run_case(case: cs.Case, cp_rank: int, plan: Plan, device: str = "cpu") -> di
         if name == "sink" and case.sink_layout == "sh":
             local[name] = t.to(device, case.dtype)
             continue
-        garbage = 0.0 if name in ("dout", "sink") else torch.nan
+        garbage = 0.0 if name in ("dout", "sink") else padding
         rows = torch.full((len(index), *t.shape[1:]), garbage, dtype=case.dtype)
         rows[real] = t[index[real]].to(case.dtype)
         local[name] = rows.to(device)
@@ -120,6 +125,35 @@ def test_nccl_equals_dense_attention_within_the_error_of_one_device(ranks, dtype
             budget = 2 * (rounded[name][finite] - value[finite]).abs().max() + 8 * unit + 1e-12 if finite.any() else 0
             error = (found[name].double()[finite] - value[finite]).abs().max() if finite.any() else 0
             assert error <= budget, (i, name, float(error), float(budget))
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.ranks(2)
+def test_hopper_kernels_on_several_ranks_err_at_most_twice_as_much_as_plain_torch(ranks) -> None:
+    num_ranks, todo = min(4, torch.cuda.device_count()), cs.hopper_variants()
+    results = ranks(num_ranks, run_all_cases_on_gpus, todo, backend="nccl", timeout_s=240.0)
+    for i, case in enumerate(todo):
+        found = gather(case, [r[i] for r in results])
+        x = {name: t.to("cuda", case.dtype) for name, t in cs.inputs(case).items()}
+        exact = cs.dense_attention(case, {name: t.double() for name, t in x.items()})
+        options = AttnOptions(case.head_dim**-0.5, case.softcap)
+        plain = plain_attention(Inputs(x["q"], x["k"], x["v"], x["dout"], case.mask.bands, options), x.get("sink"))
+        for name, value in zip(("out", "dq", "dk", "dv", "dsink"), plain, strict=False):
+            assert_as_good(f"case {i} {name}", found[name].to("cuda"), value, exact[name])
+        for name in ("lse", "max_logits"):
+            torch.testing.assert_close(found[name].double(), exact[name].cpu(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_hopper_gpu_its_kernels_are_the_default(dtype) -> None:
+    for case in cs.hopper_variants():
+        q = torch.empty(1, case.num_heads_q, case.head_dim, device="cuda", dtype=dtype)
+        v = torch.empty(1, case.num_heads_kv, case.head_dim_v, device="cuda", dtype=dtype)
+        assert resolve_impl("auto", q, v) is resolve_impl("ffa", q, v) is hopper
+        assert resolve_impl("auto", q.float(), v.float()) is not hopper
 
 
 def test_low_precision_error_is_at_most_twice_that_of_one_device(ranks) -> None:

@@ -140,16 +140,22 @@ def run_backward(x: Inputs, out, lse, *, grads=None, grad_dtype=None):
     return grads
 
 
-def plain_attention(x: Inputs):
-    """``(out, dq, dk, dv)`` by torch operations in the dtype of q: how far rounding alone goes."""
-    leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
+def plain_attention(x: Inputs, sinks=None):
+    """``(out, dq, dk, dv)`` by torch operations in the dtype of q: how far rounding alone goes.
+
+    With ``sinks``, ``[num_sinks, num_heads_q]`` or ``[num_rows, num_sinks, num_heads_q]``, also their gradient.
+    """
+    leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v, *(() if sinks is None else (sinks,)))]
     repeats = x.q.shape[1] // x.k.shape[1]
-    q, k, v = leaves[0].transpose(0, 1), *(t.repeat_interleave(repeats, 1).transpose(0, 1) for t in leaves[1:])
+    q, k, v = leaves[0].transpose(0, 1), *(t.repeat_interleave(repeats, 1).transpose(0, 1) for t in leaves[1:3])
     logits = (q @ k.transpose(1, 2)) * x.options.softmax_scale
     if x.options.softcap:
         logits = torch.tanh(logits / x.options.softcap) * x.options.softcap
     hidden = ~x.visible
-    p = torch.softmax(logits.masked_fill(hidden, -1e4).float(), -1).masked_fill(hidden, 0).to(x.q.dtype)
+    terms = [logits.masked_fill(hidden, -1e4).float()]
+    if sinks is not None:
+        terms.append(leaves[3].float().expand(q.shape[1], -1, -1).permute(2, 0, 1))
+    p = torch.softmax(torch.cat(terms, -1), -1)[..., : k.shape[1]].masked_fill(hidden, 0).to(x.q.dtype)
     out = (p @ v).transpose(0, 1)
     return out, *torch.autograd.grad(out, leaves, x.dout)
 
