@@ -140,10 +140,12 @@ def run_backward(x: Inputs, out, lse, *, grads=None, grad_dtype=None):
     return grads
 
 
-def plain_attention(x: Inputs, sinks=None):
+def plain_attention(x: Inputs, sinks=None, *, from_out: bool = False):
     """``(out, dq, dk, dv)`` by torch operations in the dtype of q: how far rounding alone goes.
 
     With ``sinks``, ``[num_sinks, num_heads_q]`` or ``[num_rows, num_sinks, num_heads_q]``, also their gradient.
+    ``from_out``: the backward knows of the forward its rounded output only, as one without a row of probabilities at
+    hand does. The other way errors cancel where a sink and one key share a row.
     """
     leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v, *(() if sinks is None else (sinks,)))]
     repeats = x.q.shape[1] // x.k.shape[1]
@@ -155,9 +157,15 @@ def plain_attention(x: Inputs, sinks=None):
     terms = [logits.masked_fill(hidden, -1e4).float()]
     if sinks is not None:
         terms.append(leaves[3].float().expand(q.shape[1], -1, -1).permute(2, 0, 1))
-    p = torch.softmax(torch.cat(terms, -1), -1)[..., : k.shape[1]].masked_fill(hidden, 0).to(x.q.dtype)
-    out = (p @ v).transpose(0, 1)
-    return out, *torch.autograd.grad(out, leaves, x.dout)
+    terms = torch.cat(terms, -1)
+    p = torch.exp(terms - terms.detach().logsumexp(-1, keepdim=True)) if from_out else torch.softmax(terms, -1)
+    keys = p[..., : k.shape[1]].masked_fill(hidden, 0)
+    out = (keys.to(x.q.dtype) @ v).transpose(0, 1)
+    if not from_out:
+        return out, *torch.autograd.grad(out, leaves, x.dout)
+    mass = keys.sum(-1) + p[..., k.shape[1] :].sum(-1)
+    delta = (x.dout.float() * out.detach().float()).sum(-1)
+    return out, *torch.autograd.grad([out, mass.t()], leaves, [x.dout, -delta])
 
 
 def assert_as_good(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
