@@ -12,7 +12,7 @@ from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.options import make_options
 from tests.ops.ffa_cases import Inputs, assert_as_good, plain_attention
-from tests.ops.naive import Case, masks
+from tests.ops.naive import Case, masks, packed_causal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -66,3 +66,20 @@ def check(case: Case) -> None:
 )
 def test_random_masks_and_options_match_fp64(dims, dtype, mask, heads, softcap, sink, seed):
     check(Case(mask, *heads, *dims, softcap=softcap, sink=sink, dtype=dtype, device="cuda", seed=seed))
+
+
+@pytest.mark.parametrize("dims", hopper_kernels.BACKWARD_DIMS, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_flags_of_other_kernels_change_no_bit(deterministic, dims):
+    case = Case(packed_causal([300, 7, 450, 63]), 2, 4, *dims, sink="sh", dtype=torch.bfloat16, device="cuda")
+    plain = call(case, slices_of(case.mask), deterministic=deterministic)
+    names = (
+        "disable_fwd_atomic_reduction disable_bwd_dkv_atomic_reduction auto_range_merge swap_ab pack_gqa cat_gqa "
+        "sparse_load swap_bwd_qk_loop"
+    )
+    flags = dict.fromkeys(names.split(), True)
+    flags |= {"ref_block_size": (64, 128), "max_seqlen_q": 5, "max_seqlen_k": 7, "sm_margin": 8}
+    flagged = call(case, slices_of(case.mask), deterministic=deterministic, **flags)
+    # Sums in memory have no order but where that was asked for.
+    for name in plain if deterministic else ("out", "lse", "max_logits"):
+        assert torch.equal(plain[name], flagged[name]), name
