@@ -29,7 +29,8 @@ def has_kernels(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], 
 def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> None:
     """Raises ValueError, naming what would work, unless kernels for these tensors exist."""
     if not _is_hopper(q.device):
-        where = q.device.type if q.device.type != "cuda" else torch.cuda.get_device_name(q.device)
+        there = q.device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
+        where = torch.cuda.get_device_name(q.device) if there else q.device.type
         raise ValueError(f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'")
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"q: impl 'ffa' takes bf16 and fp16, got {q.dtype}; use impl 'torch'")
@@ -40,7 +41,8 @@ def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int]
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return is_there and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
