@@ -47,7 +47,7 @@ struct Loader {
       barrier_expect_bytes(bar, kBytesRows);
       load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
       load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row, head, bar);
-      if (p.tile_rows == kPairRows)
+      if (in_pairs(p))
         ++head;
       else
         row += kRows;
@@ -102,7 +102,7 @@ struct Consumer {
         s(s),
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
-        row((p.tile_rows == kPairRows ? 0 : warpgroup * kRows) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
+        row((in_pairs(p) ? 0 : warpgroup * kRows) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
 
   DEVICE void take_turn() const {
     if (kTurns) named_sync(1 + warpgroup, 256);
@@ -111,9 +111,7 @@ struct Consumer {
     if (kTurns) named_arrive(2 - warpgroup, 256);
   }
 
-  DEVICE int head_of(const BlockInfo& item) const {
-    return (item.head_rows & 0xffff) + (p.tile_rows == kPairRows ? warpgroup : 0);
-  }
+  DEVICE int head_of(const BlockInfo& item) const { return (item.head_rows & 0xffff) + (in_pairs(p) ? warpgroup : 0); }
 
   DEVICE void load_stats(const BlockInfo& of) {
     const i64 from = static_cast<i64>(head_of(of)) * p.stats_row + of.first_row + row;

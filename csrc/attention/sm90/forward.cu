@@ -70,7 +70,7 @@ struct Loader {
       barrier_wait(smem_address(&s.q_empty[w]), q_parity);
       barrier_expect_bytes(bar, kBytesQ);
       load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
-      if (p.tile_rows == kPairRows)
+      if (in_pairs(p))
         ++head;
       else
         row += kRows;
@@ -276,7 +276,7 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
 
 DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
-  const bool pairs = p.tile_rows == kPairRows;
+  const bool pairs = in_pairs(p);
   const int row = (pairs ? 0 : warpgroup * kRows) + (thread / 32) * 16 + lane / 4;
   const u32 my_turn = 1 + warpgroup, other_turn = 2 - warpgroup;
   if (warpgroup == 1) named_arrive(other_turn, 256);

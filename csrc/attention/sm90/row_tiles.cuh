@@ -6,7 +6,11 @@
 #include "tiles.cuh"
 
 // A tile is 128 rows, a warpgroup 64 of them; or 64 rows, a warpgroup one of two heads that share their keys.
-constexpr int kTileRows = 128, kPairRows = 64;
+constexpr int kTileRows = 128;
+template <typename Params>
+DEVICE bool in_pairs(const Params& p) {
+  return p.tile_rows == kTileRows / 2;
+}
 
 // What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
 enum : int {
@@ -57,7 +61,7 @@ DEVICE void scout(const Params& p, PassBoard& board) {
     board.pass[slot.index][0] = range;
     board.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
     ++pass;
-    const int heads_before = p.tile_rows == kPairRows ? item_head(item) : 0;  // of as many pairs another head each
+    const int heads_before = in_pairs(p) ? item_head(item) : 0;  // of as many pairs another head each
     board.pass[slot.index][2] = make_int4(item.x, item.y + heads_before, first ? index : -1, pass >= item.w);
     barrier_arrive(smem_address(&board.full[slot.index]));
     slot.advance();
