@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs: training parity and the long batch, all GPU tests, overlap, the demo; and, unless ATTENTION is
-# empty, run_gpu_attention.sh with its settings.
+# Everything that needs GPUs: training parity and the long batch, all GPU tests, overlap, the demo; and, unless ATTENTION
+# is empty, run_gpu_attention.sh with its settings.
 #   OUT=results_folder [ATTENTION=] bash benchmarks/run_gpu.sh
 # Each part has its own time limit, so that one that hangs does not cost the others.
 set -uo pipefail

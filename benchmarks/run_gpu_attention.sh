@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Checks the Hopper kernels and measures them, on a machine with a Hopper GPU, in less than ten minutes.
 #   [OUT=results_folder] [BENCH="--masks ... --lengths ..."] [TESTS="tests/ops/..."] bash benchmarks/run_gpu_attention.sh
-# Writes gpu_tests.csv, what compute-sanitizer finds where it is there, attention.csv, its charts and what was printed. Each part has its own time limit: a kernel
-# that hangs is killed, and does not cost the other part. Empty TESTS: only measure. Peers take part where PYTHONPATH
-# has them; what they compile is kept in the temporary folder for the next run.
+# Writes gpu_tests.csv, what compute-sanitizer finds where it is there, attention.csv, its charts and what was printed.
+# Each part has its own time limit: a kernel that hangs is killed, and does not cost the other part. Empty TESTS: only
+# measure. Peers take part where PYTHONPATH has them; what they compile is kept in the temporary folder for the next run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 OUT=${OUT:-benchmarks/results}

@@ -208,6 +208,7 @@ def test_a_kernel_is_compiled_once_by_many_processes(tmp_path):
     said = [process.communicate(timeout=120)[0].split() for process in processes]
     assert sorted(count for count, *_ in said) == ["0", "0", "0", "1"]
     assert len({digest for _, digest, _ in said}) == 1
+    assert {has_torch for *_, has_torch in said} == {"False"}
 
 
 def test_without_a_folder_to_write_to_kernels_are_compiled_for_the_process(tmp_path, monkeypatch, caplog) -> None:
