@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.ops.frozen import FrozenMemo
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_checked: dict[int, tuple[weakref.ref, int, int]] = {}
-"""Tables of bands that nothing can change, by identity, with numbers of queries and keys that they lie inside."""
+_checked: FrozenMemo[tuple[int, int]] = FrozenMemo()
+"""Numbers of queries and keys that tables of bands are known to lie inside."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def check_sink(sink: Tensor, q: Tensor) -> None:
 
 def check_bands(bands: np.ndarray, num_rows: int, num_keys: int) -> np.ndarray:
     """The table, if it lies inside ``num_rows`` x ``num_keys``; else ValueError."""
-    table, rows, keys = _checked.get(id(bands), (lambda: None, 0, 0))
-    if table() is bands and not bands.flags.writeable and rows <= num_rows and keys <= num_keys:
+    known = _checked.get(bands)
+    if known is not None and known[0] <= num_rows and known[1] <= num_keys:
         return bands
     if not isinstance(bands, np.ndarray) or bands.ndim != 2 or bands.shape[1] != bd.NUM_COLUMNS:
         got = list(bands.shape) if hasattr(bands, "shape") else type(bands).__name__
@@ -124,7 +124,5 @@ def check_bands(bands: np.ndarray, num_rows: int, num_keys: int) -> np.ndarray:
             raise ValueError(
                 f"bands: {what} of band {i}, [{bands[i, lo]}, {bands[i, hi]}), are not a range in [0, {total})"
             )
-    if not bands.flags.writeable and bands.base is None:
-        key = id(bands)
-        _checked[key] = weakref.ref(bands, lambda _: _checked.pop(key, None)), num_rows, num_keys
+    _checked.put(bands, (num_rows, num_keys))
     return bands

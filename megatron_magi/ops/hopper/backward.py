@@ -26,6 +26,7 @@ from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
     grid_size,
+    in_dtype,
     loadable,
     num_processors,
     work_counter,
@@ -74,7 +75,7 @@ def backward(
         return
     dims = (q.shape[2], v.shape[2])
     check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
-    q, k, v, dout = map(loadable, (q, k, v, dout if dout.dtype == q.dtype else dout.to(q.dtype)))
+    q, k, v, dout = map(loadable, (q, k, v, in_dtype(dout, q.dtype)))
     stream = torch.cuda.current_stream(q.device).cuda_stream
     whole = dims in hopper_kernels.WHOLE_DIMS
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]

@@ -11,7 +11,7 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import FinishKeysParams, FinishParams, PrepareParams, RowDeltaParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import loadable
+from megatron_magi.ops.hopper.support import in_dtype, loadable
 
 _FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
@@ -51,7 +51,7 @@ def new_floats(count: int, device: torch.device) -> Floats:
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``, of bf16 or fp16 tensors on a GPU."""
     num_rows, num_heads, head_dim = out.shape
-    dout, out = loadable(dout if dout.dtype == out.dtype else dout.to(out.dtype)), loadable(out)
+    dout, out = loadable(in_dtype(dout, out.dtype)), loadable(out)
     delta = torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
     if not delta.numel():
         return delta
@@ -84,7 +84,7 @@ def row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Floats, ...
     stats_row = padded(num_rows, block)
     memory = torch.empty(2 * num_heads * stats_row, dtype=torch.float32, device=device)
     stats = RowStats(memory.data_ptr(), memory.data_ptr() + 4 * num_heads * stats_row, stats_row, memory)
-    lse, delta = (t if t.dtype == torch.float32 else t.to(torch.float32) for t in (lse, delta))
+    lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
 
     def make() -> Launch:
         params = PrepareParams(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.ops.frozen import FrozenMemo
 from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.tiles import TilePlan
@@ -22,7 +22,7 @@ from megatron_magi.ops.hopper.tiles import TilePlan
 _MAX_PLANS = 256
 _SHORT_ROWS = 4096  # of a document, on average; see docs/measured_facts.md
 _plans: OrderedDict[tuple, DevicePlan] = OrderedDict()
-_digests: dict[int, tuple[weakref.ref, bytes]] = {}
+_digests: FrozenMemo[bytes] = FrozenMemo()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +83,10 @@ class DeviceSchedule:
 
 def content_digest(bands: np.ndarray) -> bytes:
     """Digest of a table; remembered for tables that cannot be written to."""
-    known = _digests.get(id(bands))
-    if known is not None and known[0]() is bands:
-        return known[1]
-    digest = hashlib.blake2b(np.ascontiguousarray(bands).tobytes(), digest_size=16).digest()
-    if not bands.flags.writeable and bands.base is None:
-        key = id(bands)
-        _digests[key] = (weakref.ref(bands, lambda _: _digests.pop(key, None)), digest)
+    digest = _digests.get(bands)
+    if digest is None:
+        digest = hashlib.blake2b(np.ascontiguousarray(bands).tobytes(), digest_size=16).digest()
+        _digests.put(bands, digest)
     return digest
 
 

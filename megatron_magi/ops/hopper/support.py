@@ -12,6 +12,7 @@ from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.hopper.tiles import SUB_ROWS
 
 LOG2_E = 1.4426950408889634
+_DTYPES = (torch.bfloat16, torch.float16)
 _L2_BYTES = 24 << 20
 """What stays in the L2 cache of what processors read at different times."""
 
@@ -21,22 +22,32 @@ def loadable(t: Tensor) -> Tensor:
     return t if fits_tensor_map(t) else t.clone(memory_format=torch.contiguous_format)
 
 
+def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype; one that has it costs the host nothing."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def has_kernels(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> bool:
     """Whether kernels for tensors like q, with these head dims, exist."""
-    return dims in known and q.dtype in (torch.bfloat16, torch.float16) and _is_hopper(q.device)
+    return dims in known and q.dtype in _DTYPES and _is_hopper(q.device)
 
 
 def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> None:
     """Raises ValueError, naming what would work, unless kernels for these tensors exist."""
-    if not _is_hopper(q.device):
-        there = q.device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
-        where = torch.cuda.get_device_name(q.device) if there else q.device.type
-        raise ValueError(f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'")
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"q: impl 'ffa' takes bf16 and fp16, got {q.dtype}; use impl 'torch'")
-    if dims not in known:
-        text = ", ".join(f"{a}/{b}" for a, b in known)
-        raise ValueError(f"q, v: impl 'ffa' takes head dims {text} (qk/v), got {dims[0]}/{dims[1]}; use impl 'torch'")
+    if not has_kernels(q, dims, known):
+        raise ValueError(why_not(q.device, q.dtype, dims, known))
+
+
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> str:
+    """What keeps such tensors, for which there are no kernels, from having them, and what would work."""
+    if not _is_hopper(device):
+        there = device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
+        where = torch.cuda.get_device_name(device) if there else device.type
+        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'"
+    if dtype not in _DTYPES:
+        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use impl 'torch'"
+    text = ", ".join(f"{a}/{b}" for a, b in known)
+    return f"q, v: impl 'ffa' takes head dims {text} (qk/v), got {dims[0]}/{dims[1]}; use impl 'torch'"
 
 
 @cache

@@ -26,8 +26,10 @@ from megatron_magi.ops.hopper.support import (
     check_support,
     grid_size,
     has_kernels,
+    in_dtype,
     loadable,
     row_work,
+    why_not,
     work_counter,
 )
 from megatron_magi.ops.options import AttnOptions
@@ -66,7 +68,7 @@ def forward(
         bands = bands[:0]
     direct = out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out)
     target = out if direct else out.to(torch.float32).contiguous()
-    target_lse = lse if lse.dtype == torch.float32 else lse.to(torch.float32)
+    target_lse = in_dtype(lse, torch.float32)
     if sink_lse is not None:
         sink_lse = sink_lse.to(torch.float32).expand(num_rows, num_heads)
     stream = torch.cuda.current_stream(q.device).cuda_stream
@@ -100,15 +102,13 @@ def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
 
 def say_why_not(q: Tensor, v: Tensor) -> None:
     """Logs why tensors on a GPU are left to a slower implementation, each reason once."""
-    try:
-        check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
-    except ValueError as reason:
-        _warn_once(f"attention falls back to the blocked implementation, which is slower: {reason}")
+    _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
 
 
 @cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
+def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    reason = why_not(device, dtype, dims, hopper_kernels.BACKWARD_DIMS)
+    logger.warning("attention falls back to the blocked implementation, which is slower: %s", reason)
 
 
 def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_lse, stream: int) -> Launch:

@@ -1,0 +1,26 @@
+"""What is known of arrays that nothing can change: remembered for as long as they live."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+
+
+class FrozenMemo[V]:
+    """One value for an array, by its identity, if it owns its memory and cannot be written to."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref, V]] = {}
+
+    def get(self, array: np.ndarray) -> V | None:
+        """The value of the array, None where none is known."""
+        known = self._known.get(id(array))
+        return known[1] if known is not None and known[0]() is array and not array.flags.writeable else None
+
+    def put(self, array: np.ndarray, value: V) -> None:
+        """Remembers the value, unless the array may change."""
+        if array.flags.writeable or array.base is not None:
+            return
+        key = id(array)
+        self._known[key] = weakref.ref(array, lambda _: self._known.pop(key, None)), value
