@@ -278,16 +278,26 @@ def test_autocast_changes_no_bit_of_either_pass(impl):
         assert plain.dtype == cast.dtype and torch.equal(plain, cast)
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize(
+    ("impl", "device", "dim", "dtype"),
+    [
+        ("reference", "cpu", 4, torch.float64),
+        ("torch", "cpu", 4, torch.float64),
+        pytest.param("ffa", "cuda", 64, torch.bfloat16, marks=[pytest.mark.gpu, pytest.mark.sm90]),
+        pytest.param("ffa", "cuda", 256, torch.float16, marks=[pytest.mark.gpu, pytest.mark.sm90]),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("per_row", [False, True])
-def test_an_infinite_sink_takes_everything(impl, per_row):
+def test_an_infinite_sink_takes_everything(impl, device, dim, dtype, deterministic, per_row):
     gen = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(6, 2, 4, generator=gen, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(6, 2, dim, generator=gen, dtype=torch.float64) for _ in range(3))
+    q, k, v = (t.to(device, dtype).requires_grad_() for t in (q, k, v))
     mask = AttnMask([(0, 4, 0, 4, 1)], 6)
     # The first head has an infinite sink beside a finite one.
-    sink = torch.tensor([[torch.inf, 0.5], [1.0, 0.2]], dtype=torch.float64)
+    sink = torch.tensor([[torch.inf, 0.5], [1.0, 0.2]], dtype=torch.float64, device=device)
     sink = (sink.expand(6, 2, 2) if per_row else sink).clone().requires_grad_()
-    out, meta = slice_attention(q, k, v, mask, sink=sink, softcap=5.0, impl=impl)
+    out, meta = slice_attention(q, k, v, mask, sink=sink, softcap=5.0, deterministic=deterministic, impl=impl)
     assert not out[:, 0].any() and (meta.lse[:, 0] == torch.inf).all()
     grads = torch.autograd.grad(out.square().sum() + out.sum(), [q, k, v, sink])
     assert all(g.isfinite().all() for g in grads)

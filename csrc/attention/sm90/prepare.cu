@@ -29,8 +29,9 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
     float2 v = make_float2(0.f, 0.f);
     if (row < p.num_rows && head < p.num_heads) {
       const float lse = p.lse[row * p.lse_row + head * p.lse_head];
-      // A row without keys, or garbage: any finite value gives exp(-inf) = 0.
-      v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : 0.f;
+      // A row without keys, or garbage: any finite value gives exp(-inf) = 0. Infinite, by a sink: its keys weigh
+      // nothing.
+      v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : lse > 0.f ? __int_as_float(0x7f800000) : 0.f;
       v.y = -p.delta[row * p.delta_row + head * p.delta_head];
     }
     tile[i][x] = v;

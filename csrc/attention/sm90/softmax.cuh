@@ -43,14 +43,17 @@ DEVICE void apply_softcap(float (&s)[N], float factor) {
   for (int i = 0; i < N; ++i) s[i] = tanh_exact(s[i] * factor);
 }
 
-// log(exp(a) + exp(b)), -inf where both are.
+// log(exp(a) + exp(b)): -inf where both are, inf where one is, as an infinite sink makes it.
 DEVICE float log_add(float a, float b) {
   const float top = fmaxf(a, b);
-  if (top == -kInfinity) return top;
+  if (top == -kInfinity || top == kInfinity) return top;
   return top + kLn2 * log2_fast(exp2_fast((a - top) * kLog2e) + exp2_fast((b - top) * kLog2e));
 }
 
-DEVICE float weight(float part, float total) { return part == -kInfinity ? 0.f : exp2_fast((part - total) * kLog2e); }
+DEVICE float weight(float part, float total) {
+  if (part == -kInfinity) return 0.f;
+  return part == total ? 1.f : exp2_fast((part - total) * kLog2e);  // inf - inf is none
+}
 
 DEVICE void atomic_max_logit(float* address, float value) {
   // Positive floats order like integers, negative ones like unsigned integers reversed.
