@@ -2,7 +2,7 @@
 
 Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256.
 Row statistics and sums are fp32. Values must be finite, also of tokens that nobody sees: what is hidden is multiplied
-by zero. So must sinks be.
+by zero.
 """
 
 from __future__ import annotations
