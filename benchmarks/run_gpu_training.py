@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -41,22 +43,40 @@ def model_args(dtype: str) -> list[str]:
 
 
 def parity(data: Path, work: Path, num_gpus: int) -> list[list]:
-    """Rows of the table, one a run."""
-    rows = []
-    exact: RunResult | None = None
+    """Rows of the table, one a run. Runs go side by side as far as there are GPUs, so speeds are rough."""
+    sizes = sorted({1, min(2, num_gpus), num_gpus})
+    kinds = [("stock", 1), ("magi_dense", 1), *(("magi", size) for size in sizes)]
+    free, freed = list(range(num_gpus)), threading.Condition()
+
+    def run(dtype: str, name: str, cp_size: int) -> RunResult:
+        with freed:
+            freed.wait_for(lambda: len(free) >= cp_size)
+            mine = [free.pop() for _ in range(cp_size)]
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
+        if name == "magi_dense":
+            env["MAGI_ATTENTION_SDPA_BACKEND"] = "1"
+        magi = [] if name == "stock" else ["--attention-backend", "magi"]
+        args = tiny_gpt_args(
+            data, *model_args(dtype), *magi, seq_length=2048, train_iters=20, global_batch_size=4,
+        )  # fmt: skip
+        args += ["--context-parallel-size", str(cp_size)]
+        try:
+            return launch(args, cp_size, env=env, workdir=work / f"{name}_{dtype}_{cp_size}", timeout_s=150)
+        finally:
+            with freed:
+                free.extend(mine)
+                freed.notify_all()
+
+    # Those that take most GPUs last, for they wait for all.
+    todo = sorted(((dtype, *kind) for dtype in ("fp32", "bf16") for kind in kinds), key=lambda job: job[2])
+    with ThreadPoolExecutor(num_gpus) as pool:
+        results = dict(zip(todo, pool.map(lambda job: run(*job), todo), strict=True))
+    exact, rows = results["fp32", "stock", 1], []
     for dtype in ("fp32", "bf16"):
-        stock: RunResult | None = None
-        sizes = sorted({1, min(2, num_gpus), num_gpus})
-        for name, cp_size in [("stock", 1), ("magi_dense", 1), *(("magi", size) for size in sizes)]:
-            magi = [] if name == "stock" else ["--attention-backend", "magi"]
-            env = {"MAGI_ATTENTION_SDPA_BACKEND": "1"} if name == "magi_dense" else {}
-            args = tiny_gpt_args(
-                data, *model_args(dtype), *magi, seq_length=2048, train_iters=20, global_batch_size=4,
-            )  # fmt: skip
-            args += ["--context-parallel-size", str(cp_size)]
-            result = launch(args, cp_size, env=env, workdir=work / f"{name}_{dtype}_{cp_size}", timeout_s=150)
-            stock, exact = stock or result, exact or result
-            budget = FP32_BUDGET if dtype == "fp32" else 2 * difference(stock, exact)
+        stock = results[dtype, "stock", 1]
+        budget = FP32_BUDGET if dtype == "fp32" else 2 * difference(stock, exact)
+        for name, cp_size in kinds:
+            result = results[dtype, name, cp_size]
             compared = [f"{difference(result, exact):.2e}", f"{budget:.2e}", f"{difference(result, stock):.2e}"]
             rows.append(_row(name, dtype, cp_size, result, compared, 2048 * 4))
             _show(rows[-1])
