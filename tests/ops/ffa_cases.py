@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +72,7 @@ class Inputs:
 
 
 def make_inputs(
-    bands, num_rows, num_keys, *, heads=(4, 2), dims=(128, 128), dtype=torch.bfloat16, softcap=0.0, seed=0
+    bands, num_rows, num_keys, *, heads=(16, 2), dims=(128, 128), dtype=torch.bfloat16, softcap=0.0, seed=0
 ) -> Inputs:
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
@@ -83,9 +84,9 @@ def make_inputs(
     return Inputs(q, k, v, dout, bands, make_options(q, None, softcap, False, 0))
 
 
-def work_in_pairs(monkeypatch, pairs: bool) -> None:
-    """Has kernels whose tiles are rows work on pairs of heads, where a group is even, or on single ones; any mask."""
-    monkeypatch.setattr(hopper_plan, "pairs_pay", lambda _runs, _rows, group: pairs and group % 2 == 0)
+def pack_heads(monkeypatch, most: int) -> None:
+    """Has kernels whose tiles are rows pack so many heads of a group, or as many as divide it; whatever the mask."""
+    monkeypatch.setattr(hopper_plan, "packed_heads", lambda _bands, _rows, group: math.gcd(group, most))
     monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
 
 

@@ -22,19 +22,19 @@ from tests.ops.ffa_cases import (
     exact_backward,
     exact_forward,
     make_inputs,
+    pack_heads,
     plain_attention,
     poisoned,
     random_bands,
     run_backward,
     run_forward,
     table,
-    work_in_pairs,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-WAYS = {"summed": (True, True), "apart": (False, False), "apart in pairs": (False, True)}
-"""Ways to compute dq: whether as sums in memory; else by a kernel of its own, of pairs of heads or single ones."""
+WAYS = {"summed": (True, 1), "apart": (False, 1), "apart, packed": (False, 8)}
+"""Ways to compute dq: whether as sums in memory, else by a kernel of its own; and how many heads are packed at most."""
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
 
 
@@ -63,9 +63,9 @@ def all_ways(all_dims):
 @pytest.fixture
 def way(request, monkeypatch):
     """How dq is computed, whatever the mask."""
-    summed, pairs = WAYS[request.param]
+    summed, most = WAYS[request.param]
     monkeypatch.setattr(hopper_backward, "sums_pay", lambda *_: summed)
-    work_in_pairs(monkeypatch, pairs)
+    pack_heads(monkeypatch, most)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,7 +80,7 @@ def test_gradients_match_fp64(dims, way, mask, shape):
 def test_random_bands_match_fp64(dims, way, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_keys = rng.integers(1, 900, 2).tolist()
-    heads = [(4, 2), (1, 1), (8, 1), (3, 3), (6, 2)][seed % 5]
+    heads = [(8, 2), (1, 1), (8, 1), (3, 3), (6, 1)][seed % 5]
     check(make_inputs(random_bands(rng, num_rows, num_keys), num_rows, num_keys, heads=heads, dims=dims, seed=seed))
 
 
@@ -200,14 +200,14 @@ def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
 def test_autograd_through_views_of_one_projection_matches_fp64(dims, way, deterministic):
     x = make_inputs(MASKS["causal"](300, 300), 300, 300, dims=dims)
     columns = dims[0], dims[0], dims[1]
-    heads = 4, 2, 2
+    heads = 16, 2, 2
     widths = [h * c for h, c in zip(heads, columns, strict=True)]
-    packed = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], dim=1).requires_grad_()
-    parts = packed.split(widths, dim=1)
+    joined = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], dim=1).requires_grad_()
+    parts = joined.split(widths, dim=1)
     q, k, v = (t.view(300, h, c) for t, h, c in zip(parts, heads, columns, strict=True))
     out, _ = slice_attention(q, k, v, x.bands, deterministic=deterministic, impl="ffa")
     out.backward(x.dout)
-    grads = packed.grad.split(widths, dim=1)
+    grads = joined.grad.split(widths, dim=1)
     for name, got, plain, exact in zip(
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):

@@ -15,11 +15,11 @@ from tests.ops.ffa_cases import (
     assert_as_good,
     exact_forward,
     make_inputs,
+    pack_heads,
     plain_attention,
     random_bands,
     run_forward,
     table,
-    work_in_pairs,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
 
 
-@pytest.fixture(params=[False, True], ids=["single_heads", "pairs_of_heads"])
-def pairs(request, monkeypatch):
+@pytest.fixture(params=[1, 8], ids=["single_heads", "packed_heads"])
+def packed(request, monkeypatch):
     """Both ways to share out the rows of a group of heads, whatever the mask."""
-    work_in_pairs(monkeypatch, request.param)
+    pack_heads(monkeypatch, request.param)
 
 
 def check(x: Inputs) -> None:
@@ -45,28 +45,28 @@ def check(x: Inputs) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_output_lse_and_largest_logit_match_fp64(pairs, mask, shape):
+def test_output_lse_and_largest_logit_match_fp64(packed, mask, shape):
     check(make_inputs(MASKS[mask](*shape), *shape))
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_bands_match_fp64(pairs, seed):
+def test_random_bands_match_fp64(packed, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_keys = rng.integers(1, 900, 2).tolist()
-    heads = [(4, 2), (1, 1), (8, 1), (3, 3), (6, 2)][seed % 5]
+    heads = [(8, 2), (1, 1), (8, 1), (3, 3), (6, 1)][seed % 5]
     check(make_inputs(random_bands(rng, num_rows, num_keys), num_rows, num_keys, heads=heads, seed=seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_every_compiled_kernel_matches_fp64(pairs, dims, dtype, softcap):
+def test_every_compiled_kernel_matches_fp64(packed, dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
         check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_stages_merge_to_the_whole(pairs, out_dtype):
+def test_stages_merge_to_the_whole(packed, out_dtype):
     bands = MASKS["causal"](500, 700)
     whole = make_inputs(bands, 500, 700)
     want, want_lse, _ = exact_forward(whole)
@@ -85,27 +85,27 @@ def test_stages_merge_to_the_whole(pairs, out_dtype):
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_sink_joins_the_denominator(pairs, per_row):
+def test_sink_joins_the_denominator(packed, per_row):
     x = make_inputs(MASKS["documents"](390, 400), 390, 400)
-    sink = torch.randn((390, 4) if per_row else (4,), device="cuda")
+    sink = torch.randn((390, 16) if per_row else (16,), device="cuda")
     out, lse, _ = run_forward(x, sink_lse=sink)
     want, want_lse, _ = exact_forward(x, sink_lse=sink)
     torch.testing.assert_close(lse.double(), want_lse, atol=2e-4, rtol=2e-4)
     assert_as_good("out", out, plain_attention(x, sink.unsqueeze(-2))[0], want)
 
 
-def test_strided_inputs_and_garbage_prior_of_empty_rows(pairs):
+def test_strided_inputs_and_garbage_prior_of_empty_rows(packed):
     shape = (200, 260)
     x = make_inputs(MASKS["causal"](*shape), *shape)
-    q = torch.randn(4, 200, 256, device="cuda").to(torch.bfloat16)[:, :, 128:].transpose(0, 1)
+    q = torch.randn(16, 200, 256, device="cuda").to(torch.bfloat16)[:, :, 128:].transpose(0, 1)
     x = Inputs(q, x.k, x.v, x.dout, x.bands, x.options)
-    out = torch.full((200, 4, 128), torch.nan, device="cuda", dtype=torch.bfloat16)
-    lse = torch.full((200, 4), -torch.inf, device="cuda")
+    out = torch.full((200, 16, 128), torch.nan, device="cuda", dtype=torch.bfloat16)
+    lse = torch.full((200, 16), -torch.inf, device="cuda")
     out, lse, _ = run_forward(x, out=out, lse=lse)
     assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
 
 
-def test_repeated_runs_are_bitwise_equal(pairs):
+def test_repeated_runs_are_bitwise_equal(packed):
     x = make_inputs(MASKS["causal"](1500, 1500), 1500, 1500, heads=(8, 2))
     first = run_forward(x)
     for _ in range(100):
@@ -116,7 +116,7 @@ def test_repeated_runs_are_bitwise_equal(pairs):
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("kind", ["ramp", "huge", "late"])
 @pytest.mark.parametrize("mask", ["full", "causal", "global_and_window"])
-def test_logits_that_outgrow_the_first_block_match_fp64(pairs, mask, kind, look):
+def test_logits_that_outgrow_the_first_block_match_fp64(packed, mask, kind, look):
     """Exponentials relative to an early maximum grow large (ramp, late) or overflow (huge)."""
     shape = (400, 1700)
     x = make_inputs(MASKS[mask](*shape), *shape)

@@ -78,7 +78,7 @@ def launched(monkeypatch):
     for module in (hopper_support, hopper_backward):
         monkeypatch.setattr(module, "num_processors", lambda _device: 132)
     monkeypatch.setattr(hopper_driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
-    monkeypatch.setattr(hopper_driver, "tensor_map", lambda _t, _rows: bytes(128))
+    monkeypatch.setattr(hopper_driver, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(hopper_driver, "move_tensor_map", lambda *_: None)
     monkeypatch.setattr(
         hopper_kernels, "_load", lambda _d, name, _m, threads, size: hopper_driver.Kernel(name, threads, size)
@@ -106,18 +106,21 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
 @pytest.mark.parametrize(
     ("documents", "heads", "dim", "summed"),
     [
-        ([1024] * 2, (256, 2), 128, True),  # 8 visits, 256 MB of sums
-        ([640] * 4, (256, 2), 128, False),  # 5
+        ([1024] * 2, (256, 2), 128, True),  # 256 MB of sums
+        ([640] * 4, (256, 2), 128, False),
         ([640] * 4, (256, 256), 128, True),  # one head at a time
-        ([384] * 6, (256, 256), 128, False),  # 3
-        ([512] * 4, (128, 2), 128, True),  # 4, 128 MB
-        ([256] * 9, (128, 2), 128, False),  # 2
+        ([256] * 9, (256, 256), 128, False),
+        ([512] * 4, (128, 2), 128, True),  # 128 MB
+        ([256] * 9, (128, 2), 128, False),
         ([256] * 9, (128, 128), 128, True),
-        ([256] * 8, (16, 2), 128, True),  # 16 MB
-        ([256] * 8, (512, 2), 64, True),
+        ([256] * 5, (128, 2), 128, True),  # 80 MB
+        ([192] * 6, (128, 2), 128, False),
+        ([192] * 8, (16, 2), 128, True),  # 12 MB
+        ([256] * 8, (512, 2), 64, False),
+        ([256] * 8, (512, 512), 64, True),
     ],
 )
-def test_dq_is_computed_apart_where_a_query_meets_few_tiles_and_sums_are_many(launched, documents, heads, dim, summed):
+def test_dq_is_computed_apart_where_a_query_sees_few_keys_and_sums_are_many(launched, documents, heads, dim, summed):
     mask, rows = builders.varlen(doc_lengths=documents, causal=False), sum(documents)
     q, k = (torch.empty(rows, n, dim).bfloat16() for n in heads)
     row = torch.empty(rows, heads[0])
@@ -129,18 +132,21 @@ def test_dq_is_computed_apart_where_a_query_meets_few_tiles_and_sums_are_many(la
 
 
 @pytest.mark.parametrize(
-    ("documents", "heads", "pairs"),
+    ("documents", "heads", "packed"),
     [
-        ([1250] * 4, (8, 2), True),
-        ([3968, 3968], (8, 2), True),
-        ([4096, 4096], (8, 2), False),
-        ([4000], (8, 2), False),
-        ([1250] * 4, (6, 2), False),
-        ([1250] * 4, (2, 2), False),
-        ([1250] * 4, (2, 1), True),
+        ([1280] * 4, (8, 2), 4),
+        ([3968, 3968], (8, 2), 4),
+        ([4096, 4096], (8, 2), 1),
+        ([4000], (8, 2), 1),
+        ([1280] * 4, (6, 2), 1),
+        ([1280] * 4, (12, 2), 2),
+        ([1280] * 4, (2, 2), 1),
+        ([1280] * 4, (2, 1), 2),
+        ([1280] * 4, (8, 1), 8),
+        ([1280] * 4, (16, 1), 8),
     ],
 )
-def test_pairs_of_heads_share_tiles_of_half_the_rows_where_documents_are_short(launched, documents, heads, pairs):
+def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(launched, documents, heads, packed):
     mask, rows = builders.varlen(doc_lengths=documents, causal=True), sum(documents)
     q, k = (torch.empty(rows, n, 128).bfloat16() for n in heads)
     row, options = torch.empty(rows, heads[0]), AttnOptions(0.1, deterministic=True)
@@ -152,10 +158,9 @@ def test_pairs_of_heads_share_tiles_of_half_the_rows_where_documents_are_short(l
     hopper.backward(q, q, k, k, row, row, mask.bands, options, grads=grads, accumulate=False)
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
     for params in (by_name["forward"], by_name["backward_queries"]):
-        each = 2 if pairs else 1
-        assert params.tile_rows == 128 // each
-        assert (params.num_heads, params.group) == (heads[0] // each, heads[0] // heads[1] // each)
-        assert params.num_tiles == len(documents) * -(-documents[0] // params.tile_rows)
+        assert 1 << params.log2_packed == packed
+        assert (params.num_heads, params.group) == (heads[0] // packed, heads[0] // heads[1] // packed)
+        assert params.num_tiles == len(documents) * -(-documents[0] * packed // 128)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

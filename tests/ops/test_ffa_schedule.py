@@ -128,6 +128,18 @@ def test_no_processor_is_left_alone_at_the_end(mask, heads_kv, group, limit):
     assert longest <= limit * mean
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("group", "packed"), [(8, 1), (1, 8), (2, 4)])
+@pytest.mark.parametrize("length", [4096, 8192, 16384])
+def test_tiles_that_stay_whole_end_together(length, group, packed, causal):
+    lengths = np.random.default_rng(0).integers(64, 640, length // 400)
+    mask = builders.varlen(doc_lengths=[*lengths.tolist(), length - int(lengths.sum())], causal=causal)
+    plan = plan_tiles(transpose(mask.bands), length, 128, 64 // packed, align=UNIT // packed, hide_tail=True)
+    schedule = schedule_of(plan, 8, group, SMS, max_apart=0, long_tile=packed * long_tile(*drift(plan)))
+    longest, mean = length_of_work(schedule.items, plan)
+    assert longest <= max(1.1 * mean, 1.05 * group * int(plan.costs[0]))
+
+
 @pytest.mark.parametrize(("length", "limit"), [(4096, 1.04), (8192, 1.005), (16384, 1.003), (32768, 1.003)])
 def test_the_last_items_of_equal_ones_are_cut(length, limit):
     plan = backward_plan(builders.full(length))

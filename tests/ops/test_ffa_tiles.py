@@ -15,10 +15,10 @@ from megatron_magi.ops.hopper.cuts import _segment_columns
 from megatron_magi.ops.hopper.schedule import best_splits
 from megatron_magi.ops.hopper.tiles import (
     EVERYTHING,
-    SUB_ROWS,
     UNIT,
     TilePlan,
     descending,
+    pack_columns,
     plan_tiles,
     transpose,
 )
@@ -49,10 +49,8 @@ def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray
     blocks = [(column + j * plan.step, column + j * plan.step + plan.block_n) for j in range(count)]
     begin, end = min(blocks)[0], max(blocks)[1]
     assert begin >= 0
-    if plan.block_m == SUB_ROWS:  # each warpgroup has a tile of its own
-        assert plan.passes[i, 2:4].tolist() == plan.passes[i, 4:6].tolist()
     for r in range(plan.block_m):
-        half = r // SUB_ROWS
+        half = 2 * r // plan.block_m
         lo, hi = plan.bounds[i, r].tolist()
         full_begin, full_end = plan.passes[i, 2 + 2 * half : 4 + 2 * half].tolist()
         assert 0 <= full_begin <= full_end <= count
@@ -89,8 +87,8 @@ def disjoint_bands(draw, num_rows: int, num_columns: int):
     return np.array(table, dtype=np.int64).reshape(-1, 6)
 
 
-# Rows and columns of a block: of the forward and of dq, for single heads and pairs; of dk and dv.
-SHAPES = [(128, 128), (64, 128), (128, 96), (64, 96), (128, 64), (64, 64)]
+# Rows and columns of a block: of the forward and of dq, of one head and of packed ones; of dk and dv.
+SHAPES = [(128, 128), (64, 128), (32, 128), (16, 128), (128, 96), (16, 96), (128, 64), (64, 64)]
 EDGES = [0, 1, 63, 64, 65, 128, 129, 130]
 
 
@@ -114,9 +112,24 @@ def test_every_visible_pair_is_in_exactly_one_pass(data, num_rows, num_columns):
     block_m, block_n = data.draw(st.sampled_from(SHAPES))
     visible = dense_bands(bands, num_rows, num_columns)
     align = data.draw(st.sampled_from([1, UNIT]))
-    plan = plan_tiles(bands, num_rows, block_m, block_n, align=align, hide_tail=data.draw(st.booleans()))
+    options = {"hide_tail": data.draw(st.booleans()), "parts": data.draw(st.sampled_from([1, 2]))}
+    plan = plan_tiles(bands, num_rows, block_m, block_n, align=align, **options)
     check_plan(plan, visible, align)
     check_plan(descending(plan), visible, align)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), num_rows=st.integers(1, 200), num_columns=st.integers(1, 200))
+def test_columns_of_packed_heads_are_those_of_one_head_in_turns(data, num_rows, num_columns):
+    bands = data.draw(disjoint_bands(num_rows, num_columns))
+    packed, rows = data.draw(st.sampled_from([(1, 128), (2, 64), (4, 128), (8, 64)]))
+    visible = np.repeat(dense_bands(bands, num_rows, num_columns), packed, axis=1)
+    align = UNIT // packed
+    plan = plan_tiles(bands, num_rows, rows, 64 // packed, align=align, hide_tail=True, parts=rows // 64)
+    for turned in (plan, descending(plan)):
+        wide = pack_columns(turned, packed)
+        assert (wide.block_n, abs(wide.step)) == (64, 64)
+        check_plan(wide, visible, UNIT)
 
 
 @settings(max_examples=60, deadline=None)

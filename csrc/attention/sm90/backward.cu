@@ -45,6 +45,8 @@ struct BackwardParams {
   // In the order of work: tile; first query head and 65536 * their number; of the blocks of the tile the first, and how
   // many, 0 for all.
   const int4* items;
+  // Query heads packed together are counted as one, and have as many times the rows, in turns (load_packed). The plan
+  // and the statistics are of these rows.
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: -delta
   float* dq;           // sums [num_heads, 2 halves, units] pieces
@@ -55,6 +57,7 @@ struct BackwardParams {
   int num_items, group, heads_kv;
   int heads_inner, stats_row, units, store;  // units: stats_row / 16
   float scale, scale_log2, softcap_factor;
+  int log2_packed;  // of the number of query heads packed together; 0 where dQ is added
 };
 
 struct Item {
@@ -167,13 +170,13 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
       if (masked)
         load_bytes(smem_address(s.bounds[i]), p.plan.bounds + static_cast<i64>(info.z / 4) * kTileKeys, kBytesBounds,
                    bar);
-      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
+      load_packed<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, p.log2_packed, bar);
       const i64 at = static_cast<i64>(head) * p.stats_row + row;
       load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
       bar = smem_address(&s.dout_full[i]);
       barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
       barrier_expect_bytes(bar, kBytesDout + kBytesRow);
-      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
+      load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, p.log2_packed, bar);
       load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
       ring.advance();
       if (first) fetch_next();  // early, for it takes long
@@ -433,9 +436,10 @@ struct Consumer {
     const i64 key = item.row + row;
     const int head_kv = item.head / p.group;
     const bool valid[2] = {row < item.rows, row + 8 < item.rows};
-    store_gradient<T, kHeadDim>(p.store, p.dk, key * p.dk_row + head_kv * p.dk_head, p.dk_row, valid, dk, p.scale,
-                                lane);
-    store_gradient<T, kHeadDimV>(p.store, p.dv, key * p.dv_row + head_kv * p.dv_head, p.dv_row, valid, dv, 1.f, lane);
+    store_gradient<T, kHeadDim>(p.store, p.dk, key * p.dk_row + head_kv * p.dk_head, 8 * p.dk_row, valid, dk,
+                                p.scale, lane);
+    store_gradient<T, kHeadDimV>(p.store, p.dv, key * p.dv_row + head_kv * p.dv_head, 8 * p.dv_row, valid, dv, 1.f,
+                                 lane);
   }
 
   DEVICE void run() {

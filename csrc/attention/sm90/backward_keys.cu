@@ -76,13 +76,13 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
       u32 bar = smem_address(&s.q_full[i]);
       barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
       barrier_expect_bytes(bar, kBytesQ + kBytesRow);
-      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, bar);
+      load_packed<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, p.log2_packed, bar);
       const i64 at = static_cast<i64>(head) * p.stats_row + row;
       load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
       bar = smem_address(&s.dout_full[i]);
       barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
       barrier_expect_bytes(bar, kBytesDout + kBytesRow);
-      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, bar);
+      load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, p.log2_packed, bar);
       load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
       ring.advance();
       if (p.heads_inner) {
@@ -303,7 +303,7 @@ struct Consumer {
       const int head_kv = item_head(item) / p.group;
       const i64 row_stride = kOfValues ? p.dv_row : p.dk_row, head_stride = kOfValues ? p.dv_head : p.dk_head;
       store_gradient<T, kColumns>(p.store, kOfValues ? p.dv : p.dk, key * row_stride + head_kv * head_stride,
-                                  row_stride, valid, gradient, kOfValues ? 1.f : p.scale, lane);
+                                  8 * row_stride, valid, gradient, kOfValues ? 1.f : p.scale, lane);
     }
   }
 };

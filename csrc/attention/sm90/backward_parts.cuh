@@ -21,18 +21,19 @@ using T = DTYPE;
 struct BackwardPartParams {
   TensorMap q, k, v, dout;
   TilePlan plan;       // of keys: the transposed mask; of queries: the mask
-  const float* lse;    // [query heads, stats_row]: times log2 e
-  const float* delta;  // [query heads, stats_row]: negated
+  const float* lse;    // [num_heads, stats_row]: times log2 e
+  const float* delta;  // [num_heads, stats_row]: negated
   void *dq, *dk, *dv;
   int* counter;                                           // two words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  // For queries, num_heads and group count pairs of heads where a tile is of pairs.
+  // num_heads and group count query heads packed together as one. For keys, such heads have as many times the rows, in
+  // turns (load_packed), and the plan is of these rows.
   int num_tiles, num_heads, group, stats_row, store;
   int splits;        // of a group of query heads, for keys
   int heads_inner;   // for keys: a block is visited for all query heads before the next block, not head by head
-  int head_section;  // query heads, or pairs, that are worked on together, for queries
+  int head_section;  // for queries: heads that are worked on together, counted likewise
   float scale, scale_log2, softcap_factor;
-  int tile_rows;    // for queries, see row_tiles.cuh
+  int log2_packed;  // see row_tiles.cuh
   int long_blocks;  // for queries: of a pass whose keys and values exceed the L2 cache
 };
 

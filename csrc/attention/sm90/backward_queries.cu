@@ -1,5 +1,5 @@
-// Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head, or 64 of two that share
-// their keys.
+// Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head, or fewer of several that share
+// their keys (row_tiles.cuh).
 //
 // As in the forward, a consumer warpgroup owns 64 rows, goes over all key blocks that any row of the tile sees, and
 // takes turns with the other at the tensor cores: S, dP, then dQ += dS K with dS from registers. dQ of a block is
@@ -47,10 +47,7 @@ struct Loader {
       barrier_expect_bytes(bar, kBytesRows);
       load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
       load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row, head, bar);
-      if (in_pairs(p))
-        ++head;
-      else
-        row += kRows;
+      row += tile_rows(p) / kGroups;
     }
     rows_parity ^= 1;
   }
@@ -90,7 +87,8 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
 struct Consumer {
   const BackwardPartParams& p;
   Shared& s;
-  const int warpgroup, lane, row;  // row: first of this thread's rows in the tile
+  const int warpgroup, lane;
+  const PlaceOfThread place;
   Ring<kStages> rk;
   Ring<kStagesV> rv;
   u32 rows_parity = 0;
@@ -102,7 +100,7 @@ struct Consumer {
         s(s),
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
-        row((in_pairs(p) ? 0 : warpgroup * kRows) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {}
+        place(p, warpgroup) {}
 
   DEVICE void take_turn() const {
     if (kTurns) named_sync(1 + warpgroup, 256);
@@ -111,13 +109,12 @@ struct Consumer {
     if (kTurns) named_arrive(2 - warpgroup, 256);
   }
 
-  DEVICE int head_of(const BlockInfo& item) const { return (item.head_rows & 0xffff) + (in_pairs(p) ? warpgroup : 0); }
-
   DEVICE void load_stats(const BlockInfo& of) {
-    const i64 from = static_cast<i64>(head_of(of)) * p.stats_row + of.first_row + row;
+    const int head = (of.head_rows & 0xffff) >> p.log2_packed;
+    const i64 from = static_cast<i64>(head) * p.stats_row + (of.first_row << p.log2_packed) + place.index;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool valid = row + 8 * r < of.head_rows >> 16;
+      const bool valid = place.row + place.step * r < of.head_rows >> 16;
       lse[r] = valid ? __ldg(p.lse + from + 8 * r) : 0.f;
       delta[r] = valid ? __ldg(p.delta + from + 8 * r) : 0.f;
     }
@@ -132,8 +129,8 @@ struct Consumer {
   DEVICE void form_probs(float (&x)[kKeys / 2]) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
     if (flags & (1 << warpgroup)) {
-      const int2* of_row = s.blocks.bounds[rk.index] + row;
-      const int2 bounds[2] = {of_row[0], of_row[8]};
+      const int2* of_row = s.blocks.bounds[rk.index] + place.row;
+      const int2 bounds[2] = {of_row[0], of_row[place.step]};
       apply_mask(x, s.blocks.info[rk.index].x + 2 * (lane % 4), bounds);
     }
 #pragma unroll
@@ -228,10 +225,11 @@ struct Consumer {
         load_stats(item);
         accumulate(dq);
       }
-      const int head = head_of(item), rows = item.head_rows >> 16;
-      const i64 at = item.first_row + row;
-      const bool valid[2] = {row < rows, row + 8 < rows};
-      store_gradient<T, kHeadDim>(p.store, p.dq, at * p.dq_row + head * p.dq_head, p.dq_row, valid, dq, p.scale, lane);
+      const int head = (item.head_rows & 0xffff) + place.head, rows = item.head_rows >> 16;
+      const i64 at = item.first_row + place.row;
+      const bool valid[2] = {place.row < rows, place.row + place.step < rows};
+      store_gradient<T, kHeadDim>(p.store, p.dq, at * p.dq_row + head * p.dq_head, place.step * p.dq_row, valid, dq,
+                                  p.scale, lane);
     }
     if (warpgroup == 0) take_turn();
   }

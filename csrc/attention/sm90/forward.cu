@@ -1,5 +1,5 @@
-// Attention forward for sm_90a: one work item is 128 query rows of one head, or 64 of two that share their keys,
-// computed completely.
+// Attention forward for sm_90a: one work item is 128 query rows of one head, or fewer of several that share their keys
+// (row_tiles.cuh), computed completely.
 //
 // A producer warp streams keys and values through shared memory (row_tiles.cuh). Two consumer warpgroups own 64 rows
 // each and take turns at the tensor cores, so that the softmax of one hides under the products of the other.
@@ -30,13 +30,13 @@ struct ForwardParams {
   i64 out_row, out_head;  // strides, elements
   i64 lse_row, lse_head;
   i64 sink_row, sink_head;
-  // num_heads, group and head_section count pairs of heads where a tile is of pairs.
+  // num_heads, group and head_section count heads packed together as one.
   int num_tiles, num_heads, group, head_section;
   float scale_log2;      // softmax scale * log2 e, or softcap * log2 e
   float softcap_factor;  // softmax scale / softcap
   float logit_scale;     // of max_logits
   int accumulate, out_fp32;
-  int tile_rows;    // see row_tiles.cuh
+  int log2_packed;  // see row_tiles.cuh
   int long_blocks;  // of a pass whose keys and values exceed the L2 cache
 };
 
@@ -70,10 +70,7 @@ struct Loader {
       barrier_wait(smem_address(&s.q_empty[w]), q_parity);
       barrier_expect_bytes(bar, kBytesQ);
       load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
-      if (in_pairs(p))
-        ++head;
-      else
-        row += kRows;
+      row += tile_rows(p) / kGroups;
     }
     q_parity ^= 1;
   }
@@ -103,7 +100,7 @@ struct Loader {
   DEVICE void skip_kq(int flags, const int4& item) {
     const u32 bar = announce(s.blocks, rk, 0, flags, item);
     if (flags & kMasked) {  // no row sees anything
-      for (int i = 0; i < kTileRows; ++i) s.blocks.bounds[rk.index][i] = make_int2(0, 0);
+      for (int i = 0; i < kTilePlaces; ++i) s.blocks.bounds[rk.index][i] = make_int2(0, 0);
       fence_async_proxy();
     }
     barrier_arrive(bar);
@@ -179,13 +176,13 @@ DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int
   __syncwarp();  // before one thread releases the keys for all
 }
 
-// Stores the rows of this thread: factor * acc, and where kAdd, prior * what is there.
+// Stores the rows of this thread, the second `step` after the first: factor * acc, and where kAdd, prior * what is there.
 template <bool kFloat, bool kAdd>
 DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const float (&factor)[2],
-                       const float (&prior)[2], int row, int end_row, int head, int lane) {
+                       const float (&prior)[2], int row, int step, int end_row, int head, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int at = row + 8 * r;
+    const int at = row + step * r;
     const bool valid = at < end_row;
     const bool add = kAdd && prior[r] > 0.f;  // else the old output may be anything
     const i64 offset = at * p.out_row + head * p.out_head;
@@ -225,19 +222,19 @@ DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2]
 
 // The choice is made once, not for each element: an item of few blocks would spend a fifth of its time on branches.
 DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const float (&factor)[2],
-                         const float (&prior)[2], int row, int end_row, int head, int lane) {
+                         const float (&prior)[2], int row, int step, int end_row, int head, int lane) {
   if (!p.accumulate && !p.out_fp32)
-    store_rows<false, false>(p, acc, factor, prior, row, end_row, head, lane);
+    store_rows<false, false>(p, acc, factor, prior, row, step, end_row, head, lane);
   else if (!p.accumulate)
-    store_rows<true, false>(p, acc, factor, prior, row, end_row, head, lane);
+    store_rows<true, false>(p, acc, factor, prior, row, step, end_row, head, lane);
   else if (!p.out_fp32)
-    store_rows<false, true>(p, acc, factor, prior, row, end_row, head, lane);
+    store_rows<false, true>(p, acc, factor, prior, row, step, end_row, head, lane);
   else
-    store_rows<true, true>(p, acc, factor, prior, row, end_row, head, lane);
+    store_rows<true, true>(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
 DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, int row,
-                   int end_row, int head, int lane) {
+                   int step, int end_row, int head, int lane) {
   float factor[2], prior[2];
   float top = -kInfinity;
 #pragma unroll
@@ -246,7 +243,7 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const bool any = sum > 0.f;
-    const int at = row + 8 * r;
+    const int at = row + step * r;
     const bool valid = at < end_row;
     const float own = any ? (softmax.reference[r] + log2_fast(sum)) * kLn2 : -kInfinity;
     factor[r] = any ? reciprocal_fast(sum) : 0.f;
@@ -267,17 +264,21 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
     factor[r] *= weight(own, total);
   }
   if (p.max_logits) {
+    const int heads_end = 4 << p.log2_packed;  // of the threads before it, every four have a head of their own
 #pragma unroll
-    for (int i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
-    if (lane == 0 && top > -kInfinity) atomic_max_logit(p.max_logits + head, top * p.logit_scale);
+    for (int i = 16; i > 0; i /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, top, i);
+      if (i >= heads_end || i < 4) top = fmaxf(top, other);
+    }
+    if (lane < heads_end && lane % 4 == 0 && top > -kInfinity)
+      atomic_max_logit(p.max_logits + head, top * p.logit_scale);
   }
-  store_output(p, acc, factor, prior, row, end_row, head, lane);
+  store_output(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
 DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
-  const int thread = threadIdx.x % 128, lane = thread % 32;
-  const bool pairs = in_pairs(p);
-  const int row = (pairs ? 0 : warpgroup * kRows) + (thread / 32) * 16 + lane / 4;
+  const int lane = threadIdx.x % 32;
+  const PlaceOfThread place(p, warpgroup);
   const u32 my_turn = 1 + warpgroup, other_turn = 2 - warpgroup;
   if (warpgroup == 1) named_arrive(other_turn, 256);
   u32 leads = lane == 0;
@@ -308,14 +309,14 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   auto shape = [&](float (&x)[kBlockN / 2]) {
     if (SOFTCAP) apply_softcap(x, p.softcap_factor);
     if (flags & (1 << warpgroup)) {
-      const int2* of_row = s.blocks.bounds[rk.index] + row;
-      const int2 bounds[2] = {of_row[0], of_row[8]};
+      const int2* of_row = s.blocks.bounds[rk.index] + place.row;
+      const int2 bounds[2] = {of_row[0], of_row[place.step]};
       apply_mask(x, s.blocks.info[rk.index].x + 2 * (lane % 4), bounds);
       __syncwarp();  // all have read before one thread releases the block
     }
   };
   auto again = [&](float (&x)[kBlockN / 2]) {
-    recompute_logits(x, queries(), keys(), row % kRows, lane);
+    recompute_logits(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
     shape(x);
   };
   const bool look = p.max_logits != nullptr;
@@ -382,8 +383,8 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     pin(out);
     pin(probs);
     release_v();
-    const int head = (head_rows & 0xffff) + (pairs ? warpgroup : 0);
-    finish(p, out, softmax, first_row + row, first_row + (head_rows >> 16), head, lane);
+    finish(p, out, softmax, first_row + place.row, place.step, first_row + (head_rows >> 16),
+           (head_rows & 0xffff) + place.head, lane);
     const Operand next_q(queries()), next_k(keys());
     wait_k();
     wait_q();

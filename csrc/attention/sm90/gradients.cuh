@@ -5,13 +5,14 @@
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2, kAddHalf = 3 };
 
-// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row.
+// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row; the second is
+// `step` elements on.
 template <typename T, int kColumns>
-DEVICE void store_gradient(int store, void* to, i64 offset, i64 row_stride, const bool (&valid)[2],
+DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool (&valid)[2],
                            const float (&acc)[kColumns / 2], float factor, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const i64 at = offset + 8 * r * row_stride;
+    const i64 at = offset + r * step;
     float* out32 = static_cast<float*>(to) + at + 2 * (lane % 4);
     u16* out16 = static_cast<u16*>(to) + at;
 #pragma unroll

@@ -1,17 +1,18 @@
-// What the backward needs of each row: lse and delta, transposed to one head after another. And zeros where it will
-// add.
+// What the backward needs of each row: lse and delta, transposed to one head after another; or to one pack of 2, 4 or 8
+// heads after another, each row of a pack head by head. And zeros where it will add.
 
 #include "../../common/ptx.cuh"
 
 struct PrepareParams {
   const float* lse;
   const float* delta;
-  float* lse_out;           // [num_heads, stats_row]: times log2 e
-  float* delta_out;         // [num_heads, stats_row]: negated
+  float* lse_out;           // [packs, stats_row]: times log2 e
+  float* delta_out;         // [packs, stats_row]: negated
   float4 *sums, *key_sums;  // to be zeroed
   i64 num_sums, num_key_sums;
   i64 lse_row, lse_head, delta_row, delta_head;
-  int num_rows, num_heads, stats_row;
+  int num_rows, num_heads, stats_row;  // stats_row: rows with their padding, times the heads of a pack
+  int log2_packed;
 };
 
 DEVICE void fill_zeros(float4* to, i64 count) {
@@ -38,16 +39,18 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
   }
   __syncthreads();
   for (int i = y; i < 32; i += 8) {
-    if (head0 + i >= p.num_heads) continue;
-    const i64 at = static_cast<i64>(head0 + i) * p.stats_row + row0 + x;
-    p.lse_out[at] = tile[x][i].x;
-    p.delta_out[at] = tile[x][i].y;
+    const int index = 32 * i + x, pack = index >> 5 + p.log2_packed, in_pack = index - (pack << 5 + p.log2_packed);
+    const int row = in_pack >> p.log2_packed, head = (pack << p.log2_packed) + in_pack - (row << p.log2_packed);
+    if (head0 + head >= p.num_heads) continue;
+    const i64 at = static_cast<i64>((head0 >> p.log2_packed) + pack) * p.stats_row + (row0 << p.log2_packed) + in_pack;
+    p.lse_out[at] = tile[row][head].x;
+    p.delta_out[at] = tile[row][head].y;
   }
 }
 
 // Blocks after the last row and head only zero. Reads come first: behind the zeros they would wait for them.
 extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
-  const int tiles_row = p.stats_row / 32, block = blockIdx.x;
+  const int tiles_row = p.stats_row >> 5 + p.log2_packed, block = blockIdx.x;
   if (block < tiles_row * ((p.num_heads + 31) / 32)) transpose_stats(p, block % tiles_row * 32, block / tiles_row * 32);
   fill_zeros(p.sums, p.num_sums);
   fill_zeros(p.key_sums, p.num_key_sums);

@@ -5,12 +5,27 @@
 
 #include "tiles.cuh"
 
-// A tile is 128 rows, a warpgroup 64 of them; or 64 rows, a warpgroup one of two heads that share their keys.
-constexpr int kTileRows = 128;
+// A tile has 128 places, a warpgroup 64 of them: 128 rows of one head, or 64, 32 or 16 rows of 2, 4 or 8 heads that share
+// their keys (packed). Place i is of row i / heads and head i % heads, which is how the copy engine brings a box of rows
+// and heads. Params: log2_packed, of the number of heads.
+constexpr int kTilePlaces = 128;
 template <typename Params>
-DEVICE bool in_pairs(const Params& p) {
-  return p.tile_rows == kTileRows / 2;
+DEVICE int tile_rows(const Params& p) {
+  return kTilePlaces >> p.log2_packed;
 }
+
+// The two rows of accumulators that a thread has: of one head.
+struct PlaceOfThread {
+  int index;      // of the first; the second is 8 on
+  int row, step;  // first row in the tile; from it to the second
+  int head;       // after the first of the tile
+  template <typename Params>
+  DEVICE PlaceOfThread(const Params& p, int warpgroup)
+      : index(warpgroup * (kTilePlaces / 2) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
+        row(index >> p.log2_packed),
+        step(8 >> p.log2_packed),
+        head(index & ((1 << p.log2_packed) - 1)) {}
+};
 
 // What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
 enum : int {
@@ -31,7 +46,7 @@ template <int kStages>
 struct BlockBoard {
   u64 full[kStages], empty[kStages];  // keys are there, with what is below; are free
   int4 info[kStages];                 // BlockInfo
-  int2 bounds[kStages][kTileRows];    // of a masked block: first and past-the-last key that a row sees
+  int2 bounds[kStages][kTilePlaces];  // of a masked block: first and past-the-last key that a row sees
 };
 
 // Passes as the scout describes them.
@@ -40,8 +55,8 @@ struct PassBoard {
   int4 pass[2][3];
 };
 
-// ---- scout: one thread. Params: plan, counter, num_tiles, tile_rows; and num_heads, head_section and group, which
-// count pairs of heads where a tile is of pairs ----
+// ---- scout: one thread. Params: plan, counter, num_tiles, log2_packed; and num_heads, head_section and group, which
+// count heads packed together as one ----
 
 template <typename Params>
 DEVICE void scout(const Params& p, PassBoard& board) {
@@ -61,8 +76,8 @@ DEVICE void scout(const Params& p, PassBoard& board) {
     board.pass[slot.index][0] = range;
     board.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
     ++pass;
-    const int heads_before = in_pairs(p) ? item_head(item) : 0;  // of as many pairs another head each
-    board.pass[slot.index][2] = make_int4(item.x, item.y + heads_before, first ? index : -1, pass >= item.w);
+    const int more_heads = (item_head(item) << p.log2_packed) - item_head(item);
+    board.pass[slot.index][2] = make_int4(item.x, item.y + more_heads, first ? index : -1, pass >= item.w);
     barrier_arrive(smem_address(&board.full[slot.index]));
     slot.advance();
     if (item.x < 0) break;
@@ -110,16 +125,16 @@ DEVICE u32 announce(BlockBoard<N>& board, const Ring<N>& ring, int column, int f
 }
 
 // The same, and loads the bounds of the block's rows where they are needed; its keys are `bytes` more. Params: plan,
-// tile_rows.
+// log2_packed.
 template <int N, typename Params>
 DEVICE u32 announce_keys(BlockBoard<N>& board, const Ring<N>& ring, const Params& p, int column, int flags, int pass,
                          const int4& item, u32 bytes) {
-  const u32 bounds = p.tile_rows * sizeof(int2);
+  const u32 bounds = tile_rows(p) * sizeof(int2);
   const u32 bar = announce(board, ring, column, flags, item);
   const bool masked = flags & kMasked;
   barrier_expect_bytes(bar, bytes + (masked ? bounds : 0));
   if (masked)
-    load_bytes(smem_address(board.bounds[ring.index]), p.plan.bounds + static_cast<i64>(pass) * p.tile_rows, bounds,
+    load_bytes(smem_address(board.bounds[ring.index]), p.plan.bounds + static_cast<i64>(pass) * tile_rows(p), bounds,
                bar);
   return bar;
 }

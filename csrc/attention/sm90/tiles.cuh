@@ -12,6 +12,12 @@ DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row
   for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
 }
 
+// The same of heads packed together, of which row r is row r / heads of head r % heads; `head` counts them as one.
+template <int kPanels>
+DEVICE void load_packed(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, int log2_packed, u32 bar) {
+  load_panels<kPanels>(map, smem, panel_bytes, row >> log2_packed, head << log2_packed, bar);
+}
+
 // A position in a ring of buffers.
 template <int N>
 struct Ring {

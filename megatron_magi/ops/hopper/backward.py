@@ -36,9 +36,9 @@ from megatron_magi.ops.options import AttnOptions
 
 _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
-# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer visits of tiles of keys to a query. First
-# where that kernel works on pairs of heads. See docs/measured_facts.md.
-_APART_IN_PAIRS, _APART = ((256 << 20, 6.0), (128 << 20, 3.0)), ((256 << 20, 4.0),)
+# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer keys to a query. First where kernels pack
+# heads. See docs/measured_facts.md.
+_APART_PACKED, _APART = ((256 << 20, 800), (128 << 20, 480), (64 << 20, 200)), ((256 << 20, 300),)
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -79,12 +79,15 @@ def backward(
     stream = torch.cuda.current_stream(q.device).cuda_stream
     whole = dims in hopper_kernels.WHOLE_DIMS
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
-    plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape)
-    adds_dq = whole and not options.deterministic and sums_pay(plan, q, k)
+    packed = hopper_plan.packed_heads(bands, q.shape[0], q.shape[1] // k.shape[1])
+    adds_dq = whole and not options.deterministic and sums_pay(bands, q, packed)
+    if adds_dq:
+        packed = 1  # sums would leave the L2 cache, and are of one head
+    plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape, packed)
     processors = max(1, num_processors(q.device) - options.sm_margin)
     splits = 1
     if not whole and not options.deterministic:
-        splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // k.shape[1], processors)
+        splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // packed // k.shape[1], processors)
     store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
@@ -92,12 +95,12 @@ def backward(
         room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
         schedule = _schedule(plan, q, k, processors, adds_dq, room)
         sums, key_sums = _sum_buffers(q, k, schedule, adds_dq, room)
-        stats = row_stats(lse, delta, shape[1], (sums, key_sums) if adds_dq else (), stream)
+        stats = row_stats(lse, delta, shape[1], packed, (sums, key_sums) if adds_dq else (), stream)
         _run_backward(inputs, stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
         if schedule.num_apart:
             finish_keys(key_sums, (dk, dv), plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
     else:
-        stats = row_stats(lse, delta, shape[1], (), stream)
+        stats = row_stats(lse, delta, shape[1], packed, (), stream)
         hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
     if adds_dq:
         finish_dq(sums, dq, stats.row // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
@@ -108,16 +111,15 @@ def backward(
             grad.copy_(grad + buffer if adds else buffer)
 
 
-def sums_pay(plan: DevicePlan, q: Tensor, k: Tensor) -> bool:
+def sums_pay(bands: np.ndarray, q: Tensor, packed: int) -> bool:
     """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
 
-    They do not where few tiles of keys see a query, and the sums, written and read at least twice, are too many for
-    the L2 cache.
+    They do not where a query sees few keys, and the sums, written and read at least twice, are too many for the L2
+    cache. ``packed``: heads counted as one by the kernels that would take their place.
     """
-    visits, sum_bytes = plan.num_blocks * _QUERIES / q.shape[0], 4 * q.numel()
-    pairs = hopper_plan.pairs_pay(plan.runs, q.shape[0], q.shape[1] // k.shape[1])
-    limits = _APART_IN_PAIRS if pairs else _APART
-    return q.shape[2] != 128 or all(sum_bytes < many or visits >= few for many, few in limits)
+    keys, sum_bytes = hopper_plan.mask_facts(bands).area / q.shape[0], 4 * q.numel()
+    limits = _APART_PACKED if packed > 1 else _APART if q.shape[2] == 128 else ()
+    return all(sum_bytes < many or keys >= few for many, few in limits)
 
 
 def _room(dq: Tensor) -> Tensor | None:
@@ -129,7 +131,7 @@ def _schedule(
     plan: DevicePlan, q: Tensor, k: Tensor, processors: int, adds_dq: bool, room: Tensor | None
 ) -> DeviceSchedule:
     """The order of work. Heads of a group are apart as far as there is room for the sums of dk and dv."""
-    group, tile_bytes = q.shape[1] // k.shape[1], 2 * 4 * _KEYS * k.shape[1] * k.shape[2]
+    group, tile_bytes = q.shape[1] // plan.packed // k.shape[1], 2 * 4 * _KEYS * k.shape[1] * k.shape[2]
     max_apart = 0
     if adds_dq:
         room_bytes = 0 if room is None else room.numel() * room.element_size()
@@ -202,13 +204,15 @@ def _prepare_backward(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
         items=schedule.items.data_ptr(), counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-        num_items=num_items, group=q.shape[1] // num_heads_kv, heads_kv=num_heads_kv,
+        num_items=num_items, group=q.shape[1] // plan.packed // num_heads_kv, heads_kv=num_heads_kv,
         heads_inner=int(plan.heads_inner), stats_row=stats_row, units=stats_row // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
+        log2_packed=plan.packed.bit_length() - 1,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
     grid = grid_size(q.device, num_items, options.sm_margin)
-    maps = ((q, _QUERIES), (k, _KEYS), (v, _KEYS), (dout, _QUERIES))
+    box = (_QUERIES // plan.packed, plan.packed)
+    maps = ((q, *box), (k, _KEYS), (v, _KEYS), (dout, *box))
     return Launch(kernel, grid, params, maps, keep=(plan, schedule))
 
 

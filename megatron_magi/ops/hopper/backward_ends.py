@@ -27,18 +27,20 @@ class Floats(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Numbers of each row as the kernels want them, fp32 ``[num_heads, row]`` each.
+    """Numbers of each row as the kernels want them, fp32 ``[num_heads / packed, row]`` each.
 
     Attributes:
         lse: address of lse * log2(e).
         delta: address of -delta.
-        row: rows with their padding.
+        row: rows with their padding, times the heads that are packed, which take turns.
+        packed: heads that are counted as one.
         owner: tensor they belong to.
     """
 
     lse: int
     delta: int
     row: int
+    packed: int
     owner: Tensor
 
 
@@ -78,23 +80,25 @@ def padded(num_rows: int, block: int) -> int:
     return -(-num_rows // 32) * 32 + block
 
 
-def row_stats(lse: Tensor, delta: Tensor, block: int, to_zero: tuple[Floats, ...], stream: int) -> RowStats:
+def row_stats(
+    lse: Tensor, delta: Tensor, block: int, packed: int, to_zero: tuple[Floats, ...], stream: int
+) -> RowStats:
     """Statistics of rows; fills ``to_zero``, two or none, with zeros."""
     (num_rows, num_heads), device = lse.shape, lse.device
-    stats_row = padded(num_rows, block)
-    memory = torch.empty(2 * num_heads * stats_row, dtype=torch.float32, device=device)
-    stats = RowStats(memory.data_ptr(), memory.data_ptr() + 4 * num_heads * stats_row, stats_row, memory)
+    rows = padded(num_rows, block)
+    memory = torch.empty(2 * num_heads * rows, dtype=torch.float32, device=device)
+    stats = RowStats(memory.data_ptr(), memory.data_ptr() + 4 * num_heads * rows, rows * packed, packed, memory)
     lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
 
     def make() -> Launch:
         params = PrepareParams(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
-            num_rows=num_rows, num_heads=num_heads, stats_row=stats_row,
+            num_rows=num_rows, num_heads=num_heads, stats_row=stats.row, log2_packed=packed.bit_length() - 1,
         )  # fmt: skip
-        blocks = max(stats_row // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if to_zero else 1)
+        blocks = max(rows // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if to_zero else 1)
         return Launch(hopper_kernels.small_kernel(device, "prepare", ()), blocks, params)
 
-    key = ("prepare", device, stats_row, lse.shape, lse.stride(), delta.stride(), len(to_zero))
+    key = ("prepare", device, rows, packed, lse.shape, lse.stride(), delta.stride(), len(to_zero))
     launch = prepared(key, make)
     with launch.lock:
         params = launch.params

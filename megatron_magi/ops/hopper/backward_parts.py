@@ -11,7 +11,7 @@ from megatron_magi.ops.hopper.backward_ends import RowStats
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import LOG2_E, grid_size, row_work, work_counter
+from megatron_magi.ops.hopper.support import LOG2_E, grid_size, row_box, row_work, work_counter
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -33,7 +33,8 @@ def key_gradients(
 
     Args:
         plan: of the transposed mask, tiles as in `PART_TILES`.
-        splits: parts that the query heads of a group are dealt to; with more than one, ``store`` adds.
+        splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
+            ``store`` adds.
         store: how gradients are written, as the kernels number it.
     """
     q, k, v, dout = inputs
@@ -41,14 +42,19 @@ def key_gradients(
     keys, block = hopper_kernels.PART_TILES[q.shape[2], v.shape[2]]
 
     def make() -> Launch:
-        work = {"num_heads": q.shape[1], "group": q.shape[1] // k.shape[1]}
+        num_heads = q.shape[1] // plan.packed
+        work = {
+            "num_heads": num_heads, "group": num_heads // k.shape[1], "log2_packed": plan.packed.bit_length() - 1,
+        }  # fmt: skip
         params = _params(inputs, stats, options, plan, work, store, stream)
         params.splits, params.heads_inner = splits, int(plan.heads_inner)
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
         kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-        return Launch(kernel, grid, params, ((q, block), (k, keys), (v, keys), (dout, block)), keep=plan)
+        box = (block // plan.packed, plan.packed)
+        maps = ((q, *box), (k, keys), (v, keys), (dout, *box))
+        return Launch(kernel, grid, params, maps, keep=plan)
 
     launch = prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
     with launch.lock:
@@ -66,11 +72,13 @@ def query_gradient(
 
     def make() -> Launch:
         plan = hopper_plan.forward_plan(bands, q.shape[0], block, group, q.device)
+        assert plan.packed == stats.packed
         params = _params(inputs, stats, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)
-        return Launch(kernel, grid, params, ((q, 64), (k, block), (v, block), (dout, 64)), keep=plan)
+        maps = (row_box(q, plan), (k, block), (v, block), row_box(dout, plan))
+        return Launch(kernel, grid, params, maps, keep=plan)
 
     launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
     with launch.lock:

@@ -115,12 +115,12 @@ def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device
     return Kernel(function, threads, shared_bytes, context)
 
 
-def tensor_map(t: Tensor, box_rows: int) -> bytes:
-    """A tensor map of ``[rows, heads, columns]``, boxes of one head, `PANEL` columns and ``box_rows`` rows.
+def tensor_map(t: Tensor, box_rows: int, box_heads: int = 1) -> bytes:
+    """A tensor map of ``[rows, heads, columns]``, boxes of so many rows and heads, and `PANEL` columns.
 
     Args:
         t: last dimension contiguous, other strides multiples of 16 bytes, 16-byte aligned.
-        box_rows: at most 256.
+        box_rows, box_heads: at most 256; heads of a row follow each other in a box.
     """
     rows, heads, columns = t.shape
     row_stride, head_stride, _ = t.stride()
@@ -136,7 +136,7 @@ def tensor_map(t: Tensor, box_rows: int) -> bytes:
         (ctypes.c_uint64 * 2)(
             (head_stride if heads > 1 else columns) * size, (row_stride if rows > 1 else heads * columns) * size
         ),
-        (ctypes.c_uint32 * 3)(PANEL, 1, box_rows),
+        (ctypes.c_uint32 * 3)(PANEL, box_heads, box_rows),
         (ctypes.c_uint32 * 3)(1, 1, 1),
         0,
         _SWIZZLE_128B,

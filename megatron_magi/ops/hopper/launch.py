@@ -28,7 +28,7 @@ class Launch:
         kernel: what runs.
         num_blocks: grid.
         params: parameter struct, which begins with its tensor maps.
-        maps: for each tensor map a tensor of the right shape, and the rows of its box.
+        maps: for each tensor map a tensor of the right shape, the rows of its box, and its heads if not one.
         keep: whatever the parameters point to.
 
     Attributes:
@@ -41,7 +41,7 @@ class Launch:
         kernel: Kernel,
         num_blocks: int,
         params: ctypes.Structure,
-        maps: tuple[tuple[Tensor, int], ...] = (),
+        maps: tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...] = (),
         keep: object = None,
     ) -> None:
         size = ctypes.sizeof(params)
@@ -49,9 +49,9 @@ class Launch:
         self._address = (ctypes.addressof(self._memory) + 63) // 64 * 64
         ctypes.memmove(self._address, ctypes.addressof(params), size)
         self.params = type(params).from_address(self._address)
-        for i, (tensor, box_rows) in enumerate(maps):
-            ctypes.memmove(self._address + i * _MAP_BYTES, hopper_driver.tensor_map(tensor, box_rows), _MAP_BYTES)
-        self._map_addresses = [tensor.data_ptr() for tensor, _ in maps]
+        for i, described in enumerate(maps):
+            ctypes.memmove(self._address + i * _MAP_BYTES, hopper_driver.tensor_map(*described), _MAP_BYTES)
+        self._map_addresses = [tensor.data_ptr() for tensor, *_ in maps]
         self._kernel, self._num_blocks, self.keep = kernel, num_blocks, keep
         self._pointers = (ctypes.c_void_p * 1)(self._address)
         self.lock = threading.Lock()

@@ -19,7 +19,7 @@ class ForwardParams(ctypes.Structure):
         ("group", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float), ("logit_scale", ctypes.c_float),
         ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32),
-        ("tile_rows", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
+        ("log2_packed", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
@@ -38,7 +38,7 @@ class BackwardParams(ctypes.Structure):
         ("heads_inner", ctypes.c_int32), ("stats_row", ctypes.c_int32), ("units", ctypes.c_int32),
         ("store", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
-        ("pad", ctypes.c_char * 64),
+        ("log2_packed", ctypes.c_int32), ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class BackwardPartParams(ctypes.Structure):
         ("stats_row", ctypes.c_int32), ("store", ctypes.c_int32), ("splits", ctypes.c_int32),
         ("heads_inner", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
-        ("tile_rows", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
+        ("log2_packed", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
@@ -70,7 +70,7 @@ class PrepareParams(ctypes.Structure):
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),
-        ("pad", ctypes.c_char * 64),
+        ("log2_packed", ctypes.c_int32), ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 

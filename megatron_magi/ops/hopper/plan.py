@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +21,15 @@ from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.tiles import TilePlan
 
+PLACES = 128
+"""Rows times heads of a tile of rows."""
+
 _MAX_PLANS = 256
+_MOST_PACKED = 8
 _SHORT_ROWS = 4096  # of a document, on average; see docs/measured_facts.md
 _plans: OrderedDict[tuple, DevicePlan] = OrderedDict()
 _digests: FrozenMemo[bytes] = FrozenMemo()
+_facts: OrderedDict[bytes, MaskFacts] = OrderedDict()
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +45,7 @@ class DevicePlan:
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         long_tile: blocks of a tile that is long, see `schedule.long_tile`.
         tile_rows: most rows of a tile.
-        runs: `num_runs` of the mask, not of the transposed one.
+        packed: query heads counted as one, see `packed_heads`; they share a tile of queries, or a block of them.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
     """
@@ -53,7 +60,7 @@ class DevicePlan:
     heads_inner: bool
     long_tile: int
     tile_rows: int
-    runs: int
+    packed: int
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
 
@@ -103,57 +110,81 @@ def _device_plan(key: tuple, device: torch.device, make: Callable[[], DevicePlan
     return plan
 
 
-def _upload(plan: TilePlan, apart: tuple[float, float], runs: int, device: torch.device) -> DevicePlan:
+def _upload(plan: TilePlan, apart: tuple[float, float], packed: int, device: torch.device) -> DevicePlan:
     parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
     memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
     addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
     return DevicePlan(
         plan.tiles[:, 0].copy(), plan.costs, memory, *addresses.tolist(), step=plan.step,
-        heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=hopper_schedule.long_tile(*apart),
-        tile_rows=plan.block_m, runs=runs,
+        heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=packed * hopper_schedule.long_tile(*apart),
+        tile_rows=plan.block_m, packed=packed,
     )  # fmt: skip
 
 
-def num_runs(bands: np.ndarray) -> int:
-    """Runs of rows that are alike, such as those of a document."""
-    return len(np.unique(bands[:, bd.Q0]))
+class MaskFacts(NamedTuple):
+    """What choices between kernels depend on.
 
-
-def pairs_pay(runs: int, num_rows: int, group: int) -> bool:
-    """Whether tiles of 64 rows of two heads take less work than tiles of 128 rows of one.
-
-    They do where runs of rows that are alike are short: tiles end there too, and are half empty. See `num_runs`.
+    Attributes:
+        runs: runs of rows that are alike, such as those of a document.
+        area: visible pairs.
     """
-    return group % 2 == 0 and runs > 1 and num_rows < _SHORT_ROWS * runs
+
+    runs: int
+    area: int
+
+
+def mask_facts(bands: np.ndarray) -> MaskFacts:
+    """Facts of a mask, remembered."""
+    digest = content_digest(bands)
+    facts = _facts.get(digest)
+    if facts is None:
+        facts = _facts[digest] = MaskFacts(len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum()))
+        if len(_facts) > _MAX_PLANS:
+            _facts.popitem(last=False)
+    return facts
+
+
+def packed_heads(bands: np.ndarray, num_rows: int, group: int) -> int:
+    """How many heads of a group a tile or block of queries is of: 1, 2, 4 or 8, of as many times fewer rows.
+
+    With several it takes less work where runs of rows that are alike are short: tiles end there too, and are half
+    empty.
+    """
+    runs = mask_facts(bands).runs
+    return math.gcd(group, _MOST_PACKED) if runs > 1 and num_rows < _SHORT_ROWS * runs else 1
 
 
 def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, group: int, device: torch.device) -> DevicePlan:
-    """Plan of tiles over blocks of ``block_n`` keys, for ``group`` query heads to a key head; see `pairs_pay`."""
-    runs = num_runs(bands)
-    pairs = pairs_pay(runs, num_rows, group)
+    """Plan of tiles over blocks of ``block_n`` keys, for ``group`` query heads to a key head; see `packed_heads`."""
+    packed = packed_heads(bands, num_rows, group)
 
     def make() -> DevicePlan:
-        plan = hopper_tiles.plan_tiles(bands, num_rows, hopper_tiles.SUB_ROWS * (1 if pairs else 2), block_n)
-        return _upload(plan, (0.0, 0.0), runs, device)
+        plan = hopper_tiles.plan_tiles(bands, num_rows, PLACES // packed, block_n)
+        return _upload(plan, (0.0, 0.0), packed, device)
 
-    return _device_plan(("forward", content_digest(bands), num_rows, block_n, pairs), device, make)
+    return _device_plan(("forward", content_digest(bands), num_rows, block_n, packed), device, make)
 
 
 def backward_plan(
-    bands: np.ndarray, num_keys: int, device: torch.device, shape: tuple[int, int] = (128, 64)
+    bands: np.ndarray, num_keys: int, device: torch.device, shape: tuple[int, int] = (128, 64), packed: int = 1
 ) -> DevicePlan:
-    """Plan of tiles of keys over blocks of queries, ``shape``: that of the transposed mask."""
+    """Plan of tiles of keys over blocks of queries, ``shape``: that of the transposed mask.
+
+    Queries of heads that are packed are rows of one head, in turns: row i is query i / packed of head i % packed.
+    """
+    keys, queries = shape
 
     def make() -> DevicePlan:
         plan = hopper_tiles.plan_tiles(
-            hopper_tiles.transpose(bands), num_keys, *shape, align=hopper_tiles.UNIT, hide_tail=True
-        )
+            hopper_tiles.transpose(bands), num_keys, keys, queries // packed,
+            align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2,
+        )  # fmt: skip
         starts, ends = hopper_tiles.drift(plan)
         if ends < starts:
             plan = hopper_tiles.descending(plan)
-        return _upload(plan, (starts, ends), num_runs(bands), device)
+        return _upload(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed, device)
 
-    return _device_plan(("backward", content_digest(bands), num_keys, shape), device, make)
+    return _device_plan(("backward", content_digest(bands), num_keys, shape, packed), device, make)
 
 
 def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> DeviceSchedule:

@@ -4,6 +4,7 @@ part of the queries of one.
 Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
 the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
 is room for so many tiles. Other tiles take all query heads of a key head at once, and write dk and dv themselves.
+Where there are only such, and not many, what counts is that no processor is left with a long one at the end.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _WHOLE_COST, _SPLIT_COST = 6, 14
 # With so many items a processor, none needs to be split for the sake of balance.
 _ENOUGH_ITEMS = 8
 _BALANCED = 1.05
+# Whole tiles are worked on by falling cost, wherever they lie, where that takes so much less time; with more items a
+# processor it never does.
+_WORTH_IT, _MANY_ITEMS = 0.96, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +71,7 @@ def make_schedule(
 
     Args:
         starts: ``[num_tiles]``, first key of each tile of a plan of the transposed mask.
-        costs: ``[num_tiles]``, its blocks, in the order of the plan.
+        costs: ``[num_tiles]``, its blocks, in the order of the plan, by falling cost.
         heads_kv: key heads.
         group: query heads of a key head.
         num_sms: processors that take the items in their order.
@@ -75,6 +79,19 @@ def make_schedule(
         long_tile: blocks of a tile that is long.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
+    near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_apart, long_tile)
+    if near.num_apart or len(near.items) > _MANY_ITEMS * num_sms:
+        return near
+    items = _section(np.arange(len(costs)), range(0, heads_kv * group, group), group)
+    orders = near, Schedule(items.astype(np.int32), 0)
+    times = [_makespan(_item_costs(order.items, costs, group), num_sms) for order in orders]
+    return orders[times[1] < _WORTH_IT * times[0]]
+
+
+def _near_schedule(
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_apart: int, long_tile: int
+) -> Schedule:
+    """Items in an order in which those that share queries are near each other."""
     width = 1 if max_apart or group == 1 else group
     most = max_apart if width < group else len(costs)
     candidates = [long_tile]

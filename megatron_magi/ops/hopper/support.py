@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.tiles import SUB_ROWS
 
 LOG2_E = 1.4426950408889634
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -76,17 +75,21 @@ def work_counter(device: torch.device, stream: int) -> Tensor:
 def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
     """How a kernel whose tiles are rows deals out its work: these parameters of it.
 
-    Where a tile is of `SUB_ROWS` rows, its items are of two heads each, and what is counted are pairs. Heads worked on
-    together are whole groups whose keys and values fit in the L2 cache. Processors that walk over blocks that exceed it
-    begin together.
+    Heads that are packed in a tile are counted as one. Heads worked on together are whole groups whose keys and values
+    fit in the L2 cache. Processors that walk over blocks that exceed it begin together.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
     together = max(1, min(num_kv, _L2_BYTES // (k.shape[0] * row_bytes)))
     while num_kv % together:
         together -= 1
-    pairs_or_heads = num_heads // (2 if plan.tile_rows == SUB_ROWS else 1)
-    group = pairs_or_heads // num_kv
+    packed = plan.packed
+    group = num_heads // packed // num_kv
     return {
-        "num_heads": pairs_or_heads, "group": group, "head_section": together * group,
-        "tile_rows": plan.tile_rows, "long_blocks": -(-_L2_BYTES // (block_n * row_bytes)),
+        "num_heads": num_heads // packed, "group": group, "head_section": together * group,
+        "log2_packed": packed.bit_length() - 1, "long_blocks": -(-_L2_BYTES // (block_n * row_bytes)),
     }  # fmt: skip
+
+
+def row_box(t: Tensor, plan: DevicePlan) -> tuple[Tensor, int, int]:
+    """What a warpgroup of such a kernel loads at once, half a tile: the tensor, rows and heads."""
+    return t, plan.tile_rows // 2, plan.packed

@@ -23,9 +23,6 @@ from megatron_magi.ops.hopper.passes import PASS_COST, assign_passes
 
 Int32Array = NDArray[np.int32]
 
-SUB_ROWS = 64
-"""Rows of one warpgroup: fully visible blocks are known for each of them apart."""
-
 EVERYTHING = 1 << 30
 """Past-the-last column of rows behind the end of a tile, whose results nobody reads."""
 
@@ -41,8 +38,8 @@ class TilePlan:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
             Every row of the tensor is in one tile, also those that see nothing.
         passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each half of
-            the tile, or twice for all of it if ``block_m`` is `SUB_ROWS`, the first and past-the-last block that all
-            its rows see completely; 0 and 0.
+            the tile, or twice for all of it, the first and past-the-last block that all its rows see completely; 0
+            and 0.
             Block i begins at column ``first + i * step``.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
         costs: int64 ``[num_tiles]``: blocks of each tile.
@@ -73,18 +70,26 @@ def transpose(bands: bd.IntArray) -> bd.IntArray:
 
 
 def plan_tiles(
-    bands: bd.IntArray, num_rows: int, block_m: int, block_n: int, *, align: int = 1, hide_tail: bool = False
+    bands: bd.IntArray,
+    num_rows: int,
+    block_m: int,
+    block_n: int,
+    *,
+    align: int = 1,
+    hide_tail: bool = False,
+    parts: int = 2,
 ) -> TilePlan:
     """Plans the tiles of a mask.
 
     Args:
         bands: int64 ``[n, 6]``, inside ``num_rows`` rows; no two overlap.
         num_rows: rows of the mask.
-        block_m: most rows of a tile, a multiple of `SUB_ROWS`.
+        block_m: most rows of a tile.
         block_n: columns of a block.
         align: first columns of passes are multiples of it.
         hide_tail: rows behind the end of a tile see nothing, for kernels that add what they compute of them to the
             results of other rows; else they see everything, so that no block needs a mask for their sake.
+        parts: of a tile, 2 or 1, whose fully visible blocks are known apart: each warpgroup has one.
     """
     bands = _join_columns(bd.tighten(bands))
     starts = tile_starts(bands, num_rows, block_m)
@@ -95,7 +100,9 @@ def plan_tiles(
     tiles[:, 1] = np.searchsorted(pass_tile, np.arange(len(starts)), side="left")
     tiles[:, 2] = np.searchsorted(pass_tile, np.arange(len(starts)), side="right")
     bounds = _fill_bounds(pieces, pass_of_piece, pass_tile, tiles, block_m, 0 if hide_tail else EVERYTHING)
-    passes = _describe_passes(pieces, pass_of_piece, bounds, block_n, align)
+    passes = _describe_passes(
+        pieces, pass_of_piece, tiles[pass_tile], block_m // parts, parts, block_n, align, hide_tail
+    )
     blocks = np.bincount(pass_tile, passes[:, 1], minlength=len(starts)).astype(np.int64)
     cost = blocks + PASS_COST * (128 / block_n) * (1 + tiles[:, 2] - tiles[:, 1])
     order = np.argsort(-cost, kind="stable")
@@ -114,6 +121,14 @@ def descending(plan: TilePlan) -> TilePlan:
     for half in (2, 4):
         out[:, half], out[:, half + 1] = count - plan.passes[order, half + 1], count - plan.passes[order, half]
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
+
+
+def pack_columns(plan: TilePlan, packed: int) -> TilePlan:
+    """The plan of a mask that has each column so many times in a row."""
+    passes = plan.passes.copy()
+    passes[:, 0] *= packed
+    sizes = {"block_n": plan.block_n * packed, "step": plan.step * packed}
+    return replace(plan, passes=passes, bounds=plan.bounds * packed, **sizes)
 
 
 def drift(plan: TilePlan) -> tuple[float, float]:
@@ -181,27 +196,23 @@ def _fill_bounds(
     values[own, 1], values[behind, 1, 1] = pieces[:, [bd.K0, bd.K1]], past
     counts = np.diff(stop.reshape(-1), prepend=0)
     flat = np.repeat(values.view(np.int64).reshape(-1), counts).view(np.int32).reshape(-1, 2)  # a pair as one number
-    # Rows that a diagonal cuts: behind its crossing of the first column, before its crossing of the last.
-    cut = np.maximum(begin, origin + pieces[:, bd.K0] - pieces[:, bd.D_LO])
-    _fill_diagonals(flat[:, 0], cut, end, pieces[:, bd.D_LO] - origin)
-    cut = np.minimum(end, origin + pieces[:, bd.K1] - pieces[:, bd.D_HI])
-    _fill_diagonals(flat[:, 1], begin, cut, pieces[:, bd.D_HI] - origin)
+    # Where a diagonal cuts, the border is a line over the rows; elsewhere one so far off that it cuts nothing.
+    for side, diagonal, none in ((0, bd.D_LO, -EVERYTHING), (1, bd.D_HI, EVERYTHING)):
+        crosses = np.abs(pieces[:, diagonal]) != bd.NO_DIAGONAL
+        if crosses.any():
+            shift = np.full(len(counts), none, dtype=np.int32)
+            shift[2 * own + 1] = np.where(crosses, pieces[:, diagonal] - origin, none)
+            line = np.repeat(shift, counts)
+            line += np.arange(len(line), dtype=np.int32)
+            (np.minimum if side else np.maximum)(flat[:, side], line, out=flat[:, side])
     return flat.reshape(num_passes, block_m, 2)
 
 
-def _fill_diagonals(columns: Int32Array, begin: bd.IntArray, end: bd.IntArray, shift: bd.IntArray) -> None:
-    """Sets ``columns[i] = i + shift`` for ``begin <= i < end``, ranges one after another."""
-    cut = np.flatnonzero(begin < end)
-    if not len(cut):
-        return
-    counts = (end - begin)[cut]
-    at = np.repeat(begin[cut] - np.cumsum(counts) + counts, counts)
-    at += np.arange(len(at))
-    columns[at] = at + np.repeat(shift[cut], counts)
-
-
-def _describe_passes(pieces, pass_of_piece, bounds, block_n: int, align: int) -> Int32Array:
-    num_passes, block_m, _ = bounds.shape
+def _describe_passes(
+    pieces, pass_of_piece, tiles, part_rows: int, parts: int, block_n: int, align: int, hide_tail: bool
+) -> Int32Array:
+    """`TilePlan.passes`; ``tiles``: the tile of each pass, int32 ``[num_passes, 4]``."""
+    num_passes = len(tiles)
     passes = np.zeros((num_passes, 8), dtype=np.int32)
     if not num_passes:
         return passes
@@ -209,12 +220,24 @@ def _describe_passes(pieces, pass_of_piece, bounds, block_n: int, align: int) ->
     first = np.minimum.reduceat(pieces[:, bd.K0], starts) // align * align
     count = -((first - np.maximum.reduceat(pieces[:, bd.K1], starts)) // block_n)
     passes[:, 0], passes[:, 1] = first, count
-    num = block_m // SUB_ROWS
-    halves = bounds.reshape(num_passes, num, SUB_ROWS, 2)
-    full_begin = -((first[:, None] - halves[..., 0].max(axis=2)) // block_n)
-    full_end = (halves[..., 1].min(axis=2) - first[:, None]) // block_n
-    full_begin = np.clip(full_begin, 0, count[:, None])
-    full_end = np.clip(full_end, full_begin, count[:, None])
     for half in range(2):
-        passes[:, 2 + 2 * half], passes[:, 3 + 2 * half] = full_begin[:, half % num], full_end[:, half % num]
+        row0 = half % parts * part_rows
+        rows = np.full(num_passes, part_rows) if hide_tail else np.clip(tiles[:, 3] - row0, 0, part_rows)
+        begin, end = _seen_by_all(pieces, pass_of_piece, starts, tiles[:, 0] + row0, rows)
+        full_begin = np.clip(-((first - begin) // block_n), 0, count)
+        passes[:, 2 + 2 * half] = full_begin
+        passes[:, 3 + 2 * half] = np.clip((end - first) // block_n, full_begin, count)
     return passes
+
+
+def _seen_by_all(pieces, pass_of_piece, starts, row0, rows) -> tuple[bd.IntArray, bd.IntArray]:
+    """Columns that ``rows`` rows from ``row0`` on, of each pass, see all: the first and past the last."""
+    first = np.maximum(pieces[:, bd.Q0], row0[pass_of_piece])
+    past = np.minimum(pieces[:, bd.Q1], (row0 + rows)[pass_of_piece])
+    none = first >= past
+    begin = np.maximum(pieces[:, bd.K0], past - 1 + pieces[:, bd.D_LO])
+    end = np.minimum(pieces[:, bd.K1], first + pieces[:, bd.D_HI])
+    begin[none], end[none] = 0, EVERYTHING
+    begin, end = np.maximum.reduceat(begin, starts), np.minimum.reduceat(end, starts)
+    end[np.add.reduceat(np.where(none, 0, past - first), starts) < rows] = 0  # some see nothing
+    return begin, end

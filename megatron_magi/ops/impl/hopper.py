@@ -28,6 +28,7 @@ from megatron_magi.ops.hopper.support import (
     has_kernels,
     in_dtype,
     loadable,
+    row_box,
     row_work,
     why_not,
     work_counter,
@@ -133,4 +134,5 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
         params.sink_row, params.sink_head = sink_lse.stride()
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0)
     grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
-    return Launch(kernel, grid, params, ((q, 64), (k, block_n), (v, block_n)), keep=plan)
+    maps = (row_box(q, plan), (k, block_n), (v, block_n))
+    return Launch(kernel, grid, params, maps, keep=plan)
