@@ -235,35 +235,41 @@ DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 
 
 DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, int row,
                    int step, int end_row, int head, int lane) {
-  float factor[2], prior[2];
-  float top = -kInfinity;
+  float factor[2], lse[2], prior[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = softmax.sum[r];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const bool any = sum > 0.f;
-    const int at = row + step * r;
-    const bool valid = at < end_row;
-    const float own = any ? (softmax.reference[r] + log2_fast(sum)) * kLn2 : -kInfinity;
+    lse[r] = any ? (softmax.reference[r] + log2_fast(sum)) * kLn2 : -kInfinity;
     factor[r] = any ? reciprocal_fast(sum) : 0.f;
-    prior[r] = 0.f;
-    float total = own;
-    float* lse = p.lse + at * p.lse_row + head * p.lse_head;
-    if (valid) {
-      if (p.sink_lse) total = log_add(total, __ldg(p.sink_lse + at * p.sink_row + head * p.sink_head));
-      if (p.accumulate) {
-        const float before = *lse;
-        total = log_add(total, before);
-        prior[r] = weight(before, total);
+  }
+  if (p.sink_lse || p.accumulate) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at = row + step * r;
+      const float own = lse[r];
+      if (at < end_row) {
+        if (p.sink_lse) lse[r] = log_add(lse[r], __ldg(p.sink_lse + at * p.sink_row + head * p.sink_head));
+        if (p.accumulate) {
+          const float before = p.lse[at * p.lse_row + head * p.lse_head];
+          lse[r] = log_add(lse[r], before);
+          prior[r] = weight(before, lse[r]);
+        }
       }
-      top = fmaxf(top, softmax.max[r]);
+      factor[r] *= weight(own, lse[r]);
     }
     __syncwarp();  // all threads of a row have read before one writes
-    if (valid && lane % 4 == 0) *lse = total;
-    factor[r] *= weight(own, total);
+  }
+  if (lane % 4 == 0) {
+    float* to = p.lse + row * p.lse_row + head * p.lse_head;
+    if (row < end_row) *to = lse[0];
+    if (row + step < end_row) to[step * p.lse_row] = lse[1];
   }
   if (p.max_logits) {
+    float top = row < end_row ? softmax.max[0] : -kInfinity;
+    if (row + step < end_row) top = fmaxf(top, softmax.max[1]);
     const int heads_end = 4 << p.log2_packed;  // of the threads before it, every four have a head of their own
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) {

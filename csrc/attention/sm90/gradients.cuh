@@ -5,11 +5,9 @@
 
 enum Store { kStoreHalf = 0, kStoreFloat = 1, kAddFloat = 2, kAddHalf = 3 };
 
-// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row; the second is
-// `step` elements on.
-template <typename T, int kColumns>
-DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool (&valid)[2],
-                           const float (&acc)[kColumns / 2], float factor, int lane) {
+template <typename T, int kColumns, Store store>
+DEVICE void store_gradient_as(void* to, i64 offset, i64 step, const bool (&valid)[2], const float (&acc)[kColumns / 2],
+                              float factor, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const i64 at = offset + r * step;
@@ -41,6 +39,22 @@ DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool
       }
     }
   }
+}
+
+// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row; the second is
+// `step` elements on. The choice is made once, not for each element: of an item of few blocks, branches would take a
+// third of the time.
+template <typename T, int kColumns>
+DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool (&valid)[2],
+                           const float (&acc)[kColumns / 2], float factor, int lane) {
+  if (store == kStoreHalf)
+    store_gradient_as<T, kColumns, kStoreHalf>(to, offset, step, valid, acc, factor, lane);
+  else if (store == kStoreFloat)
+    store_gradient_as<T, kColumns, kStoreFloat>(to, offset, step, valid, acc, factor, lane);
+  else if (store == kAddFloat)
+    store_gradient_as<T, kColumns, kAddFloat>(to, offset, step, valid, acc, factor, lane);
+  else
+    store_gradient_as<T, kColumns, kAddHalf>(to, offset, step, valid, acc, factor, lane);
 }
 
 // Sums lie in pieces, 16 rows and kColumns columns as a warp's accumulators lie in registers. A warp turns one into

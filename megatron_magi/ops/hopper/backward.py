@@ -38,7 +38,8 @@ _KEYS, _QUERIES = 128, 64  # of a tile, of a block
 _FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
 # Where a kernel of its own for dq pays: with so many bytes of sums, and fewer keys to a query. First where kernels pack
 # heads. See docs/measured_facts.md.
-_APART_PACKED, _APART = ((256 << 20, 800), (128 << 20, 480), (64 << 20, 200)), ((256 << 20, 300),)
+_APART_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
+_APART = (256 << 20, 650), (128 << 20, 450)
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
