@@ -19,8 +19,10 @@ from megatron_magi.ops.slice_attention import (
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 LENGTHS = (100, 13, 77)
-# Query heads, key heads (documents are short: even groups work in pairs), dtype, options.
+# Query heads, key heads (documents are short: heads of a group are packed), dtype, options.
 CASES = (
+    (16, 2, torch.bfloat16, {}),
+    (8, 1, torch.bfloat16, {"deterministic": True}),
     (4, 2, torch.bfloat16, {}),
     (4, 2, torch.bfloat16, {"softcap": 20.0}),
     (4, 2, torch.bfloat16, {"deterministic": True}),

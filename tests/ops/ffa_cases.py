@@ -86,7 +86,7 @@ def make_inputs(
 
 def pack_heads(monkeypatch, most: int) -> None:
     """Has kernels whose tiles are rows pack so many heads of a group, or as many as divide it; whatever the mask."""
-    monkeypatch.setattr(hopper_plan, "packed_heads", lambda _bands, _rows, group: math.gcd(group, most))
+    monkeypatch.setattr(hopper_plan, "packed_heads", lambda _facts, _rows, group: math.gcd(group, most))
     monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
 
 

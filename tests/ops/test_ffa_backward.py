@@ -97,6 +97,7 @@ def test_long_sequences_and_many_heads_match_fp64(dims, way):
     check(make_inputs(MASKS["causal"](5000, 5000), 5000, 5000, heads=(2, 2), dims=dims))
     check(make_inputs(MASKS["window"](640, 640), 640, 640, heads=(128, 128), dims=dims))
     check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(128, 32), dims=dims))
+    check(make_inputs(MASKS["causal"](640, 640), 640, 640, heads=(40, 5), dims=dims))
 
 
 def test_tiles_worked_on_in_pieces_match_fp64():

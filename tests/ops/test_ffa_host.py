@@ -24,7 +24,7 @@ STRUCTS = [
     (
         "forward",
         "ForwardParams",
-        ("HEAD_DIM=64", "HEAD_DIM_V=64", "BLOCK_N=128", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0"),
+        ("HEAD_DIM=64", "HEAD_DIM_V=64", "BLOCK_N=128", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0", "HALVES=0"),
     ),
     (
         "backward",
@@ -147,7 +147,11 @@ def test_dq_is_computed_apart_where_a_query_sees_few_keys_and_sums_are_many(laun
         ([1280] * 4, (16, 1), 8),
     ],
 )
-def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(launched, documents, heads, packed):
+def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
+    launched, monkeypatch, documents, heads, packed
+):
+    boxes = []
+    monkeypatch.setattr(hopper_driver, "tensor_map", lambda t, *box: boxes.append((t.shape[1], *box)) or bytes(128))
     mask, rows = builders.varlen(doc_lengths=documents, causal=True), sum(documents)
     q, k = (torch.empty(rows, n, 128).bfloat16() for n in heads)
     row, options = torch.empty(rows, heads[0]), AttnOptions(0.1, deterministic=True)
@@ -162,6 +166,12 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(launc
         assert 1 << params.log2_packed == packed
         assert (params.num_heads, params.group) == (heads[0] // packed, heads[0] // heads[1] // packed)
         assert params.num_tiles == len(documents) * -(-documents[0] * packed // 128)
+    params, stats = by_name["backward"], by_name["prepare"]
+    assert {1 << params.log2_packed, 1 << stats.log2_packed} == {packed}
+    assert params.group == heads[0] // heads[1] // packed
+    assert params.stats_row == stats.stats_row == by_name["backward_queries"].stats_row >= rows * packed
+    if heads[0] != heads[1]:
+        assert {tuple(box) for num_heads, *box in boxes if num_heads == heads[0]} == {(64 // packed, packed)}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -243,7 +253,8 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, dim, deterministic):
+@pytest.mark.parametrize("documents", [False, True])
+def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, documents, dtype, dim, deterministic):
     asked = []
 
     def load(_device, name, defines, threads, size):
@@ -252,6 +263,8 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, dtype, 
 
     monkeypatch.setattr(hopper_kernels, "_load", load)
     q, k, v, bands = (t[..., :dim].contiguous() if isinstance(t, torch.Tensor) else t for t in tensors(dtype))
+    if documents:
+        bands = builders.varlen(doc_lengths=[100] * 3, causal=True).bands
     options, out, lse = AttnOptions(0.1, deterministic=deterministic), torch.empty_like(q), torch.empty(300, 4)
     hopper.forward(
         q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False

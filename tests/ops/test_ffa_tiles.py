@@ -24,7 +24,7 @@ from megatron_magi.ops.hopper.tiles import (
 )
 
 
-def check_plan(plan: TilePlan, visible: np.ndarray, align: int = 1) -> None:
+def check_plan(plan: TilePlan, visible: np.ndarray, align: int = 1, parts: int = 2) -> None:
     num_rows, num_columns = visible.shape
     covered = np.zeros((num_rows, num_columns), dtype=np.int64)
     used, next_row = [], 0
@@ -37,20 +37,23 @@ def check_plan(plan: TilePlan, visible: np.ndarray, align: int = 1) -> None:
         assert cost == plan.passes[first:past, 1].sum()
         for i in range(first, past):
             assert plan.passes[i, 0] % align == 0
-            cover_pass(plan, i, row0, rows, covered)
+            cover_pass(plan, i, row0, rows, covered, parts)
     assert sorted(used) == list(range(len(plan.passes)))
     np.testing.assert_array_equal(covered, visible.astype(np.int64))
     assert np.all(plan.costs[:-1] + 1 + plan.tiles[:-1, 2] - plan.tiles[:-1, 1] >= plan.costs[1:])
 
 
-def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray) -> None:
+def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray, parts: int) -> None:
     column, count = plan.passes[i, :2].tolist()
     assert count > 0
     blocks = [(column + j * plan.step, column + j * plan.step + plan.block_n) for j in range(count)]
     begin, end = min(blocks)[0], max(blocks)[1]
     assert begin >= 0
+    if parts == 1:
+        assert plan.passes[i, 2:4].tolist() == plan.passes[i, 4:6].tolist()
+    furthest = [0, 0]  # of the rows of each part
     for r in range(plan.block_m):
-        half = 2 * r // plan.block_m
+        half = parts * r // plan.block_m
         lo, hi = plan.bounds[i, r].tolist()
         full_begin, full_end = plan.passes[i, 2 + 2 * half : 4 + 2 * half].tolist()
         assert 0 <= full_begin <= full_end <= count
@@ -61,6 +64,9 @@ def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray
         elif lo < hi:
             assert begin <= lo and hi <= end
             covered[row0 + r, lo:hi] += 1
+            furthest[half] = max(furthest[half], hi)
+    halves = [plan.step > 0 and furthest[half % parts] <= end - plan.block_n // 2 for half in range(2)]
+    assert plan.passes[i, 6] == halves[0] + 2 * halves[1]
 
 
 @st.composite
@@ -114,8 +120,8 @@ def test_every_visible_pair_is_in_exactly_one_pass(data, num_rows, num_columns):
     align = data.draw(st.sampled_from([1, UNIT]))
     options = {"hide_tail": data.draw(st.booleans()), "parts": data.draw(st.sampled_from([1, 2]))}
     plan = plan_tiles(bands, num_rows, block_m, block_n, align=align, **options)
-    check_plan(plan, visible, align)
-    check_plan(descending(plan), visible, align)
+    check_plan(plan, visible, align, options["parts"])
+    check_plan(descending(plan), visible, align, options["parts"])
 
 
 @settings(max_examples=60, deadline=None)
@@ -129,7 +135,7 @@ def test_columns_of_packed_heads_are_those_of_one_head_in_turns(data, num_rows, 
     for turned in (plan, descending(plan)):
         wide = pack_columns(turned, packed)
         assert (wide.block_n, abs(wide.step)) == (64, 64)
-        check_plan(wide, visible, UNIT)
+        check_plan(wide, visible, UNIT, rows // 64)
 
 
 @settings(max_examples=60, deadline=None)

@@ -436,8 +436,8 @@ struct Consumer {
     const i64 key = item.row + row;
     const int head_kv = item.head / p.group;
     const bool valid[2] = {row < item.rows, row + 8 < item.rows};
-    store_gradient<T, kHeadDim>(p.store, p.dk, key * p.dk_row + head_kv * p.dk_head, 8 * p.dk_row, valid, dk,
-                                p.scale, lane);
+    store_gradient<T, kHeadDim>(p.store, p.dk, key * p.dk_row + head_kv * p.dk_head, 8 * p.dk_row, valid, dk, p.scale,
+                                lane);
     store_gradient<T, kHeadDimV>(p.store, p.dv, key * p.dv_row + head_kv * p.dv_head, 8 * p.dv_row, valid, dv, 1.f,
                                  lane);
   }

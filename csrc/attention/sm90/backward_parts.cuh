@@ -26,8 +26,8 @@ struct BackwardPartParams {
   void *dq, *dk, *dv;
   int* counter;                                           // two words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  // num_heads and group count query heads packed together as one. For keys, such heads have as many times the rows, in
-  // turns (load_packed), and the plan is of these rows.
+  // num_heads and group count query heads packed together as one, which has as many times the rows, in turns: the
+  // statistics are of these rows, and for keys the plan (load_packed).
   int num_tiles, num_heads, group, stats_row, store;
   int splits;        // of a group of query heads, for keys
   int heads_inner;   // for keys: a block is visited for all query heads before the next block, not head by head

@@ -96,11 +96,7 @@ struct Consumer {
   float lse[2], delta[2];
 
   DEVICE Consumer(const BackwardPartParams& p, Shared& s, int warpgroup)
-      : p(p),
-        s(s),
-        warpgroup(warpgroup),
-        lane(threadIdx.x % 32),
-        place(p, warpgroup) {}
+      : p(p), s(s), warpgroup(warpgroup), lane(threadIdx.x % 32), place(p, warpgroup) {}
 
   DEVICE void take_turn() const {
     if (kTurns) named_sync(1 + warpgroup, 256);

@@ -7,7 +7,8 @@
 // The mask of a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside
 // the sub-range that all rows see completely apply the mask.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), HALVES (0 or 1: of the
+// last block, multiply the values of the first half alone where no row sees more; where items are short).
 
 #include "../../common/wgmma.cuh"
 #include "row_tiles.cuh"
@@ -138,10 +139,12 @@ DEVICE void issue_qk(float (&acc)[kBlockN / 2], const Operand& a, const Operand&
   wgmma_commit();
 }
 
+// The first so many keys.
+template <int kKeys>
 DEVICE void issue_pv(float (&acc)[kHeadDimV / 2], const u32 (&probs)[kBlockN / 4], const Operand& b) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kBlockN / 16; ++i) Wgmma<T, kHeadDimV>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
+  for (int i = 0; i < kKeys / 16; ++i) Wgmma<T, kHeadDimV>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
   wgmma_commit();
 }
 
@@ -176,7 +179,8 @@ DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int
   __syncwarp();  // before one thread releases the keys for all
 }
 
-// Stores the rows of this thread, the second `step` after the first: factor * acc, and where kAdd, prior * what is there.
+// Stores the rows of this thread, the second `step` after the first: factor * acc, and where kAdd, prior * what is
+// there.
 template <bool kFloat, bool kAdd>
 DEVICE void store_rows(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const float (&factor)[2],
                        const float (&prior)[2], int row, int step, int end_row, int head, int lane) {
@@ -233,8 +237,8 @@ DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 
     store_rows<true, true>(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
-DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, int row,
-                   int step, int end_row, int head, int lane) {
+DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, int row, int step,
+                   int end_row, int head, int lane) {
   float factor[2], lse[2], prior[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -361,7 +365,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       named_sync(my_turn, 256);
       issue_qk(logits, q, k);
       wait_v();
-      issue_pv(out, probs, v);
+      issue_pv<kBlockN>(out, probs, v);
       named_arrive(other_turn, 256);
       flags = uniform(s.blocks.info[rk.index].y);
       wgmma_wait<1>();
@@ -384,8 +388,13 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     q_parity ^= 1;
     const Operand v = values();
     wait_v();
-    issue_pv(out, probs, v);
-    wgmma_wait<0>();
+    if (HALVES && flags & (kHalf << warpgroup)) {
+      issue_pv<kBlockN / 2>(out, probs, v);
+      wgmma_wait<0>();
+    } else {
+      issue_pv<kBlockN>(out, probs, v);
+      wgmma_wait<0>();
+    }
     pin(out);
     pin(probs);
     release_v();

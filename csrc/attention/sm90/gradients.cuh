@@ -41,8 +41,8 @@ DEVICE void store_gradient_as(void* to, i64 offset, i64 step, const bool (&valid
   }
 }
 
-// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row; the second is
-// `step` elements on. The choice is made once, not for each element: of an item of few blocks, branches would take a
+// Writes or adds the accumulators of 64 rows, times `factor`. `offset`: element of this thread's first row; the second
+// is `step` elements on. The choice is made once, not for each element: of an item of few blocks, branches would take a
 // third of the time.
 template <typename T, int kColumns>
 DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool (&valid)[2],

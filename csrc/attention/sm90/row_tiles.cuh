@@ -5,9 +5,9 @@
 
 #include "tiles.cuh"
 
-// A tile has 128 places, a warpgroup 64 of them: 128 rows of one head, or 64, 32 or 16 rows of 2, 4 or 8 heads that share
-// their keys (packed). Place i is of row i / heads and head i % heads, which is how the copy engine brings a box of rows
-// and heads. Params: log2_packed, of the number of heads.
+// A tile has 128 places, a warpgroup 64 of them: 128 rows of one head, or 64, 32 or 16 rows of 2, 4 or 8 heads that
+// share their keys (packed). Place i is of row i / heads and head i % heads, which is how the copy engine brings a box
+// of rows and heads. Params: log2_packed, of the number of heads.
 constexpr int kTilePlaces = 128;
 template <typename Params>
 DEVICE int tile_rows(const Params& p) {
@@ -33,6 +33,7 @@ enum : int {
   kLast = 4,      // the last of its item
   kEnd = 8,       // no item follows; nothing is loaded
   kNothing = 16,  // its item has no blocks; nothing is loaded
+  kHalf = 32,     // with kLast: the first warpgroup sees no more than the first half of it; 64: the second
 };
 
 // A block as the producer announces it.
@@ -77,7 +78,8 @@ DEVICE void scout(const Params& p, PassBoard& board) {
     board.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
     ++pass;
     const int more_heads = (item_head(item) << p.log2_packed) - item_head(item);
-    board.pass[slot.index][2] = make_int4(item.x, item.y + more_heads, first ? index : -1, pass >= item.w);
+    const int last = pass >= item.w ? 1 + 2 * more.z : 0;
+    board.pass[slot.index][2] = make_int4(item.x, item.y + more_heads, first ? index : -1, last);
     barrier_arrive(smem_address(&board.full[slot.index]));
     slot.advance();
     if (item.x < 0) break;
@@ -107,7 +109,8 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     for (int n = 0; n < count; ++n) {
       const int4 range = pass[0], more = pass[1];
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
-      loader.block(key, head_kv, masked | (item.w && n + 1 == count ? kLast : 0), more.z, item, first && n == 0);
+      loader.block(key, head_kv, masked | (item.w && n + 1 == count ? kLast + item.w / 2 * kHalf : 0), more.z, item,
+                   first && n == 0);
       key += static_cast<int>(p.plan.step);
     }
     if (count == 0) loader.nothing(item);

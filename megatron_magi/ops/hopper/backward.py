@@ -21,7 +21,7 @@ from megatron_magi.ops.hopper.backward_ends import (
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardParams
-from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule
+from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, MaskFacts
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -62,7 +62,7 @@ def backward(
     ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
     fp32 dq of device memory, and up to 16 MB of sums of dk and dv, which else lie in dq until it is written. Where dq
     is added to, or not contiguous, and a key head has at least four query heads, it takes an fp32 dk and dv more. Wide
-    heads, deterministic results and masks that show few tiles of keys to a query take no fp32 dq; wide heads an fp32 dk
+    heads, deterministic results, and many queries that see few keys each, take no fp32 dq; wide heads an fp32 dk
     and dv where processors would idle.
 
     Raises:
@@ -80,8 +80,9 @@ def backward(
     stream = torch.cuda.current_stream(q.device).cuda_stream
     whole = dims in hopper_kernels.WHOLE_DIMS
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
-    packed = hopper_plan.packed_heads(bands, q.shape[0], q.shape[1] // k.shape[1])
-    adds_dq = whole and not options.deterministic and sums_pay(bands, q, packed)
+    facts = hopper_plan.mask_facts(bands)
+    packed = hopper_plan.packed_heads(facts, q.shape[0], q.shape[1] // k.shape[1])
+    adds_dq = whole and not options.deterministic and sums_pay(facts, q, packed)
     if adds_dq:
         packed = 1  # sums would leave the L2 cache, and are of one head
     plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape, packed)
@@ -112,13 +113,13 @@ def backward(
             grad.copy_(grad + buffer if adds else buffer)
 
 
-def sums_pay(bands: np.ndarray, q: Tensor, packed: int) -> bool:
+def sums_pay(facts: MaskFacts, q: Tensor, packed: int) -> bool:
     """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
 
     They do not where a query sees few keys, and the sums, written and read at least twice, are too many for the L2
     cache. ``packed``: heads counted as one by the kernels that would take their place.
     """
-    keys, sum_bytes = hopper_plan.mask_facts(bands).area / q.shape[0], 4 * q.numel()
+    keys, sum_bytes = facts.area / q.shape[0], 4 * q.numel()
     limits = _APART_PACKED if packed > 1 else _APART if q.shape[2] == 128 else ()
     return all(sum_bytes < many or keys >= few for many, few in limits)
 

@@ -36,11 +36,11 @@ def element(dtype: torch.dtype) -> str:
     return f"DTYPE={'Bf16' if dtype == torch.bfloat16 else 'Fp16'}"
 
 
-def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
-    """What a forward kernel is compiled for."""
+def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, halves: bool) -> tuple[str, ...]:
+    """What a forward kernel is compiled for; ``halves``: for short items, see its source."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"BLOCK_N={FORWARD_WIDTH[dims]}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}",
+        element(dtype), f"SOFTCAP={int(softcap)}", f"HALVES={int(halves)}",
     )  # fmt: skip
 
 
@@ -63,7 +63,8 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         found += [
-            ("forward", forward_macros(dtype, (dim, dim), False)),
+            ("forward", forward_macros(dtype, (dim, dim), False, False)),
+            ("forward", forward_macros(dtype, (dim, dim), False, True)),
             ("backward", backward_macros(dtype, (dim, dim), False, True)),
             ("backward", backward_macros(dtype, (dim, dim), False, False)),
             ("backward_queries", queries_macros(dtype, (dim, dim), False)),
@@ -80,10 +81,12 @@ def source_of(name: str) -> str:
 
 
 @cache
-def forward_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
-    """Attention forward."""
+def forward_kernel(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, halves: bool
+) -> Kernel:
+    """Attention forward; ``halves``: for short items, as where heads are packed."""
     block_n = FORWARD_WIDTH[dims]
-    defines = forward_macros(dtype, dims, softcap)
+    defines = forward_macros(dtype, dims, softcap, halves)
     tiles = 128 * dims[0] + _STAGES * block_n * sum(dims)  # q, k and v
     return _load(device, "forward", defines, 384, 2 * tiles + _STAGES * 1024 + _SPARE_BYTES)
 

@@ -36,7 +36,7 @@ class Dealt(NamedTuple):
 
 
 def assign_passes(
-    pieces: bd.IntArray, tile: bd.IntArray, block_n: int, align: int
+    pieces: bd.IntArray, tile: bd.IntArray, block_n: int, align: int, pass_cost: float
 ) -> tuple[bd.IntArray, bd.IntArray, bd.IntArray]:
     """Puts the pieces that tiles see into passes; a row's pieces that touch become one.
 
@@ -45,6 +45,7 @@ def assign_passes(
         tile: int64 ``[n]``, the tile of each piece.
         block_n: columns of a block.
         align: first columns of passes are multiples of it.
+        pass_cost: of a pass beside its blocks, in blocks.
 
     Returns:
         ``(pieces, pass_of_piece, pass_tile)``: int64 ``[m, 6]``, sorted by (pass, first row); int64 ``[m]``; int64
@@ -58,7 +59,7 @@ def assign_passes(
     clashing = _clashing_groups(dealt)
     if clashing.any():
         hard = clashing[dealt.group]
-        dealt = dealt.where(~hard).also(_deal(dealt.where(hard), block_n, align))
+        dealt = dealt.where(~hard).also(_deal(dealt.where(hard), block_n, align, pass_cost))
         dealt = dealt.where(np.lexsort((dealt.pieces[:, bd.Q0], dealt.part, dealt.group)))
     first = _firsts(dealt.group, dealt.part)
     pass_of_piece = np.repeat(np.arange(len(first)), np.diff(first, append=len(dealt.group)))
@@ -96,7 +97,7 @@ def _clashing_groups(dealt: Dealt) -> NDArray[np.bool_]:
     return clash
 
 
-def _deal(dealt: Dealt, block_n: int, align: int) -> Dealt:
+def _deal(dealt: Dealt, block_n: int, align: int, pass_cost: float) -> Dealt:
     """Deals groups with several intervals a row to several parts each, where joining them leaves several."""
     dealt, gaps = _join_rows(dealt)
     if not len(gaps):
@@ -106,7 +107,8 @@ def _deal(dealt: Dealt, block_n: int, align: int) -> Dealt:
     torn = np.zeros(len(cuttable), dtype=bool)
     torn[gaps[:, 0]] = True
     by_layers = _layer(dealt.where(torn[dealt.group]), block_n)
-    worth = _costs(by_cuts, len(torn), block_n, align) <= _costs(by_layers, len(torn), block_n, align)
+    costs = [_costs(way, len(torn), block_n, align, pass_cost) for way in (by_cuts, by_layers)]
+    worth = costs[0] <= costs[1]
     cut = ~torn | (cuttable & worth)
     return by_cuts.where(cut[by_cuts.group]).also(by_layers.where(~cut[by_layers.group]))
 
@@ -252,10 +254,10 @@ def _layers(pieces: bd.IntArray, group: bd.IntArray) -> bd.IntArray:
     return layers
 
 
-def _costs(dealt: Dealt, num_groups: int, block_n: int, align: int) -> NDArray[np.float64]:
+def _costs(dealt: Dealt, num_groups: int, block_n: int, align: int, pass_cost: float) -> NDArray[np.float64]:
     """Cost of the passes of each group, in blocks, float64 ``[num_groups]``."""
     dealt = dealt.where(np.lexsort((dealt.part, dealt.group)))
     at = _firsts(dealt.group, dealt.part)
     first = np.minimum.reduceat(dealt.pieces[:, bd.K0], at) // align * align
     blocks = -((first - np.maximum.reduceat(dealt.pieces[:, bd.K1], at)) // block_n)
-    return np.bincount(dealt.group[at], blocks + PASS_COST * 128 / block_n, minlength=num_groups)
+    return np.bincount(dealt.group[at], blocks + pass_cost, minlength=num_groups)

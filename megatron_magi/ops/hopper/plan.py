@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -68,11 +67,6 @@ class DevicePlan:
     def num_tiles(self) -> int:
         """Tiles of one head."""
         return len(self.costs)
-
-    @cached_property
-    def num_blocks(self) -> int:
-        """Blocks of all tiles of one head."""
-        return int(self.costs.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,19 +138,19 @@ def mask_facts(bands: np.ndarray) -> MaskFacts:
     return facts
 
 
-def packed_heads(bands: np.ndarray, num_rows: int, group: int) -> int:
+def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
     """How many heads of a group a tile or block of queries is of: 1, 2, 4 or 8, of as many times fewer rows.
 
     With several it takes less work where runs of rows that are alike are short: tiles end there too, and are half
     empty.
     """
-    runs = mask_facts(bands).runs
-    return math.gcd(group, _MOST_PACKED) if runs > 1 and num_rows < _SHORT_ROWS * runs else 1
+    short = facts.runs > 1 and num_rows < _SHORT_ROWS * facts.runs
+    return math.gcd(group, _MOST_PACKED) if short else 1
 
 
 def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, group: int, device: torch.device) -> DevicePlan:
     """Plan of tiles over blocks of ``block_n`` keys, for ``group`` query heads to a key head; see `packed_heads`."""
-    packed = packed_heads(bands, num_rows, group)
+    packed = packed_heads(mask_facts(bands), num_rows, group)
 
     def make() -> DevicePlan:
         plan = hopper_tiles.plan_tiles(bands, num_rows, PLACES // packed, block_n)
@@ -177,7 +171,7 @@ def backward_plan(
     def make() -> DevicePlan:
         plan = hopper_tiles.plan_tiles(
             hopper_tiles.transpose(bands), num_keys, keys, queries // packed,
-            align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2,
+            align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
         )  # fmt: skip
         starts, ends = hopper_tiles.drift(plan)
         if ends < starts:

@@ -4,7 +4,7 @@ part of the queries of one.
 Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
 the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
 is room for so many tiles. Other tiles take all query heads of a key head at once, and write dk and dv themselves.
-Where there are only such, and not many, what counts is that no processor is left with a long one at the end.
+Where all do so and dq is not added, what counts is that no processor is left with a long one at the end.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ def make_schedule(
         heads_kv: key heads.
         group: query heads of a key head.
         num_sms: processors that take the items in their order.
-        max_apart: most tiles whose query heads may be apart.
+        max_apart: most tiles whose query heads may be apart; 0 also says that dq is not added in memory, so that less
+            is lost where those that share queries are not near each other.
         long_tile: blocks of a tile that is long.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
     near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_apart, long_tile)
-    if near.num_apart or len(near.items) > _MANY_ITEMS * num_sms:
+    if max_apart or len(near.items) > _MANY_ITEMS * num_sms:
         return near
     items = _section(np.arange(len(costs)), range(0, heads_kv * group, group), group)
     orders = near, Schedule(items.astype(np.int32), 0)

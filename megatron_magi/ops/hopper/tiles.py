@@ -38,8 +38,8 @@ class TilePlan:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
             Every row of the tensor is in one tile, also those that see nothing.
         passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each half of
-            the tile, or twice for all of it, the first and past-the-last block that all its rows see completely; 0
-            and 0.
+            the tile, or twice for all of it, the first and past-the-last block that all its rows see completely; a
+            bit for each half, if it sees no more than the first half of the last block; 0.
             Block i begins at column ``first + i * step``.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
         costs: int64 ``[num_tiles]``: blocks of each tile.
@@ -78,6 +78,7 @@ def plan_tiles(
     align: int = 1,
     hide_tail: bool = False,
     parts: int = 2,
+    packed: int = 1,
 ) -> TilePlan:
     """Plans the tiles of a mask.
 
@@ -90,11 +91,13 @@ def plan_tiles(
         hide_tail: rows behind the end of a tile see nothing, for kernels that add what they compute of them to the
             results of other rows; else they see everything, so that no block needs a mask for their sake.
         parts: of a tile, 2 or 1, whose fully visible blocks are known apart: each warpgroup has one.
+        packed: heads that a block is of, and takes as many times longer; see `pack_columns`.
     """
     bands = _join_columns(bd.tighten(bands))
     starts = tile_starts(bands, num_rows, block_m)
     pieces, tile = _pieces(bands, starts, num_rows)
-    pieces, pass_of_piece, pass_tile = assign_passes(pieces, tile, block_n, align)
+    pass_cost = PASS_COST * 128 / (block_n * packed)
+    pieces, pass_of_piece, pass_tile = assign_passes(pieces, tile, block_n, align, pass_cost)
     tiles = np.zeros((len(starts), 4), dtype=np.int32)
     tiles[:, 0], tiles[:, 3] = starts, np.diff(starts, append=num_rows)
     tiles[:, 1] = np.searchsorted(pass_tile, np.arange(len(starts)), side="left")
@@ -104,7 +107,7 @@ def plan_tiles(
         pieces, pass_of_piece, tiles[pass_tile], block_m // parts, parts, block_n, align, hide_tail
     )
     blocks = np.bincount(pass_tile, passes[:, 1], minlength=len(starts)).astype(np.int64)
-    cost = blocks + PASS_COST * (128 / block_n) * (1 + tiles[:, 2] - tiles[:, 1])
+    cost = blocks + pass_cost * (1 + tiles[:, 2] - tiles[:, 1])
     order = np.argsort(-cost, kind="stable")
     return TilePlan(tiles[order], passes, bounds, blocks[order], block_m, block_n, block_n)
 
@@ -120,6 +123,7 @@ def descending(plan: TilePlan) -> TilePlan:
     out[:, 0] += (count - 1) * plan.block_n
     for half in (2, 4):
         out[:, half], out[:, half + 1] = count - plan.passes[order, half + 1], count - plan.passes[order, half]
+    out[:, 6] = 0  # of another block
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
 
 
@@ -223,21 +227,25 @@ def _describe_passes(
     for half in range(2):
         row0 = half % parts * part_rows
         rows = np.full(num_passes, part_rows) if hide_tail else np.clip(tiles[:, 3] - row0, 0, part_rows)
-        begin, end = _seen_by_all(pieces, pass_of_piece, starts, tiles[:, 0] + row0, rows)
+        begin, end, furthest = _seen_by_rows(pieces, pass_of_piece, starts, tiles[:, 0] + row0, rows)
         full_begin = np.clip(-((first - begin) // block_n), 0, count)
         passes[:, 2 + 2 * half] = full_begin
         passes[:, 3 + 2 * half] = np.clip((end - first) // block_n, full_begin, count)
+        passes[:, 6] += (furthest <= first + count * block_n - block_n // 2) << half
     return passes
 
 
-def _seen_by_all(pieces, pass_of_piece, starts, row0, rows) -> tuple[bd.IntArray, bd.IntArray]:
-    """Columns that ``rows`` rows from ``row0`` on, of each pass, see all: the first and past the last."""
+def _seen_by_rows(pieces, pass_of_piece, starts, row0, rows) -> tuple[bd.IntArray, bd.IntArray, bd.IntArray]:
+    """Of so many rows from ``row0`` on, in each pass: first and past-the-last column that all see; past the last that
+    any sees.
+    """
     first = np.maximum(pieces[:, bd.Q0], row0[pass_of_piece])
     past = np.minimum(pieces[:, bd.Q1], (row0 + rows)[pass_of_piece])
     none = first >= past
     begin = np.maximum(pieces[:, bd.K0], past - 1 + pieces[:, bd.D_LO])
     end = np.minimum(pieces[:, bd.K1], first + pieces[:, bd.D_HI])
-    begin[none], end[none] = 0, EVERYTHING
+    furthest = np.minimum(pieces[:, bd.K1], past - 1 + pieces[:, bd.D_HI])
+    begin[none], end[none], furthest[none] = 0, EVERYTHING, 0
     begin, end = np.maximum.reduceat(begin, starts), np.minimum.reduceat(end, starts)
     end[np.add.reduceat(np.where(none, 0, past - first), starts) < rows] = 0  # some see nothing
-    return begin, end
+    return begin, end, np.maximum.reduceat(furthest, starts)

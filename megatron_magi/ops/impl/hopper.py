@@ -132,7 +132,7 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     )  # fmt: skip
     if sink_lse is not None:
         params.sink_row, params.sink_head = sink_lse.stride()
-    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0)
+    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0, plan.packed > 1)
     grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
     maps = (row_box(q, plan), (k, block_n), (v, block_n))
     return Launch(kernel, grid, params, maps, keep=plan)
