@@ -91,8 +91,8 @@ class Turns:
 def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float | str], set[str]]:
     """Median device times in milliseconds by name, or the error of a call that fails; calls that wait for the device.
 
-    The calls take turns, so that the temperature is the same for all. A call that waits for the device
-    cannot be queued: its time is that of the host too.
+    The calls take turns, so that the temperature is the same for all, and each round begins with another, so that none
+    always follows the hottest. A call that waits for the device cannot be queued: its time is that of the host too.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     turns = {name: Turns(call, flush) for name, call in calls.items()}
@@ -104,10 +104,12 @@ def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> 
             failed[name] = error
         spent += took or 0.0
     rounds = max(2, min(_MOST_ROUNDS, int(1e3 * seconds / max(spent, 1e-3))))
-    for _ in range(rounds):
-        for name, turn in turns.items():
+    names = list(turns)
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
             if name not in failed:
-                _, error = attempt(turn.take)
+                _, error = attempt(turns[name].take)
                 if error:
                     failed[name] = error
     found = {name: turn.summary() for name, turn in turns.items() if name not in failed}

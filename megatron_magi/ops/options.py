@@ -62,6 +62,20 @@ def _options(softmax_scale: float, softcap: float, deterministic: bool, sm_margi
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ValueError, naming the argument, unless q, k and v fit together."""
+    of_q, of_k, of_v, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
+    if (
+        len(of_q) == len(of_k) == len(of_v) == 3
+        and dtype is k.dtype is v.dtype
+        and dtype in FLOAT_DTYPES
+        and device == k.device == v.device
+        and of_k[:2] == of_v[:2]
+        and of_k[2] == of_q[2] > 0
+        and of_k[1] > 0
+        and of_v[2] > 0
+        and of_q[1] > 0
+        and of_q[1] % of_k[1] == 0
+    ):
+        return  # all is well, as most often; what follows finds out what is not
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 3:
             raise ValueError(f"{name}: expected [num_tokens, num_heads, head_dim], got shape {list(t.shape)}")

@@ -159,10 +159,13 @@ def _forward(
     return out, lse, max_logits
 
 
+_NOTHING = nullcontext()
+
+
 def _no_autocast(q: Tensor):
     """Autocast would narrow the products; what is computed in which dtype is decided here."""
     device = q.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 @torch.no_grad()
@@ -341,7 +344,8 @@ def slice_attention(
     else:
         bands = check_bands(mask_or_bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink)):
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    if wanted and torch.is_grad_enabled():
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
     else:
         module = resolve_impl(impl, q, v, deterministic)

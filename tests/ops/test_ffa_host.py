@@ -11,6 +11,7 @@ import torch
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import backward as hopper_backward
+from megatron_magi.ops.hopper import backward_ends as hopper_ends
 from megatron_magi.ops.hopper import build as hopper_build
 from megatron_magi.ops.hopper import driver as hopper_driver
 from megatron_magi.ops.hopper import kernels as hopper_kernels
@@ -83,7 +84,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(
         hopper_kernels, "_load", lambda _d, name, _m, threads, size: hopper_driver.Kernel(name, threads, size)
     )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: type("Stream", (), {"cuda_stream": 0})())
+    for module in (hopper, hopper_backward, hopper_ends):
+        monkeypatch.setattr(module, "current_stream", lambda _device: 0)
     monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
     kernels = (
         hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.backward_keys_kernel,
@@ -273,6 +275,31 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, documen
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
     assert len(asked) == (5 if deterministic else 6) and set(asked) <= set(hopper_kernels.common_kernels())
+
+
+def test_tensors_that_do_not_begin_at_16_bytes_are_copied_though_a_launch_for_their_strides_is_known(launched):
+    _, k, v, bands = tensors()
+    storage = torch.randn(300 * 4 * 128 + 8).bfloat16()
+    q, shifted = storage[:-8].view(300, 4, 128), storage[1:-7].view(300, 4, 128)
+    for x, out in ((q, torch.empty_like(q)), (shifted, torch.empty_like(q)), (q, torch.empty_like(q))):
+        hopper.forward(
+            x, k, v, bands, AttnOptions(0.1), out=out, lse=torch.empty(300, 4),
+            accumulate=False, sink_lse=None, return_max_logits=False,
+        )  # fmt: skip
+        (launch,) = hopper_launch._launches.values()
+        assert launch._map_addresses[0] % 16 == 0 and launch.params.out == out.data_ptr()
+        assert (launch._map_addresses[0] == x.data_ptr()) == (x is q)
+    assert launched == ["forward"] * 3
+
+
+def test_a_sink_of_all_rows_and_one_of_each_row_have_launches_of_their_own(launched):
+    q, k, v, bands = tensors()
+    for sink in (torch.zeros(4), torch.zeros(1, 4), torch.zeros(300, 4), torch.zeros(4)):
+        hopper.forward(
+            q, k, v, bands, AttnOptions(0.1), out=torch.empty_like(q), lse=torch.empty(300, 4),
+            accumulate=False, sink_lse=sink, return_max_logits=False,
+        )  # fmt: skip
+    assert [launch.params.sink_row for launch in hopper_launch._launches.values()] == [0, 4]
 
 
 def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):

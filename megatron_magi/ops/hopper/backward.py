@@ -25,6 +25,7 @@ from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, MaskFacts
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
+    current_stream,
     grid_size,
     in_dtype,
     loadable,
@@ -77,7 +78,7 @@ def backward(
     dims = (q.shape[2], v.shape[2])
     check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
     q, k, v, dout = map(loadable, (q, k, v, in_dtype(dout, q.dtype)))
-    stream = torch.cuda.current_stream(q.device).cuda_stream
+    stream = current_stream(q.device)
     whole = dims in hopper_kernels.WHOLE_DIMS
     shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
     facts = hopper_plan.mask_facts(bands)

@@ -11,7 +11,7 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import FinishKeysParams, FinishParams, PrepareParams, RowDeltaParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import in_dtype, loadable
+from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable
 
 _FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
@@ -71,7 +71,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     with launch.lock:
         params = launch.params
         params.dout, params.out, params.delta = dout.data_ptr(), out.data_ptr(), delta.data_ptr()
-        launch.fire(torch.cuda.current_stream(out.device).cuda_stream)
+        launch.fire(current_stream(out.device))
     return delta
 
 

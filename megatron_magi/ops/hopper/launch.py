@@ -68,6 +68,11 @@ class Launch:
         self._kernel.launch(self._num_blocks, stream, self._pointers)
 
 
+def known(key: tuple) -> Launch | None:
+    """The launch kept under a key, None if there is none."""
+    return _launches.get(key)
+
+
 def prepared(key: tuple, make: Callable[[], Launch]) -> Launch:
     """The launch kept under a key, made when it is first asked for."""
     found = _launches.get(key)
