@@ -20,6 +20,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def row_products(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)``; see `megatron_magi.ops.slice_attention.row_delta`."""
+    dtype = accumulate_dtype(out.dtype)
+    return torch.where(out == 0, 0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+
+
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over the keys of both partial results. Differentiable.
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.mask_tensors import bands_of
-from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
+from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import (
     FLOAT_DTYPES,
@@ -162,10 +162,16 @@ def _forward(
 _NOTHING = nullcontext()
 
 
+@cache
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
 def _no_autocast(q: Tensor):
     """Autocast would narrow the products; what is computed in which dtype is decided here."""
     device = q.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+    casts = _has_autocast(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if casts else _NOTHING
 
 
 @torch.no_grad()
@@ -258,14 +264,14 @@ def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: boo
         impl, deterministic: as in `slice_attention_forward`; an implementation may have a kernel for it.
 
     Raises:
-        ValueError: there is no implementation of that name.
+        ValueError: there is no implementation of that name, or it does not take such tensors; shapes disagree.
     """
-    kernel = getattr(resolve_impl(impl, out, out, deterministic), "row_delta", None)
-    if kernel is not None:
-        return kernel(dout, out)
-    dtype = accumulate_dtype(out.dtype)
-    product = dout.to(dtype) * out.to(dtype)
-    return torch.where(out == 0, 0, product).sum(dim=-1)
+    check_like("out", out, out.shape, out.device)
+    check_like("dout", dout, out.shape, out.device)
+    if impl == "auto" and out.dtype.itemsize > 2:  # no kernel takes it, and nothing is slow for it
+        return row_products(dout, out)
+    kernel = getattr(resolve_impl(impl, out, out, deterministic), "row_delta", row_products)
+    return kernel(dout, out)
 
 
 class _SliceAttention(torch.autograd.Function):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import backward as hopper_backward
@@ -17,6 +18,7 @@ from megatron_magi.ops.hopper import driver as hopper_driver
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import launch as hopper_launch
 from megatron_magi.ops.hopper import params as hopper_params
+from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import support as hopper_support
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
@@ -290,6 +292,43 @@ def test_tensors_that_do_not_begin_at_16_bytes_are_copied_though_a_launch_for_th
         assert launch._map_addresses[0] % 16 == 0 and launch.params.out == out.data_ptr()
         assert (launch._map_addresses[0] == x.data_ptr()) == (x is q)
     assert launched == ["forward"] * 3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_output_that_does_not_begin_at_16_bytes_is_computed_elsewhere_and_copied(launched, dtype, accumulate):
+    q, k, v, bands = tensors()
+    storage = torch.zeros(300 * 4 * 128 + 8, dtype=dtype)
+    for first in (0, 1):
+        out = storage[first : first - 8].view(300, 4, 128)
+        hopper.forward(
+            q, k, v, bands, AttnOptions(0.1), out=out, lse=torch.zeros(300, 4),
+            accumulate=accumulate, sink_lse=None, return_max_logits=False,
+        )  # fmt: skip
+        launch = list(hopper_launch._launches.values())[-1]
+        assert launch.params.out % 16 == 0 and (launch.params.out == out.data_ptr()) == (first == 0)
+    assert launched == ["forward"] * 2
+
+
+def test_a_launch_is_made_again_when_the_plan_that_it_points_to_is_gone(launched, monkeypatch):
+    q, k, v, bands = tensors()
+    monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30, 1))
+
+    def forward(table):
+        hopper.forward(
+            q, k, v, table, AttnOptions(0.1), out=torch.empty_like(q), lse=torch.zeros(300, 4),
+            accumulate=False, sink_lse=None, return_max_logits=False,
+        )  # fmt: skip
+
+    forward(bands)
+    (first,) = hopper_launch._launches.values()
+    forward(bands)
+    assert list(hopper_launch._launches.values()) == [first] and first.is_alive
+    forward(bands[:0])
+    assert not first.is_alive
+    forward(bands)
+    again = next(iter(hopper_launch._launches.values()))
+    assert again is not first and again.is_alive
 
 
 def test_a_sink_of_all_rows_and_one_of_each_row_have_launches_of_their_own(launched):

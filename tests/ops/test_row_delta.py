@@ -54,6 +54,24 @@ def test_both_operators_use_the_kernel_of_their_implementation(monkeypatch, dist
     assert calls == [(20, 4, 8)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("impl", ["auto", "ffa"])
+def test_an_output_of_more_than_16_bits_is_left_to_torch(impl, device, dtype, caplog):
+    out, dout = (t.to(device, dtype) for t in torch.randn(2, 5, 4, 64))
+    got = attention.row_delta(dout, out, impl)
+    torch.testing.assert_close(got, (dout * out).sum(-1))
+    assert not caplog.records
+
+
+def test_what_the_kernel_does_not_take_is_named():
+    out = torch.ones(3, 2, 64).bfloat16()
+    with pytest.raises(ValueError, match="impl: 'ffa' needs a Hopper GPU"):
+        attention.row_delta(out, out, "ffa")
+    with pytest.raises(ValueError, match=r"dout: expected shape \[3, 2, 64\], got \[2, 64\]"):
+        attention.row_delta(out[0], out)
+
+
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

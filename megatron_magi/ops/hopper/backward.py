@@ -216,7 +216,7 @@ def _prepare_backward(
     grid = grid_size(q.device, num_items, options.sm_margin)
     box = (_QUERIES // plan.packed, plan.packed)
     maps = ((q, *box), (k, _KEYS), (v, _KEYS), (dout, *box))
-    return Launch(kernel, grid, params, maps, keep=(plan, schedule))
+    return Launch(kernel, grid, params, maps, plan=plan)  # which keeps its schedules
 
 
 def _query_gradient(grad: Tensor, dtype: torch.dtype, accumulate: bool) -> tuple[int, Tensor]:

@@ -11,7 +11,8 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import FinishKeysParams, FinishParams, PrepareParams, RowDeltaParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable
+from megatron_magi.ops.hopper.support import check_support, current_stream, in_dtype, loadable
+from megatron_magi.ops.merge import row_products
 
 _FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
@@ -51,8 +52,15 @@ def new_floats(count: int, device: torch.device) -> Floats:
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``, of bf16 or fp16 tensors on a GPU."""
+    """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``; of an out in fp32, as stages have it, by torch.
+
+    Raises:
+        ValueError: the device or head dim is not supported.
+    """
     num_rows, num_heads, head_dim = out.shape
+    if out.dtype.itemsize > 2:
+        return row_products(dout, out)
+    check_support(out, (head_dim, head_dim), hopper_kernels.DELTA_DIMS)
     dout, out = loadable(in_dtype(dout, out.dtype)), loadable(out)
     delta = torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
     if not delta.numel():
@@ -144,7 +152,7 @@ def finish_keys(
         )  # fmt: skip
         defines = (f"HEAD_DIM={dim}", hopper_kernels.element(dtype))
         kernel = hopper_kernels.small_kernel(dk.device, "finish_keys", defines)
-        return Launch(kernel, 4 * num_tiles * heads_kv, params, keep=plan)
+        return Launch(kernel, 4 * num_tiles * heads_kv, params, plan=plan)
 
     key = ("finish_keys", plan.tiles, num_tiles, dk.device, dtype, store, scale, dk.shape, dk.stride(), dv.stride())
     launch = prepared(key, make)

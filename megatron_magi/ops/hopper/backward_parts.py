@@ -54,7 +54,7 @@ def key_gradients(
         grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
         box = (block // plan.packed, plan.packed)
         maps = ((q, *box), (k, keys), (v, keys), (dout, *box))
-        return Launch(kernel, grid, params, maps, keep=plan)
+        return Launch(kernel, grid, params, maps, plan=plan)
 
     launch = prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
     with launch.lock:
@@ -78,7 +78,7 @@ def query_gradient(
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)
         maps = (row_box(q, plan), (k, block), (v, block), row_box(dout, plan))
-        return Launch(kernel, grid, params, maps, keep=plan)
+        return Launch(kernel, grid, params, maps, plan=plan)
 
     launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
     with launch.lock:

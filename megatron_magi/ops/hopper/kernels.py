@@ -22,18 +22,22 @@ PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
 
 BACKWARD_DIMS = (*WHOLE_DIMS, *PART_TILES)
 
+DELTA_DIMS = ((64, 64), (128, 128), (256, 256))
+"""Head dims of values that the kernel for delta takes, each twice."""
+
 QUERIES_WIDTH = {(64, 64): 96, (128, 128): 96, (192, 128): 64, (256, 256): 64}
 """Keys of a block of the kernel for dq, by head dims."""
 
 _QUERIES_STAGES = {(64, 64): (3, 2), (128, 128): (3, 2), (192, 128): (3, 2), (256, 256): (2, 1)}
 """Stages of keys and of values of that kernel: as many as fit of what is worth it."""
+_ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 _STAGES = 2
 _SPARE_BYTES = 1024  # barriers and the like
 
 
 def element(dtype: torch.dtype) -> str:
     """Macro of an element type."""
-    return f"DTYPE={'Bf16' if dtype == torch.bfloat16 else 'Fp16'}"
+    return f"DTYPE={_ELEMENTS[dtype]}"
 
 
 def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, halves: bool) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -29,11 +30,10 @@ class Launch:
         num_blocks: grid.
         params: parameter struct, which begins with its tensor maps.
         maps: for each tensor map a tensor of the right shape, the rows of its box, and its heads if not one.
-        keep: whatever the parameters point to.
+        plan: whose memory the parameters point to, if one's. It is not kept alive.
 
     Attributes:
         params: the struct; set addresses in it while holding `lock`, then `fire`.
-        keep: as given.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Launch:
         num_blocks: int,
         params: ctypes.Structure,
         maps: tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...] = (),
-        keep: object = None,
+        plan: object = None,
     ) -> None:
         size = ctypes.sizeof(params)
         self._memory = ctypes.create_string_buffer(size + 64)  # tensor maps are aligned to 64 bytes
@@ -52,9 +52,15 @@ class Launch:
         for i, described in enumerate(maps):
             ctypes.memmove(self._address + i * _MAP_BYTES, hopper_driver.tensor_map(*described), _MAP_BYTES)
         self._map_addresses = [tensor.data_ptr() for tensor, *_ in maps]
-        self._kernel, self._num_blocks, self.keep = kernel, num_blocks, keep
+        self._kernel, self._num_blocks = kernel, num_blocks
+        self._plan = None if plan is None else weakref.ref(plan)
         self._pointers = (ctypes.c_void_p * 1)(self._address)
         self.lock = threading.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the memory of its plan is still there."""
+        return self._plan is None or self._plan() is not None
 
     def point_maps(self, *addresses: int) -> None:
         """Sets the addresses of the tensor maps, in their order."""
@@ -70,12 +76,13 @@ class Launch:
 
 def known(key: tuple) -> Launch | None:
     """The launch kept under a key, None if there is none."""
-    return _launches.get(key)
+    found = _launches.get(key)
+    return found if found is not None and found.is_alive else None
 
 
 def prepared(key: tuple, make: Callable[[], Launch]) -> Launch:
-    """The launch kept under a key, made when it is first asked for."""
-    found = _launches.get(key)
+    """The launch kept under a key, made when it is first asked for, and when its plan is gone."""
+    found = known(key)
     if found is None:
         found = _launches[key] = make()
         if len(_launches) > _MAX_LAUNCHES:

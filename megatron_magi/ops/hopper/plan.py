@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
 from megatron_magi.ops.hopper import schedule as hopper_schedule
@@ -24,9 +25,10 @@ PLACES = 128
 """Rows times heads of a tile of rows."""
 
 _MAX_PLANS = 256
+_MAX_BYTES = 256 << 20  # of device memory
 _MOST_PACKED = 8
 _SHORT_ROWS = 4096  # of a document, on average; see docs/measured_facts.md
-_plans: OrderedDict[tuple, DevicePlan] = OrderedDict()
+_plans: LruCache[tuple, DevicePlan] = LruCache(_MAX_BYTES, _MAX_PLANS)
 _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: OrderedDict[bytes, MaskFacts] = OrderedDict()
 
@@ -96,11 +98,8 @@ def _device_plan(key: tuple, device: torch.device, make: Callable[[], DevicePlan
     full_key = (*key, device.index)
     plan = _plans.get(full_key)
     if plan is None:
-        plan = _plans[full_key] = make()
-        if len(_plans) > _MAX_PLANS:
-            _plans.popitem(last=False)
-    else:
-        _plans.move_to_end(full_key)
+        plan = make()
+        _plans.put(full_key, plan, plan.memory.nbytes)
     return plan
 
 

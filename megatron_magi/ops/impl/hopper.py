@@ -76,7 +76,7 @@ def forward(
         k, v = q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:]))
         bands = bands[:0]
     direct = out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out)
-    target = out if direct else out.to(torch.float32).contiguous()
+    target = out if direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     target_lse = in_dtype(lse, torch.float32)
     launch = prepared(
         _key(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream),
@@ -156,4 +156,4 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0, plan.packed > 1)
     grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
     maps = (row_box(q, plan), (k, block_n), (v, block_n))
-    return Launch(kernel, grid, params, maps, keep=plan)
+    return Launch(kernel, grid, params, maps, plan=plan)
