@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.mask_tensors import mask_of_arrays, mask_of_ranges
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import check_qkv, check_sink
-from megatron_magi.ops.slice_attention import slice_attention, slice_attention_traced
+from megatron_magi.ops.options import check_qkv, check_sink, make_options
+from megatron_magi.ops.slice_attention import attend, slice_attention_traced
 
 RangesLike = Tensor | Sequence[Sequence[int]] | None
 TypesLike = Tensor | Sequence[int] | None
@@ -101,11 +101,9 @@ def flex_flash_attn_func(
     check_qkv(q, k, v)
     if sink is not None:
         check_sink(sink, q)
-    return slice_attention(
-        q, k, v, _mask(ranges, q.shape[0], k.shape[0]),
-        sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
-        deterministic=deterministic, sm_margin=sm_margin, impl=impl,
-    )  # fmt: skip
+    bands = _mask(ranges, q.shape[0], k.shape[0]).bands
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    return attend(q, k, v, sink, bands, options, impl, return_max_logits)
 
 
 def _mask(ranges: list, num_rows: int, num_keys: int) -> AttnMask:

@@ -350,11 +350,25 @@ def slice_attention(
     else:
         bands = check_bands(mask_or_bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    return attend(q, k, v, sink, bands, options, impl, return_max_logits)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bands: np.ndarray,
+    options: AttnOptions,
+    impl: str,
+    return_max_logits: bool,
+) -> tuple[Tensor, AttnForwardMeta]:
+    """`slice_attention` of q, k, v and bands that are known to fit together."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     if wanted and torch.is_grad_enabled():
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
     else:
-        module = resolve_impl(impl, q, v, deterministic)
+        module = resolve_impl(impl, q, v, options.deterministic)
         out, lse, max_logits = _forward(q, k, v, bands, options, module, sink, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
