@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,6 +21,13 @@ from megatron_magi.ops.hopper.driver import Kernel
 _MAP_BYTES = 128
 _MAX_LAUNCHES = 1024
 _launches: OrderedDict[tuple, Launch] = OrderedDict()
+
+
+class Plan(Protocol):
+    """What parameters of a launch point to."""
+
+    def hold_for_stream(self) -> None:
+        """Once dropped, its memory is not used for anything else before what the current stream has queued is done."""
 
 
 class Launch:
@@ -42,7 +50,7 @@ class Launch:
         num_blocks: int,
         params: ctypes.Structure,
         maps: tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...] = (),
-        plan: object = None,
+        plan: Plan | None = None,
     ) -> None:
         size = ctypes.sizeof(params)
         self._memory = ctypes.create_string_buffer(size + 64)  # tensor maps are aligned to 64 bytes
@@ -54,6 +62,8 @@ class Launch:
         self._map_addresses = [tensor.data_ptr() for tensor, *_ in maps]
         self._kernel, self._num_blocks = kernel, num_blocks
         self._plan = None if plan is None else weakref.ref(plan)
+        if plan is not None:
+            plan.hold_for_stream()
         self._pointers = (ctypes.c_void_p * 1)(self._address)
         self.lock = threading.Lock()
 

@@ -65,6 +65,15 @@ class DevicePlan:
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
 
+    def hold_for_stream(self) -> None:
+        """Once dropped, its memory is not used for anything else before what the current stream has queued is done.
+
+        The host may be masks ahead of the device, on several streams.
+        """
+        for table in (self.memory, *(schedule.items for schedule in self.schedules.values())):
+            if table.is_cuda:
+                table.record_stream(torch.cuda.current_stream(table.device))
+
     @property
     def num_tiles(self) -> int:
         """Tiles of one head."""
