@@ -28,6 +28,11 @@ class LruCache[K: Hashable, V]:
     def __len__(self) -> int:
         return len(self._items)
 
+    def items(self) -> list[tuple[K, V]]:
+        """Keys and values, those used last at the end."""
+        with self._lock:
+            return [(key, value) for key, (value, _) in self._items.items()]
+
     def get(self, key: K) -> V | None:
         """The value of ``key``, now the one used last; None when it is not there."""
         with self._lock:

@@ -13,6 +13,7 @@ def test_the_value_used_longest_ago_goes_first():
     assert cache.get("a") == "A"
     cache.put("c", "C", 5)
     assert (cache.get("a"), cache.get("b"), cache.get("c")) == ("A", None, "C")
+    assert cache.get("a") == "A" and cache.items() == [("c", "C"), ("a", "A")]
 
 
 def test_both_bounds_hold_after_any_sequence_and_the_newest_stays():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.ops.hopper import launch as hopper_launch
@@ -87,7 +88,7 @@ def make_inputs(
 def pack_heads(monkeypatch, most: int) -> None:
     """Has kernels whose tiles are rows pack so many heads of a group, or as many as divide it; whatever the mask."""
     monkeypatch.setattr(hopper_plan, "packed_heads", lambda _facts, _rows, group: math.gcd(group, most))
-    monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
+    monkeypatch.setattr(hopper_launch, "_launches", LruCache(1 << 30))
 
 
 def poisoned(shape, dtype) -> torch.Tensor:

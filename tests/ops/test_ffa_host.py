@@ -88,7 +88,7 @@ def launched(monkeypatch):
     )
     for module in (hopper, hopper_backward, hopper_ends):
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)
-    monkeypatch.setattr(hopper_launch, "_launches", type(hopper_launch._launches)())
+    monkeypatch.setattr(hopper_launch, "_launches", LruCache(1 << 30))
     kernels = (
         hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.backward_keys_kernel,
         hopper_kernels.backward_queries_kernel, hopper_kernels.small_kernel,
@@ -173,6 +173,7 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
     params, stats = by_name["backward"], by_name["prepare"]
     assert {1 << params.log2_packed, 1 << stats.log2_packed} == {packed}
     assert params.group == heads[0] // heads[1] // packed
+    assert abs(params.step) == 64, "a block is as many rows of packed heads as of single ones"
     assert params.stats_row == stats.stats_row == by_name["backward_queries"].stats_row >= rows * packed
     if heads[0] != heads[1]:
         assert {tuple(box) for num_heads, *box in boxes if num_heads == heads[0]} == {(64 // packed, packed)}
@@ -229,7 +230,7 @@ def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
         assert (begin <= by_name["backward"].key_sums < end) == inside
         assert by_name["finish_keys"].sums == by_name["backward"].key_sums
         assert by_name["prepare"].num_key_sums * 16 == 16 * 128 * 8 * 2 * 128 * 4
-        hopper_launch._launches.clear()
+        hopper_launch._launches.drop(lambda _key: True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -288,7 +289,7 @@ def test_tensors_that_do_not_begin_at_16_bytes_are_copied_though_a_launch_for_th
             x, k, v, bands, AttnOptions(0.1), out=out, lse=torch.empty(300, 4),
             accumulate=False, sink_lse=None, return_max_logits=False,
         )  # fmt: skip
-        (launch,) = hopper_launch._launches.values()
+        ((_, launch),) = hopper_launch._launches.items()
         assert launch._map_addresses[0] % 16 == 0 and launch.params.out == out.data_ptr()
         assert (launch._map_addresses[0] == x.data_ptr()) == (x is q)
     assert launched == ["forward"] * 3
@@ -305,12 +306,12 @@ def test_an_output_that_does_not_begin_at_16_bytes_is_computed_elsewhere_and_cop
             q, k, v, bands, AttnOptions(0.1), out=out, lse=torch.zeros(300, 4),
             accumulate=accumulate, sink_lse=None, return_max_logits=False,
         )  # fmt: skip
-        launch = list(hopper_launch._launches.values())[-1]
+        _, launch = hopper_launch._launches.items()[-1]
         assert launch.params.out % 16 == 0 and (launch.params.out == out.data_ptr()) == (first == 0)
     assert launched == ["forward"] * 2
 
 
-def test_a_launch_is_made_again_when_the_plan_that_it_points_to_is_gone(launched, monkeypatch):
+def test_launches_keep_their_plans_and_are_bounded_by_the_memory_of_these(launched, monkeypatch):
     q, k, v, bands = tensors()
     monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30, 1))
 
@@ -319,16 +320,16 @@ def test_a_launch_is_made_again_when_the_plan_that_it_points_to_is_gone(launched
             q, k, v, table, AttnOptions(0.1), out=torch.empty_like(q), lse=torch.zeros(300, 4),
             accumulate=False, sink_lse=None, return_max_logits=False,
         )  # fmt: skip
+        return hopper_launch._launches.items()[-1][1]
 
-    forward(bands)
-    (first,) = hopper_launch._launches.values()
-    forward(bands)
-    assert list(hopper_launch._launches.values()) == [first] and first.is_alive
-    forward(bands[:0])
-    assert not first.is_alive
-    forward(bands)
-    again = next(iter(hopper_launch._launches.values()))
-    assert again is not first and again.is_alive
+    first = forward(bands)
+    assert first.plan is not None and first.params.tiles == first.plan.memory.data_ptr()
+    forward(bands[:0])  # whose plan takes the place of the other's
+    assert forward(bands) is first and len(hopper_launch._launches) == 2
+    hopper_launch._launches.max_bytes = first.plan.memory.nbytes
+    other = forward(bands[:, [2, 3, 0, 1, 4, 5]])
+    assert hopper_launch._launches.items() == [(hopper_launch._launches.items()[0][0], other)]
+    assert forward(bands) is not first
 
 
 def test_a_sink_of_all_rows_and_one_of_each_row_have_launches_of_their_own(launched):
@@ -338,7 +339,7 @@ def test_a_sink_of_all_rows_and_one_of_each_row_have_launches_of_their_own(launc
             q, k, v, bands, AttnOptions(0.1), out=torch.empty_like(q), lse=torch.empty(300, 4),
             accumulate=False, sink_lse=sink, return_max_logits=False,
         )  # fmt: skip
-    assert [launch.params.sink_row for launch in hopper_launch._launches.values()] == [0, 4]
+    assert sorted(launch.params.sink_row for _, launch in hopper_launch._launches.items()) == [0, 4]
 
 
 def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
@@ -352,7 +353,7 @@ def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
             x, k, v, bands, AttnOptions(0.1), out=out, lse=lse,
             accumulate=False, sink_lse=None, return_max_logits=False,
         )  # fmt: skip
-        (launch,) = hopper_launch._launches.values()
+        ((_, launch),) = hopper_launch._launches.items()
         assert (launch.params.out, launch.params.lse) == (out.data_ptr(), lse.data_ptr())
     assert moved == [other.data_ptr()]
 

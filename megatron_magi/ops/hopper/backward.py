@@ -30,6 +30,7 @@ from megatron_magi.ops.hopper.support import (
     in_dtype,
     loadable,
     num_processors,
+    query_box,
     work_counter,
 )
 from megatron_magi.ops.hopper.tiles import UNIT
@@ -210,12 +211,11 @@ def _prepare_backward(
         num_items=num_items, group=q.shape[1] // plan.packed // num_heads_kv, heads_kv=num_heads_kv,
         heads_inner=int(plan.heads_inner), stats_row=stats_row, units=stats_row // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-        log2_packed=plan.packed.bit_length() - 1,
+        log2_packed=plan.log2_packed,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
     grid = grid_size(q.device, num_items, options.sm_margin)
-    box = (_QUERIES // plan.packed, plan.packed)
-    maps = ((q, *box), (k, _KEYS), (v, _KEYS), (dout, *box))
+    maps = (query_box(q, _QUERIES, plan), (k, _KEYS), (v, _KEYS), query_box(dout, _QUERIES, plan))
     return Launch(kernel, grid, params, maps, plan=plan)  # which keeps its schedules
 
 

@@ -11,7 +11,7 @@ from megatron_magi.ops.hopper.backward_ends import RowStats
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import LOG2_E, grid_size, row_box, row_work, work_counter
+from megatron_magi.ops.hopper.support import LOG2_E, grid_size, query_box, row_work, work_counter
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -43,17 +43,14 @@ def key_gradients(
 
     def make() -> Launch:
         num_heads = q.shape[1] // plan.packed
-        work = {
-            "num_heads": num_heads, "group": num_heads // k.shape[1], "log2_packed": plan.packed.bit_length() - 1,
-        }  # fmt: skip
+        work = {"num_heads": num_heads, "group": num_heads // k.shape[1], "log2_packed": plan.log2_packed}
         params = _params(inputs, stats, options, plan, work, store, stream)
         params.splits, params.heads_inner = splits, int(plan.heads_inner)
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
         kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-        box = (block // plan.packed, plan.packed)
-        maps = ((q, *box), (k, keys), (v, keys), (dout, *box))
+        maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
         return Launch(kernel, grid, params, maps, plan=plan)
 
     launch = prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
@@ -77,7 +74,7 @@ def query_gradient(
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)
-        maps = (row_box(q, plan), (k, block), (v, block), row_box(dout, plan))
+        maps = (query_box(q, 64, plan), (k, block), (v, block), query_box(dout, 64, plan))
         return Launch(kernel, grid, params, maps, plan=plan)
 
     launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 
+from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import driver as hopper_driver
 from megatron_magi.ops.hopper.driver import Kernel
+from megatron_magi.ops.hopper.plan import DevicePlan
 
 _MAP_BYTES = 128
 _MAX_LAUNCHES = 1024
-_launches: OrderedDict[tuple, Launch] = OrderedDict()
-
-
-class Plan(Protocol):
-    """What parameters of a launch point to."""
-
-    def hold_for_stream(self) -> None:
-        """Once dropped, its memory is not used for anything else before what the current stream has queued is done."""
+_MAX_BYTES = 512 << 20  # of device memory, of the plans that launches keep
+_launches: LruCache[tuple, Launch] = LruCache(_MAX_BYTES, _MAX_LAUNCHES)
 
 
 class Launch:
@@ -38,10 +31,11 @@ class Launch:
         num_blocks: grid.
         params: parameter struct, which begins with its tensor maps.
         maps: for each tensor map a tensor of the right shape, the rows of its box, and its heads if not one.
-        plan: whose memory the parameters point to, if one's. It is not kept alive.
+        plan: whose memory the parameters point to, if one's; it is kept.
 
     Attributes:
         params: the struct; set addresses in it while holding `lock`, then `fire`.
+        plan: as given.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class Launch:
         num_blocks: int,
         params: ctypes.Structure,
         maps: tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...] = (),
-        plan: Plan | None = None,
+        plan: DevicePlan | None = None,
     ) -> None:
         size = ctypes.sizeof(params)
         self._memory = ctypes.create_string_buffer(size + 64)  # tensor maps are aligned to 64 bytes
@@ -60,17 +54,11 @@ class Launch:
         for i, described in enumerate(maps):
             ctypes.memmove(self._address + i * _MAP_BYTES, hopper_driver.tensor_map(*described), _MAP_BYTES)
         self._map_addresses = [tensor.data_ptr() for tensor, *_ in maps]
-        self._kernel, self._num_blocks = kernel, num_blocks
-        self._plan = None if plan is None else weakref.ref(plan)
+        self._kernel, self._num_blocks, self.plan = kernel, num_blocks, plan
         if plan is not None:
             plan.hold_for_stream()
         self._pointers = (ctypes.c_void_p * 1)(self._address)
         self.lock = threading.Lock()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the memory of its plan is still there."""
-        return self._plan is None or self._plan() is not None
 
     def point_maps(self, *addresses: int) -> None:
         """Sets the addresses of the tensor maps, in their order."""
@@ -86,15 +74,13 @@ class Launch:
 
 def known(key: tuple) -> Launch | None:
     """The launch kept under a key, None if there is none."""
-    found = _launches.get(key)
-    return found if found is not None and found.is_alive else None
+    return _launches.get(key)
 
 
 def prepared(key: tuple, make: Callable[[], Launch]) -> Launch:
-    """The launch kept under a key, made when it is first asked for, and when its plan is gone."""
+    """The launch kept under a key, made when it is first asked for."""
     found = known(key)
     if found is None:
-        found = _launches[key] = make()
-        if len(_launches) > _MAX_LAUNCHES:
-            _launches.popitem(last=False)
+        found = make()
+        _launches.put(key, found, 0 if found.plan is None else found.plan.memory.nbytes)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,7 +29,7 @@ _MOST_PACKED = 8
 _SHORT_ROWS = 4096  # of a document, on average; see docs/measured_facts.md
 _plans: LruCache[tuple, DevicePlan] = LruCache(_MAX_BYTES, _MAX_PLANS)
 _digests: FrozenMemo[bytes] = FrozenMemo()
-_facts: OrderedDict[bytes, MaskFacts] = OrderedDict()
+_facts: LruCache[bytes, MaskFacts] = LruCache(_MAX_BYTES, _MAX_PLANS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +44,6 @@ class DevicePlan:
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         long_tile: blocks of a tile that is long, see `schedule.long_tile`.
-        tile_rows: most rows of a tile.
         packed: query heads counted as one, see `packed_heads`; they share a tile of queries, or a block of them.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
@@ -60,7 +58,6 @@ class DevicePlan:
     step: int
     heads_inner: bool
     long_tile: int
-    tile_rows: int
     packed: int
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
@@ -73,6 +70,11 @@ class DevicePlan:
         for table in (self.memory, *(schedule.items for schedule in self.schedules.values())):
             if table.is_cuda:
                 table.record_stream(torch.cuda.current_stream(table.device))
+
+    @property
+    def log2_packed(self) -> int:
+        """Of `packed`, which is a power of two."""
+        return self.packed.bit_length() - 1
 
     @property
     def num_tiles(self) -> int:
@@ -119,7 +121,7 @@ def _upload(plan: TilePlan, apart: tuple[float, float], packed: int, device: tor
     return DevicePlan(
         plan.tiles[:, 0].copy(), plan.costs, memory, *addresses.tolist(), step=plan.step,
         heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=packed * hopper_schedule.long_tile(*apart),
-        tile_rows=plan.block_m, packed=packed,
+        packed=packed,
     )  # fmt: skip
 
 
@@ -140,9 +142,8 @@ def mask_facts(bands: np.ndarray) -> MaskFacts:
     digest = content_digest(bands)
     facts = _facts.get(digest)
     if facts is None:
-        facts = _facts[digest] = MaskFacts(len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum()))
-        if len(_facts) > _MAX_PLANS:
-            _facts.popitem(last=False)
+        facts = MaskFacts(len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum()))
+        _facts.put(digest, facts, 0)
     return facts
 
 

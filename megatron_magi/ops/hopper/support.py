@@ -87,14 +87,14 @@ def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tenso
     together = max(1, min(num_kv, _L2_BYTES // (k.shape[0] * row_bytes)))
     while num_kv % together:
         together -= 1
-    packed = plan.packed
-    group = num_heads // packed // num_kv
+    packs = num_heads // plan.packed
+    group = packs // num_kv
     return {
-        "num_heads": num_heads // packed, "group": group, "head_section": together * group,
-        "log2_packed": packed.bit_length() - 1, "long_blocks": -(-_L2_BYTES // (block_n * row_bytes)),
+        "num_heads": packs, "group": group, "head_section": together * group,
+        "log2_packed": plan.log2_packed, "long_blocks": -(-_L2_BYTES // (block_n * row_bytes)),
     }  # fmt: skip
 
 
-def row_box(t: Tensor, plan: DevicePlan) -> tuple[Tensor, int, int]:
-    """What a warpgroup of such a kernel loads at once, half a tile: the tensor, rows and heads."""
-    return t, plan.tile_rows // 2, plan.packed
+def query_box(t: Tensor, count: int, plan: DevicePlan) -> tuple[Tensor, int, int]:
+    """What is loaded of a tensor of queries at once, ``count`` rows of packed heads: the tensor, its rows and heads."""
+    return t, count // plan.packed, plan.packed

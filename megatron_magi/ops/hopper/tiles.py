@@ -224,10 +224,12 @@ def _describe_passes(
     first = np.minimum.reduceat(pieces[:, bd.K0], starts) // align * align
     count = -((first - np.maximum.reduceat(pieces[:, bd.K1], starts)) // block_n)
     passes[:, 0], passes[:, 1] = first, count
-    for half in range(2):
-        row0 = half % parts * part_rows
+    seen = []
+    for row0 in range(0, parts * part_rows, part_rows):
         rows = np.full(num_passes, part_rows) if hide_tail else np.clip(tiles[:, 3] - row0, 0, part_rows)
-        begin, end, furthest = _seen_by_rows(pieces, pass_of_piece, starts, tiles[:, 0] + row0, rows)
+        seen.append(_seen_by_rows(pieces, pass_of_piece, starts, tiles[:, 0] + row0, rows))
+    for half in range(2):
+        begin, end, furthest = seen[half % parts]
         full_begin = np.clip(-((first - begin) // block_n), 0, count)
         passes[:, 2 + 2 * half] = full_begin
         passes[:, 3 + 2 * half] = np.clip((end - first) // block_n, full_begin, count)

@@ -29,7 +29,7 @@ from megatron_magi.ops.hopper.support import (
     has_kernels,
     in_dtype,
     loadable,
-    row_box,
+    query_box,
     row_work,
     why_not,
     work_counter,
@@ -155,5 +155,5 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
         params.sink_row, params.sink_head = sink_lse.stride()
     kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0, plan.packed > 1)
     grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
-    maps = (row_box(q, plan), (k, block_n), (v, block_n))
+    maps = (query_box(q, 64, plan), (k, block_n), (v, block_n))
     return Launch(kernel, grid, params, maps, plan=plan)
