@@ -62,6 +62,13 @@ DEVICE void load_box(u32 smem, const TensorMap* map, int column, int head, int r
       : "memory");
 }
 
+// The reverse; rows outside are left out. Without a barrier: bulk_commit(), then bulk_wait_read().
+DEVICE void store_box(const TensorMap* map, u32 smem, int column, int head, int row) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(smem),
+               "r"(column), "r"(head), "r"(row)
+               : "memory");
+}
+
 // Plain bytes; sizes and addresses are multiples of 16.
 DEVICE void load_bytes(u32 smem, const void* global, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
@@ -78,6 +85,7 @@ DEVICE void add_floats(float* global, u32 smem, u32 bytes) {
       : "memory");
 }
 
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the copies that this thread committed have read their sources.
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
@@ -225,7 +233,14 @@ struct Fp16 {
   }
 };
 
-// Four 8 x 8 matrices, transposed.
+// Four 8 x 8 matrices; each thread gives the address of one row.
+DEVICE void store_matrices_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// The same, transposed.
 DEVICE void store_transposed_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b),
                "r"(c), "r"(d)

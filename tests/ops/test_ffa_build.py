@@ -28,8 +28,7 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
     """Sources and macros of the attention kernels of these head dims."""
     seen: list[tuple[str, tuple[str, ...]]] = []
     monkeypatch.setattr(hopper_kernels, "_load", lambda _device, name, defines, *_: seen.append((name, defines)))
-    for halves in (False, True):
-        hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, softcap, halves)
+    hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, softcap)
     hopper_kernels.backward_queries_kernel.__wrapped__(None, dtype, dims, softcap)
     if dims in hopper_kernels.WHOLE_DIMS:
         for adds_dq in (False, True):
@@ -44,7 +43,7 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
 @pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
 def test_attention_kernels_compile_without_serialised_products_or_large_spills(monkeypatch, dims, softcap, dtype):
     found = kernels(monkeypatch, dims, dtype, softcap)
-    assert len(found) == (5 if dims in hopper_kernels.WHOLE_DIMS else 4)
+    assert len(found) == (4 if dims in hopper_kernels.WHOLE_DIMS else 3)
     for name, defines in found:
         image, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
         assert image[:4] == b"\x7fELF"

@@ -51,7 +51,6 @@ def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray
     assert begin >= 0
     if parts == 1:
         assert plan.passes[i, 2:4].tolist() == plan.passes[i, 4:6].tolist()
-    furthest = [0, 0]  # of the rows of each part
     for r in range(plan.block_m):
         half = parts * r // plan.block_m
         lo, hi = plan.bounds[i, r].tolist()
@@ -64,9 +63,6 @@ def cover_pass(plan: TilePlan, i: int, row0: int, rows: int, covered: np.ndarray
         elif lo < hi:
             assert begin <= lo and hi <= end
             covered[row0 + r, lo:hi] += 1
-            furthest[half] = max(furthest[half], hi)
-    halves = [plan.step > 0 and furthest[half % parts] <= end - plan.block_n // 2 for half in range(2)]
-    assert plan.passes[i, 6] == halves[0] + 2 * halves[1]
 
 
 @st.composite

@@ -19,7 +19,7 @@ constexpr int kRows = 64;   // rows of a warpgroup's accumulators
 using T = DTYPE;
 
 struct BackwardPartParams {
-  TensorMap q, k, v, dout;
+  TensorMap q, k, v, dout, dq_map;
   TilePlan plan;       // of keys: the transposed mask; of queries: the mask
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: negated

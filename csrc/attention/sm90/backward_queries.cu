@@ -5,10 +5,12 @@
 // takes turns with the other at the tensor cores: S, dP, then dQ += dS K with dS from registers. dQ of a block is
 // computed with the logits of the next.
 //
-// Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values).
+// Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values),
+// STAGED (0 or 1: there is room for dQ on its way out).
 
 #include "backward_parts.cuh"
 #include "row_tiles.cuh"
+#include "staging.cuh"
 
 constexpr int kKeys = WIDTH;
 constexpr int kStages = STAGES, kStagesV = STAGES_V;
@@ -20,6 +22,7 @@ struct Shared {
   u16 dout[kGroups][kHeadDimV / kPanel][kRows][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kKeys][kPanel];
   u16 v[kStagesV][kHeadDimV / kPanel][kKeys][kPanel];
+  Staging<kHeadDim, STAGED ? 4 * kGroups : 0> dq;
   u64 rows_full[kGroups], rows_empty[kGroups];
   u64 v_full[kStagesV], v_empty[kStagesV];
   BlockBoard<kStages> blocks;
@@ -37,26 +40,11 @@ struct Loader {
   Shared& s;
   Ring<kStages> rk;
   Ring<kStagesV> rv;
-  u32 rows_parity = 1;
 
-  DEVICE void load_rows(int row, int head) {
-#pragma unroll 1
-    for (int w = 0; w < kGroups; ++w) {
-      const u32 bar = smem_address(&s.rows_full[w]);
-      barrier_wait(smem_address(&s.rows_empty[w]), rows_parity);
-      barrier_expect_bytes(bar, kBytesRows);
-      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
-      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row, head, bar);
-      row += tile_rows(p) / kGroups;
-    }
-    rows_parity ^= 1;
-  }
-
-  DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item, bool first) {
+  DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item) {
     u32 bar = announce_keys(s.blocks, rk, p, key, flags, pass, item, kBytesK);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kKeys * 128, key, head_kv, bar);
     rk.advance();
-    if (first) load_rows(item.x, item_head(item));
     bar = smem_address(&s.v_full[rv.index]);
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
     barrier_expect_bytes(bar, kBytesV);
@@ -72,11 +60,38 @@ struct Loader {
   DEVICE void nothing(const int4& item) { say(kNothing, item); }
 };
 
-DEVICE void produce(const BackwardPartParams& p, Shared& s) {
+// The scout's part: rows of an item as soon as there is place.
+struct RowLoader {
+  const BackwardPartParams& p;
+  Shared& s;
+  u32 parity = 1;
+
+  DEVICE void operator()(int row, int head, bool any) {
+    if (!any) return;
+#pragma unroll 1
+    for (int w = 0; w < kGroups; ++w) {
+      const u32 bar = smem_address(&s.rows_full[w]);
+      barrier_wait(smem_address(&s.rows_empty[w]), parity);
+      barrier_expect_bytes(bar, kBytesRows);
+      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
+      load_panels<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[w]), kRows * 128, row, head, bar);
+      row += tile_rows(p) / kGroups;
+    }
+    parity ^= 1;
+  }
+};
+
+DEVICE void find_rows(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.q);
+  prefetch_map(&p.dout);
+  prefetch_map(&p.dq_map);
+  RowLoader load{p, s};
+  scout(p, s.passes, load);
+}
+
+DEVICE void produce(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
-  prefetch_map(&p.dout);
   Loader loader{p, s};
   walk_blocks(p, s.passes, loader);
   loader.say(kEnd, make_int4(0, 0, 0, 0));
@@ -205,6 +220,7 @@ struct Consumer {
 
   DEVICE void run() {
     if (warpgroup == 1) pass_turn();
+    const u32 staging = p.store == kStoreHalf ? s.dq.of_warp(threadIdx.x / 32 - 4) : 0;
     while (true) {
       barrier_wait(smem_address(&s.blocks.full[rk.index]), rk.parity);
       const BlockInfo item = block_info();
@@ -223,11 +239,17 @@ struct Consumer {
       }
       const int head = (item.head_rows & 0xffff) + place.head, rows = item.head_rows >> 16;
       const i64 at = item.first_row + place.row;
+      if (staging && place.warp_within(p, rows)) {
+        const float scales[2] = {p.scale, p.scale};
+        store_staged<T, kHeadDim>(&p.dq_map, staging, dq, scales, at, head, lane);
+        continue;
+      }
       const bool valid[2] = {place.row < rows, place.row + place.step < rows};
       store_gradient<T, kHeadDim>(p.store, p.dq, at * p.dq_row + head * p.dq_head, place.step * p.dq_row, valid, dq,
                                   p.scale, lane);
     }
     if (warpgroup == 0) take_turn();
+    if (lane == 0) bulk_wait_read();
   }
 };
 
@@ -246,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);
-    if (threadIdx.x == 32) scout(p, s.passes);
+    if (threadIdx.x == 32) find_rows(p, s);
   } else {
     registers_grow<240>();
     Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();

@@ -1,27 +1,30 @@
 // Attention forward for sm_90a: one work item is 128 query rows of one head, or fewer of several that share their keys
 // (row_tiles.cuh), computed completely.
 //
-// A producer warp streams keys and values through shared memory (row_tiles.cuh). Two consumer warpgroups own 64 rows
-// each and take turns at the tensor cores, so that the softmax of one hides under the products of the other.
+// A producer streams keys and values through shared memory, a scout fetches the queries of the next item
+// (row_tiles.cuh). Two consumer warpgroups own 64 rows each. Neither waits for the other: the softmax of one hides
+// under the products of the other, and what stands alone at the ends of an item under products of the next: its first
+// logits are computed while the output is written, which goes through shared memory (staging.cuh).
 //
 // The mask of a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside
 // the sub-range that all rows see completely apply the mask.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), HALVES (0 or 1: of the
-// last block, multiply the values of the first half alone where no row sees more; where items are short).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, Q_STAGES (of queries), STAGED (0 or 1: there is room for
+// output), DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
 
 #include "../../common/wgmma.cuh"
 #include "row_tiles.cuh"
 #include "softmax.cuh"
+#include "staging.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
-constexpr int kStages = STAGES;
+constexpr int kStages = STAGES, kQStages = Q_STAGES;
 constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kRows = 64;   // query rows of a warpgroup
 using T = DTYPE;
 
 struct ForwardParams {
-  TensorMap q, k, v;
+  TensorMap q, k, v, out_map;
   TilePlan plan;
   void* out;
   float* lse;
@@ -42,16 +45,17 @@ struct ForwardParams {
 };
 
 struct Shared {
-  alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kRows][kPanel];
+  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kRows][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
-  u64 q_full[kGroups], q_empty[kGroups];
+  Staging<kHeadDimV, STAGED ? 4 * kGroups : 0> out;
+  u64 q_full[kQStages][kGroups], q_empty[kQStages][kGroups];
   u64 v_full[kStages], v_empty[kStages];
   BlockBoard<kStages> blocks;
   PassBoard passes;
 };
 
-constexpr u32 kBytesQ = sizeof(Shared::q) / kGroups;
+constexpr u32 kBytesQ = sizeof(Shared::q) / (kQStages * kGroups);
 constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 constexpr u32 kBytesV = sizeof(Shared::v) / kStages;
 
@@ -61,20 +65,7 @@ struct Loader {
   const ForwardParams& p;
   Shared& s;
   Ring<kStages> rk, rv;
-  u32 q_parity = 1;
-  int previous = 0;  // block, whose values have yet to be loaded
-
-  DEVICE void load_q(int row, int head) {
-#pragma unroll 1
-    for (int w = 0; w < kGroups; ++w) {
-      const u32 bar = smem_address(&s.q_full[w]);
-      barrier_wait(smem_address(&s.q_empty[w]), q_parity);
-      barrier_expect_bytes(bar, kBytesQ);
-      load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kRows * 128, row, head, bar);
-      row += tile_rows(p) / kGroups;
-    }
-    q_parity ^= 1;
-  }
+  int previous = 0, previous_head = -1;  // block whose values have yet to be loaded; -1: none
 
   DEVICE void load_v(int key, int head) {
     const u32 bar = smem_address(&s.v_full[rv.index]);
@@ -84,21 +75,21 @@ struct Loader {
     rv.advance();
   }
 
-  // Values follow the keys of the next block, for they are used after them.
-  DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item, bool first) {
+  // Values follow the keys of the next block, be it of the next item, for they are used after them.
+  DEVICE void later(int key, int head) {
+    if (previous_head >= 0) load_v(previous, previous_head);
+    previous = key, previous_head = head;
+  }
+
+  DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item) {
     const u32 bar = announce_keys(s.blocks, rk, p, key, flags, pass, item, kBytesK);
     load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kBlockN * 128, key, head_kv, bar);
     rk.advance();
-    if (first)
-      load_q(item.x, item_head(item));
-    else
-      load_v(previous, head_kv);
-    previous = key;
-    if (flags & kLast) load_v(key, head_kv);
+    later(key, head_kv);
   }
 
-  // A block whose keys and queries are what lies there.
-  DEVICE void skip_kq(int flags, const int4& item) {
+  // A block whose keys are what lies there.
+  DEVICE void skip_k(int flags, const int4& item) {
     const u32 bar = announce(s.blocks, rk, 0, flags, item);
     if (flags & kMasked) {  // no row sees anything
       for (int i = 0; i < kTilePlaces; ++i) s.blocks.bounds[rk.index][i] = make_int2(0, 0);
@@ -106,26 +97,51 @@ struct Loader {
     }
     barrier_arrive(bar);
     rk.advance();
-    for (int w = 0; w < kGroups; ++w) {
-      barrier_wait(smem_address(&s.q_empty[w]), q_parity);
-      barrier_arrive(smem_address(&s.q_full[w]));
-    }
-    q_parity ^= 1;
   }
 
   DEVICE void nothing(const int4& item) {
-    skip_kq(kMasked | kLast, item);
-    load_v(0, 0);  // zeros times some values
+    skip_k(kMasked | kLast, item);
+    later(0, 0);  // zeros times some values
   }
 };
 
 DEVICE void produce(const ForwardParams& p, Shared& s) {
-  prefetch_map(&p.q);
   prefetch_map(&p.k);
   prefetch_map(&p.v);
   Loader loader{p, s};
   walk_blocks(p, s.passes, loader);
-  loader.skip_kq(kEnd, make_int4(0, 0, 0, 0));  // nobody uses what is computed of it
+  loader.later(0, -1);
+  loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // nobody uses what is computed of it
+}
+
+// The scout's part: queries of an item as soon as there is place. Without `load`: they are what lies there.
+struct QueryLoader {
+  const ForwardParams& p;
+  Shared& s;
+  Ring<kQStages> ring;
+
+  DEVICE void operator()(int row, int head, bool load) {
+#pragma unroll 1
+    for (int w = 0; w < kGroups; ++w) {
+      const u32 bar = smem_address(&s.q_full[ring.index][w]);
+      barrier_wait(smem_address(&s.q_empty[ring.index][w]), ring.parity ^ 1);
+      if (load) {
+        barrier_expect_bytes(bar, kBytesQ);
+        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[ring.index][w]), kRows * 128, row, head, bar);
+        row += tile_rows(p) / kGroups;
+      } else {
+        barrier_arrive(bar);
+      }
+    }
+    ring.advance();
+  }
+};
+
+DEVICE void find_queries(const ForwardParams& p, Shared& s) {
+  prefetch_map(&p.q);
+  prefetch_map(&p.out_map);
+  QueryLoader load{p, s};
+  scout(p, s.passes, load);
 }
 
 // ---- consumers ----
@@ -139,12 +155,10 @@ DEVICE void issue_qk(float (&acc)[kBlockN / 2], const Operand& a, const Operand&
   wgmma_commit();
 }
 
-// The first so many keys.
-template <int kKeys>
 DEVICE void issue_pv(float (&acc)[kHeadDimV / 2], const u32 (&probs)[kBlockN / 4], const Operand& b) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kKeys / 16; ++i) Wgmma<T, kHeadDimV>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
+  for (int i = 0; i < kBlockN / 16; ++i) Wgmma<T, kHeadDimV>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
   wgmma_commit();
 }
 
@@ -237,8 +251,9 @@ DEVICE void store_output(const ForwardParams& p, const float (&acc)[kHeadDimV / 
     store_rows<true, true>(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
-DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, int row, int step,
-                   int end_row, int head, int lane) {
+// `staging`: where this warp's output goes through, if not 0: then all of its rows are the tile's.
+DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], const Softmax& softmax, u32 staging,
+                   int row, int step, int end_row, int head, int lane) {
   float factor[2], lse[2], prior[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -266,6 +281,7 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
     }
     __syncwarp();  // all threads of a row have read before one writes
   }
+  if (staging) store_staged<T, kHeadDimV>(&p.out_map, staging, acc, factor, row, head, lane);
   if (lane % 4 == 0) {
     float* to = p.lse + row * p.lse_row + head * p.lse_head;
     if (row < end_row) *to = lse[0];
@@ -283,28 +299,30 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
     if (lane < heads_end && lane % 4 == 0 && top > -kInfinity)
       atomic_max_logit(p.max_logits + head, top * p.logit_scale);
   }
-  store_output(p, acc, factor, prior, row, step, end_row, head, lane);
+  if (!staging) store_output(p, acc, factor, prior, row, step, end_row, head, lane);
 }
 
 DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   const int lane = threadIdx.x % 32;
   const PlaceOfThread place(p, warpgroup);
-  const u32 my_turn = 1 + warpgroup, other_turn = 2 - warpgroup;
-  if (warpgroup == 1) named_arrive(other_turn, 256);
   u32 leads = lane == 0;
   keep(leads);
   auto release = [&](u32 barrier) {
     if (leads) barrier_arrive(barrier);
   };
   Ring<kStages> rk, rv;
-  u32 q_parity = 0;
+  Ring<kQStages> rq;
   // Sums of 32 bits, which stay in uniform registers.
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
   int flags;  // of the block whose logits were computed last
   float logits[kBlockN / 2];
   auto wait_k = [&] { barrier_wait(nth(s.blocks.full, 8, rk.index), rk.parity); };
   auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
-  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, warpgroup), q_parity); };
+  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index * kGroups + warpgroup), rq.parity); };
+  auto release_q = [&] {
+    release(nth(s.q_empty, 8, rq.index * kGroups + warpgroup));
+    rq.advance();
+  };
   auto release_k = [&] {
     release(nth(s.blocks.empty, 8, rk.index));
     rk.advance();
@@ -313,7 +331,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     release(nth(s.v_empty, 8, rv.index));
     rv.advance();
   };
-  auto queries = [&] { return nth(s.q, kBytesQ, warpgroup); };
+  auto queries = [&] { return nth(s.q, kBytesQ, rq.index * kGroups + warpgroup); };
   auto keys = [&] { return nth(s.k, kBytesK, rk.index); };
   auto values = [&] { return Operand(nth(s.v, kBytesV, rv.index), kBlockN * 128); };
   auto shape = [&](float (&x)[kBlockN / 2]) {
@@ -330,6 +348,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     shape(x);
   };
   const bool look = p.max_logits != nullptr;
+  const u32 staging = p.accumulate || p.out_fp32 ? 0 : s.out.of_warp(threadIdx.x / 32 - 4);
 
   wait_k();
   wait_q();
@@ -362,11 +381,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       }
       const Operand k(keys()), v = values();
       wait_k();
-      named_sync(my_turn, 256);
       issue_qk(logits, q, k);
       wait_v();
-      issue_pv<kBlockN>(out, probs, v);
-      named_arrive(other_turn, 256);
+      issue_pv(out, probs, v);
       flags = uniform(s.blocks.info[rk.index].y);
       wgmma_wait<1>();
       pin(logits);
@@ -384,31 +401,26 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       }
       pack_probs(probs, logits);
     }
-    release(nth(s.q_empty, 8, warpgroup));
-    q_parity ^= 1;
+    release_q();
     const Operand v = values();
     wait_v();
-    if (HALVES && flags & (kHalf << warpgroup)) {
-      issue_pv<kBlockN / 2>(out, probs, v);
-      wgmma_wait<0>();
-    } else {
-      issue_pv<kBlockN>(out, probs, v);
-      wgmma_wait<0>();
-    }
-    pin(out);
-    pin(probs);
-    release_v();
-    finish(p, out, softmax, first_row + place.row, place.step, first_row + (head_rows >> 16),
-           (head_rows & 0xffff) + place.head, lane);
+    issue_pv(out, probs, v);
     const Operand next_q(queries()), next_k(keys());
     wait_k();
     wait_q();
     issue_qk(logits, next_q, next_k);
     flags = uniform(s.blocks.info[rk.index].y);
+    wgmma_wait<1>();
+    pin(out);
+    pin(probs);
+    release_v();
+    const int rows = head_rows >> 16;
+    finish(p, out, softmax, place.warp_within(p, rows) ? staging : 0, first_row + place.row, place.step,
+           first_row + rows, (head_rows & 0xffff) + place.head, lane);
     wgmma_wait<0>();
     pin(logits);
   }
-  if (warpgroup == 0) named_sync(my_turn, 256);
+  if (lane == 0) bulk_wait_read();
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
@@ -416,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    init_buffers(s.q_full, s.q_empty, 4);
+    for (int i = 0; i < kQStages; ++i) init_buffers(s.q_full[i], s.q_empty[i], 4);
     init_buffers(s.blocks.full, s.blocks.empty, 4 * kGroups);
     init_buffers(s.v_full, s.v_empty, 4 * kGroups);
     init_buffers(s.passes.full, s.passes.empty, 1);
@@ -426,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);
-    if (threadIdx.x == 32) scout(p, s.passes);
+    if (threadIdx.x == 32) find_queries(p, s);
   } else {
     registers_grow<240>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);

@@ -1,6 +1,6 @@
-// How kernels whose tiles are rows come by their blocks of keys. A scout takes work items and reads the tables of the
-// plan, a pass ahead of the producer; the producer loads block after block and announces each beside its keys. So the
-// consumers read no tables.
+// How kernels whose tiles are rows come by these and by their blocks of keys. A scout takes work items, reads the
+// tables of the plan, a pass ahead of the producer, and loads the rows of an item as soon as there is place for them;
+// the producer loads block after block and announces each beside its keys. So the consumers read no tables.
 #pragma once
 
 #include "tiles.cuh"
@@ -25,6 +25,11 @@ struct PlaceOfThread {
         row(index >> p.log2_packed),
         step(8 >> p.log2_packed),
         head(index & ((1 << p.log2_packed) - 1)) {}
+  // Whether all 16 places of this thread's warp are among the first so many rows of the tile.
+  template <typename Params>
+  DEVICE bool warp_within(const Params& p, int rows) const {
+    return (index | 15) >> p.log2_packed < rows;
+  }
 };
 
 // What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
@@ -33,7 +38,6 @@ enum : int {
   kLast = 4,      // the last of its item
   kEnd = 8,       // no item follows; nothing is loaded
   kNothing = 16,  // its item has no blocks; nothing is loaded
-  kHalf = 32,     // with kLast: the first warpgroup sees no more than the first half of it; 64: the second
 };
 
 // A block as the producer announces it.
@@ -59,8 +63,10 @@ struct PassBoard {
 // ---- scout: one thread. Params: plan, counter, num_tiles, log2_packed; and num_heads, head_section and group, which
 // count heads packed together as one ----
 
-template <typename Params>
-DEVICE void scout(const Params& p, PassBoard& board) {
+// Also calls load_rows(row, head, any) for each item with its first row and head, `any`: whether it has blocks, and at
+// the end once more without.
+template <typename Params, typename Rows>
+DEVICE void scout(const Params& p, PassBoard& board, Rows& load_rows) {
   Ring<2> slot;
   int4 item = make_int4(0, 0, 0, 0);
   int pass = 0, index = 0;
@@ -73,15 +79,17 @@ DEVICE void scout(const Params& p, PassBoard& board) {
       pass = item.z;
     }
     int4 range = make_int4(0, 0, 0, 0), more = range;  // an item that sees nothing: no blocks
-    if (pass < item.w) range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
+    const bool any = pass < item.w;
+    if (any) range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
     board.pass[slot.index][0] = range;
     board.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
     ++pass;
     const int more_heads = (item_head(item) << p.log2_packed) - item_head(item);
-    const int last = pass >= item.w ? 1 + 2 * more.z : 0;
+    const int last = pass >= item.w;
     board.pass[slot.index][2] = make_int4(item.x, item.y + more_heads, first ? index : -1, last);
     barrier_arrive(smem_address(&board.full[slot.index]));
     slot.advance();
+    if (first) load_rows(item.x, item_head(item) << p.log2_packed, any);
     if (item.x < 0) break;
   }
   leave(p.counter);
@@ -89,7 +97,7 @@ DEVICE void scout(const Params& p, PassBoard& board) {
 
 // ---- producer: one thread. Params: also long_blocks, of a pass whose keys and values exceed the L2 cache ----
 
-// Calls loader.block(key, head_kv, flags, pass, item, first) for each block, `item` in its first two words the
+// Calls loader.block(key, head_kv, flags, pass, item) for each block, `item` in its first two words the
 // first row, and the first head and number of rows as in BlockInfo, and loader.nothing(item) for each item without
 // blocks.
 template <typename Params, typename Loader>
@@ -109,8 +117,7 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     for (int n = 0; n < count; ++n) {
       const int4 range = pass[0], more = pass[1];
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
-      loader.block(key, head_kv, masked | (item.w && n + 1 == count ? kLast + item.w / 2 * kHalf : 0), more.z, item,
-                   first && n == 0);
+      loader.block(key, head_kv, masked | (item.w && n + 1 == count ? kLast : 0), more.z, item);
       key += static_cast<int>(p.plan.step);
     }
     if (count == 0) loader.nothing(item);

@@ -74,13 +74,14 @@ def query_gradient(
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)
-        maps = (query_box(q, 64, plan), (k, block), (v, block), query_box(dout, 64, plan))
+        stored = query_box(grad if grad.dtype == q.dtype else q, 16, plan)
+        maps = (query_box(q, 64, plan), (k, block), (v, block), query_box(dout, 64, plan), stored)
         return Launch(kernel, grid, params, maps, plan=plan)
 
     launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
     with launch.lock:
         launch.params.dq = grad.data_ptr()
-        _fire(launch, inputs, stats, stream)
+        _fire(launch, (*inputs, grad), stats, stream)
 
 
 def _params(
@@ -110,7 +111,7 @@ def _key(name: str, inputs: Inputs, bands: np.ndarray, options: AttnOptions, sto
     return name, hopper_plan.content_digest(bands), q.device, q.dtype, options, store, q.shape, v.shape, strides
 
 
-def _fire(launch: Launch, inputs: Inputs, stats: RowStats, stream: int) -> None:
-    launch.point_maps(*(t.data_ptr() for t in inputs))
+def _fire(launch: Launch, maps: tuple[Tensor, ...], stats: RowStats, stream: int) -> None:
+    launch.point_maps(*(t.data_ptr() for t in maps))
     launch.params.lse, launch.params.delta = stats.lse, stats.delta
     launch.fire(stream)

@@ -40,11 +40,12 @@ def element(dtype: torch.dtype) -> str:
     return f"DTYPE={_ELEMENTS[dtype]}"
 
 
-def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, halves: bool) -> tuple[str, ...]:
-    """What a forward kernel is compiled for; ``halves``: for short items, see its source."""
+def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
+    """What a forward kernel is compiled for."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"BLOCK_N={FORWARD_WIDTH[dims]}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}", f"HALVES={int(halves)}",
+        f"Q_STAGES={_query_stages(dims)}", f"STAGED={int(_has_room(dims))}",
+        element(dtype), f"SOFTCAP={int(softcap)}",
     )  # fmt: skip
 
 
@@ -59,7 +60,20 @@ def backward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, ad
 def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
     """What a kernel for dq is compiled for."""
     stages, stages_v = _QUERIES_STAGES[dims]
-    return (*_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}")
+    return (
+        *_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}",
+        f"STAGED={int(_has_room(dims))}",
+    )  # fmt: skip
+
+
+def _has_room(dims: tuple[int, int]) -> bool:
+    """Whether shared memory has room for results of a tile of queries on their way out, and for the next queries."""
+    return max(dims) <= 128
+
+
+def _query_stages(dims: tuple[int, int]) -> int:
+    """Stages of queries of the forward kernel."""
+    return 2 if _has_room(dims) else 1
 
 
 def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
@@ -67,8 +81,7 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         found += [
-            ("forward", forward_macros(dtype, (dim, dim), False, False)),
-            ("forward", forward_macros(dtype, (dim, dim), False, True)),
+            ("forward", forward_macros(dtype, (dim, dim), False)),
             ("backward", backward_macros(dtype, (dim, dim), False, True)),
             ("backward", backward_macros(dtype, (dim, dim), False, False)),
             ("backward_queries", queries_macros(dtype, (dim, dim), False)),
@@ -85,13 +98,12 @@ def source_of(name: str) -> str:
 
 
 @cache
-def forward_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, halves: bool
-) -> Kernel:
-    """Attention forward; ``halves``: for short items, as where heads are packed."""
+def forward_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
+    """Attention forward."""
     block_n = FORWARD_WIDTH[dims]
-    defines = forward_macros(dtype, dims, softcap, halves)
-    tiles = 128 * dims[0] + _STAGES * block_n * sum(dims)  # q, k and v
+    defines = forward_macros(dtype, dims, softcap)
+    tiles = 128 * _query_stages(dims) * dims[0] + _STAGES * block_n * sum(dims)  # q, k, v
+    tiles += _staging(dims, dims[1])
     return _load(device, "forward", defines, 384, 2 * tiles + _STAGES * 1024 + _SPARE_BYTES)
 
 
@@ -120,8 +132,13 @@ def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dims: tupl
     """Attention backward: dq."""
     defines = queries_macros(dtype, dims, softcap)
     stages, stages_v = _QUERIES_STAGES[dims]
-    tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
+    tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1]) + _staging(dims, dims[0])
     return _load(device, "backward_queries", defines, 384, 2 * tiles + stages * 1024 + _SPARE_BYTES)
+
+
+def _staging(dims: tuple[int, int], columns: int) -> int:
+    """Elements of shared memory that 128 rows of results go through."""
+    return 128 * columns if _has_room(dims) else 0
 
 
 def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:

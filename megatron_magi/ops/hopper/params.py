@@ -9,6 +9,7 @@ import ctypes
 class ForwardParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
+        ("out_map", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("max_logits", ctypes.c_void_p),
         ("sink_lse", ctypes.c_void_p), ("counter", ctypes.c_void_p),
@@ -45,7 +46,7 @@ class BackwardParams(ctypes.Structure):
 class BackwardPartParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
-        ("dout", ctypes.c_char * 128),
+        ("dout", ctypes.c_char * 128), ("dq_map", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p), ("counter", ctypes.c_void_p),

@@ -38,8 +38,7 @@ class TilePlan:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
             Every row of the tensor is in one tile, also those that see nothing.
         passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each half of
-            the tile, or twice for all of it, the first and past-the-last block that all its rows see completely; a
-            bit for each half, if it sees no more than the first half of the last block; 0.
+            the tile, or twice for all of it, the first and past-the-last block that all its rows see completely; 0; 0.
             Block i begins at column ``first + i * step``.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
         costs: int64 ``[num_tiles]``: blocks of each tile.
@@ -123,7 +122,6 @@ def descending(plan: TilePlan) -> TilePlan:
     out[:, 0] += (count - 1) * plan.block_n
     for half in (2, 4):
         out[:, half], out[:, half + 1] = count - plan.passes[order, half + 1], count - plan.passes[order, half]
-    out[:, 6] = 0  # of another block
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
 
 
@@ -229,25 +227,21 @@ def _describe_passes(
         rows = np.full(num_passes, part_rows) if hide_tail else np.clip(tiles[:, 3] - row0, 0, part_rows)
         seen.append(_seen_by_rows(pieces, pass_of_piece, starts, tiles[:, 0] + row0, rows))
     for half in range(2):
-        begin, end, furthest = seen[half % parts]
+        begin, end = seen[half % parts]
         full_begin = np.clip(-((first - begin) // block_n), 0, count)
         passes[:, 2 + 2 * half] = full_begin
         passes[:, 3 + 2 * half] = np.clip((end - first) // block_n, full_begin, count)
-        passes[:, 6] += (furthest <= first + count * block_n - block_n // 2) << half
     return passes
 
 
-def _seen_by_rows(pieces, pass_of_piece, starts, row0, rows) -> tuple[bd.IntArray, bd.IntArray, bd.IntArray]:
-    """Of so many rows from ``row0`` on, in each pass: first and past-the-last column that all see; past the last that
-    any sees.
-    """
+def _seen_by_rows(pieces, pass_of_piece, starts, row0, rows) -> tuple[bd.IntArray, bd.IntArray]:
+    """Of so many rows from ``row0`` on, in each pass: first and past-the-last column that all see."""
     first = np.maximum(pieces[:, bd.Q0], row0[pass_of_piece])
     past = np.minimum(pieces[:, bd.Q1], (row0 + rows)[pass_of_piece])
     none = first >= past
     begin = np.maximum(pieces[:, bd.K0], past - 1 + pieces[:, bd.D_LO])
     end = np.minimum(pieces[:, bd.K1], first + pieces[:, bd.D_HI])
-    furthest = np.minimum(pieces[:, bd.K1], past - 1 + pieces[:, bd.D_HI])
-    begin[none], end[none], furthest[none] = 0, EVERYTHING, 0
+    begin[none], end[none] = 0, EVERYTHING
     begin, end = np.maximum.reduceat(begin, starts), np.minimum.reduceat(end, starts)
     end[np.add.reduceat(np.where(none, 0, past - first), starts) < rows] = 0  # some see nothing
-    return begin, end, np.maximum.reduceat(furthest, starts)
+    return begin, end

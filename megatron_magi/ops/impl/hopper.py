@@ -107,7 +107,7 @@ def _fire(launch: Launch, q, k, v, out, lse, sink_lse, max_logits, stream: int) 
     if (addresses[0] | addresses[1] | addresses[2] | to) % 16:
         return False
     with launch.lock:
-        launch.point_maps(*addresses)
+        launch.point_maps(*addresses, to)
         params = launch.params
         params.out, params.lse = to, lse.data_ptr()
         params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
@@ -153,7 +153,9 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     )  # fmt: skip
     if sink_lse is not None:
         params.sink_row, params.sink_head = sink_lse.stride()
-    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0, plan.packed > 1)
+    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0)
     grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
-    maps = (query_box(q, 64, plan), (k, block_n), (v, block_n))
+    # What is written in 32 bits is written without a map.
+    stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
+    maps = (query_box(q, 64, plan), (k, block_n), (v, block_n), stored)
     return Launch(kernel, grid, params, maps, plan=plan)
