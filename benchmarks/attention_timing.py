@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping
 
@@ -10,7 +11,7 @@ from attention_providers import Unavailable
 
 _FIRST_DELAY_MS, _MAX_DELAY_MS = 1.0, 64.0
 _CYCLES_PER_MS = 2_000_000  # no chip that is measured here has a faster clock
-_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 60.0, 16, 8
+_TURN_MS, _MOST_SAMPLES, _MOST_ROUNDS = 100.0, 16, 8
 _FLUSH_BYTES = 128 << 20  # more than an L2 cache
 
 
@@ -43,8 +44,8 @@ class Turns:
 
     Before each, the L2 cache is flushed and the device kept busy for as long as the host takes to queue the call, as
     in a training step, where the host runs ahead. A sample where it was too slow for that makes the next delay longer.
-    In a turn the call is repeated until the device's clocks are those of this call: a long one before it leaves the
-    device at its limit of power, with lower clocks.
+    In a turn the call is repeated, and its first half not counted: a long call before it leaves the device at its limit
+    of power, with lower clocks, a short one with higher.
     """
 
     def __init__(self, call: Callable[[], object], flush: torch.Tensor) -> None:
@@ -62,7 +63,7 @@ class Turns:
     def take(self) -> None:
         """A turn."""
         count = self._count()
-        self._samples += [self._sample() for _ in range(count)][count // 3 :]
+        self._samples += [self._sample() for _ in range(count)][count // 2 :]
 
     def _count(self) -> int:
         return min(_MOST_SAMPLES, max(1, round(_TURN_MS / self._last_ms)))
@@ -91,7 +92,7 @@ class Turns:
 def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float | str], set[str]]:
     """Median device times in milliseconds by name, or the error of a call that fails; calls that wait for the device.
 
-    The calls take turns, so that the temperature is the same for all, and each round begins with another, so that none
+    The calls take turns, so that the temperature is the same for all, each round in an order of its own, so that none
     always follows the hottest. A call that waits for the device cannot be queued: its time is that of the host too.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -104,10 +105,9 @@ def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> 
             failed[name] = error
         spent += took or 0.0
     rounds = max(2, min(_MOST_ROUNDS, int(1e3 * seconds / max(spent, 1e-3))))
-    names = list(turns)
-    for i in range(rounds):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffled.sample(list(turns), len(turns)):
             if name not in failed:
                 _, error = attempt(turns[name].take)
                 if error:

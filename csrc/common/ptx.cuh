@@ -49,6 +49,15 @@ DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::
 
 DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// ---- kernels that follow each other on a stream, and overlap where one ends and the next begins ----
+
+// Until the kernels before this one are complete, and what they wrote is visible. Nothing that they write is to be read
+// before, and nothing that they read to be written.
+DEVICE void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next kernel's blocks may be started once all blocks of this one have said so, or are done.
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 // ---- bulk tensor copies ----
 
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

@@ -183,6 +183,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
       first = false;
     }
   }
+  let_next_kernel_start();
   leave(p.counter);
 }
 
@@ -481,6 +482,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     barrier_init_fence();
   }
   __syncthreads();
+  await_earlier_kernels();
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     const int warp = uniform(threadIdx.x / 32);

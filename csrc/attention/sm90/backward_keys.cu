@@ -98,6 +98,7 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
       range = __ldg(p.plan.passes + 2 * pass);
     }
   }
+  let_next_kernel_start();
   leave(p.counter);
 }
 
@@ -321,6 +322,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     barrier_init_fence();
   }
   __syncthreads();
+  await_earlier_kernels();
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);

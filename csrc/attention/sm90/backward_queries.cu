@@ -5,6 +5,9 @@
 // takes turns with the other at the tensor cores: S, dP, then dQ += dS K with dS from registers. dQ of a block is
 // computed with the logits of the next.
 //
+// On a stream it follows the kernel for dK and dV, of which it needs nothing: it begins where processors run out of
+// work there, and is only complete when that one is.
+//
 // Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values),
 // STAGED (0 or 1: there is room for dQ on its way out).
 
@@ -87,6 +90,7 @@ DEVICE void find_rows(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.dq_map);
   RowLoader load{p, s};
   scout(p, s.passes, load);
+  await_earlier_kernels();
 }
 
 DEVICE void produce(const BackwardPartParams& p, Shared& s) {

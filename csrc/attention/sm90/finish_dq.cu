@@ -15,6 +15,8 @@ struct FinishParams {
 
 // One block: 64 rows of one head.
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
+  await_earlier_kernels();
+  let_next_kernel_start();
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / 128;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
   const i64 piece = (2 * static_cast<i64>(head) + half) * p.units + 4 * block + warp;

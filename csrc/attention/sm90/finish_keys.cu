@@ -17,6 +17,8 @@ struct FinishKeysParams {
 
 // One block: half of the columns of one tile and head, of dk or of dv.
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_constant__ FinishKeysParams p) {
+  await_earlier_kernels();
+  let_next_kernel_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int half = blockIdx.x % 2, values = blockIdx.x / 2 % 2, tile_head = blockIdx.x / 4;
   const int head = tile_head % p.heads_kv;

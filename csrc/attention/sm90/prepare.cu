@@ -50,6 +50,8 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
 
 // Blocks after the last row and head only zero. Reads come first: behind the zeros they would wait for them.
 extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
+  await_earlier_kernels();
+  let_next_kernel_start();
   const int tiles_row = p.stats_row >> 5 + p.log2_packed, block = blockIdx.x;
   if (block < tiles_row * ((p.num_heads + 31) / 32)) transpose_stats(p, block % tiles_row * 32, block / tiles_row * 32);
   fill_zeros(p.sums, p.num_sums);

@@ -19,6 +19,8 @@ struct RowDeltaParams {
 
 // One block: kRowsAtOnce * kStride rows of a head each, heads of a row before the next row.
 extern "C" __global__ void __launch_bounds__(kThreads) ffa_row_delta(const __grid_constant__ RowDeltaParams p) {
+  await_earlier_kernels();
+  let_next_kernel_start();
   const int lane = threadIdx.x % kLanes;
   // 32 bits are enough: 2^32 rows of a head are more than fit in the memory of a device.
   const u32 first = blockIdx.x * (kRowsAtOnce * kStride) + threadIdx.x / kLanes;

@@ -92,6 +92,7 @@ DEVICE void scout(const Params& p, PassBoard& board, Rows& load_rows) {
     if (first) load_rows(item.x, item_head(item) << p.log2_packed, any);
     if (item.x < 0) break;
   }
+  let_next_kernel_start();
   leave(p.counter);
 }
 

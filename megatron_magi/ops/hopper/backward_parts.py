@@ -11,7 +11,7 @@ from megatron_magi.ops.hopper.backward_ends import RowStats
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import LOG2_E, grid_size, query_box, row_work, work_counter
+from megatron_magi.ops.hopper.support import COUNTER_BYTES, LOG2_E, grid_size, query_box, row_work, work_counter
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -71,6 +71,7 @@ def query_gradient(
         plan = hopper_plan.forward_plan(bands, q.shape[0], block, group, q.device)
         assert plan.packed == stats.packed
         params = _params(inputs, stats, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
+        params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
         grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)

@@ -17,6 +17,7 @@ from torch import Tensor
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE_128B = 3
+_MAY_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _PROMOTE_256B = 3
 PANEL = 64
@@ -26,8 +27,8 @@ PANEL = 64
 @cache
 def _libcuda() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    pointer, count = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
+    pointer = ctypes.c_void_p
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
     library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
     library.cuCtxPushCurrent_v2.argtypes = library.cuCtxSetCurrent.argtypes = [pointer]
     return library
@@ -66,6 +67,28 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {status}, {(text.value or b'unknown').decode()}")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, of those whose value is an int."""
+
+    _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of a kernel whose blocks may start while the kernel before it on the stream ends, if that allows.
+
+    Such a kernel itself waits for what it needs (csrc/common/ptx.cuh). Set ``stream``, a raw handle, before a launch.
+    """
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+    def __init__(self, kernel: Kernel, num_blocks: int) -> None:
+        attributes = (_Attribute * 1)(_Attribute(id=_MAY_OVERLAP, value=1))
+        super().__init__((num_blocks, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, attributes, 1)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A loaded kernel of one device.
@@ -82,19 +105,14 @@ class Kernel:
     shared_bytes: int
     context: int = 0
 
-    def launch(self, num_blocks: int, stream: int, pointers: ctypes.Array) -> None:
-        """Queues the kernel on a stream (its raw handle); ``pointers`` holds the address of its parameter struct."""
-        status = self._queue(num_blocks, stream, pointers)
+    def launch(self, config: int, pointers: ctypes.Array) -> None:
+        """Queues the kernel; ``config``: address of a `LaunchConfig`, ``pointers``: holds that of the parameters."""
+        status = _libcuda().cuLaunchKernelEx(config, self.handle, pointers, None)
         if status in _WRONG_CONTEXT:
             with _in_context(self.context):
-                status = self._queue(num_blocks, stream, pointers)
+                status = _libcuda().cuLaunchKernelEx(config, self.handle, pointers, None)
         if status:
             _check(status, "kernel launch")
-
-    def _queue(self, num_blocks: int, stream: int, pointers: ctypes.Array) -> int:
-        return _libcuda().cuLaunchKernel(
-            self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None
-        )
 
 
 def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device: torch.device) -> Kernel:

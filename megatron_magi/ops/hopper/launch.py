@@ -54,7 +54,9 @@ class Launch:
         for i, described in enumerate(maps):
             ctypes.memmove(self._address + i * _MAP_BYTES, hopper_driver.tensor_map(*described), _MAP_BYTES)
         self._map_addresses = [tensor.data_ptr() for tensor, *_ in maps]
-        self._kernel, self._num_blocks, self.plan = kernel, num_blocks, plan
+        self._kernel, self.plan = kernel, plan
+        self._config = hopper_driver.LaunchConfig(kernel, num_blocks)
+        self._config_address = ctypes.addressof(self._config)
         if plan is not None:
             plan.hold_for_stream()
         self._pointers = (ctypes.c_void_p * 1)(self._address)
@@ -69,7 +71,8 @@ class Launch:
 
     def fire(self, stream: int) -> None:
         """Queues the kernel; the parameters are copied, and free to change after it."""
-        self._kernel.launch(self._num_blocks, stream, self._pointers)
+        self._config.stream = stream
+        self._kernel.launch(self._config_address, self._pointers)
 
 
 def known(key: tuple) -> Launch | None:

@@ -11,6 +11,8 @@ from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.plan import DevicePlan
 
 LOG2_E = 1.4426950408889634
+COUNTER_BYTES = 128
+"""A cache line: two words of it are used."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _L2_BYTES = 24 << 20
 """What stays in the L2 cache of what processors read at different times."""
@@ -73,8 +75,10 @@ def current_stream(device: torch.device) -> int:
 
 @cache
 def work_counter(device: torch.device, stream: int) -> Tensor:
-    """Counters of a stream: kernels of one stream follow each other, and each leaves them at zero."""
-    return torch.zeros(8, dtype=torch.int32, device=device)
+    """Two counters of a stream, `COUNTER_BYTES` each: kernels of one stream follow each other, and each leaves the one
+    it takes at zero. Of two that overlap one takes the second.
+    """
+    return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
 
 
 def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
