@@ -28,7 +28,8 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
     """Sources and macros of the attention kernels of these head dims."""
     seen: list[tuple[str, tuple[str, ...]]] = []
     monkeypatch.setattr(hopper_kernels, "_load", lambda _device, name, defines, *_: seen.append((name, defines)))
-    hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, softcap)
+    for tile in hopper_kernels.FORWARD_TILES[dims]:
+        hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, tile, softcap)
     hopper_kernels.backward_queries_kernel.__wrapped__(None, dtype, dims, softcap)
     if dims in hopper_kernels.WHOLE_DIMS:
         for adds_dq in (False, True):
@@ -40,10 +41,10 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [False, True])
-@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
+@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_TILES))
 def test_attention_kernels_compile_without_serialised_products_or_large_spills(monkeypatch, dims, softcap, dtype):
     found = kernels(monkeypatch, dims, dtype, softcap)
-    assert len(found) == (4 if dims in hopper_kernels.WHOLE_DIMS else 3)
+    assert len(found) == len(hopper_kernels.FORWARD_TILES[dims]) + (3 if dims in hopper_kernels.WHOLE_DIMS else 2)
     for name, defines in found:
         image, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
         assert image[:4] == b"\x7fELF"

@@ -27,8 +27,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
 
 
+@pytest.fixture(params=[0, -1], ids=["flat", "tall"])
+def tile(request, monkeypatch):
+    """Each shape of tiles that there is for the head dims, whatever the mask."""
+    tiles = hopper_kernels.FORWARD_TILES
+    monkeypatch.setattr(hopper_kernels, "forward_tile", lambda dims, _keys, _packed: tiles[dims][request.param])
+
+
 @pytest.fixture(params=[1, 8], ids=["single_heads", "packed_heads"])
-def packed(request, monkeypatch):
+def packed(request, monkeypatch, tile):
     """Both ways to share out the rows of a group of heads, whatever the mask."""
     pack_heads(monkeypatch, request.param)
 
@@ -58,7 +65,7 @@ def test_random_bands_match_fp64(packed, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_WIDTH))
+@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_TILES))
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(packed, dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):

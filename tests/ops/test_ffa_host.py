@@ -27,7 +27,7 @@ STRUCTS = [
     (
         "forward",
         "ForwardParams",
-        hopper_kernels.forward_macros(torch.bfloat16, (64, 64), False),
+        hopper_kernels.forward_macros(torch.bfloat16, (64, 64), (128, 128), False),
     ),
     (
         "backward",
@@ -140,16 +140,16 @@ def test_dq_is_computed_apart_where_a_query_sees_few_keys_and_sums_are_many(laun
 @pytest.mark.parametrize(
     ("documents", "heads", "packed"),
     [
-        ([1280] * 4, (8, 2), 4),
+        ([1152] * 4, (8, 2), 4),
         ([3968, 3968], (8, 2), 4),
         ([4096, 4096], (8, 2), 1),
         ([4000], (8, 2), 1),
-        ([1280] * 4, (6, 2), 1),
-        ([1280] * 4, (12, 2), 2),
-        ([1280] * 4, (2, 2), 1),
-        ([1280] * 4, (2, 1), 2),
-        ([1280] * 4, (8, 1), 8),
-        ([1280] * 4, (16, 1), 8),
+        ([1152] * 4, (6, 2), 1),
+        ([1152] * 4, (12, 2), 2),
+        ([1152] * 4, (2, 2), 1),
+        ([1152] * 4, (2, 1), 2),
+        ([1152] * 4, (8, 1), 8),
+        ([1152] * 4, (16, 1), 8),
     ],
 )
 def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
@@ -167,10 +167,10 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
     hopper.backward(q, q, k, k, row, row, mask.bands, options, grads=grads, accumulate=False)
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
-    for params in (by_name["forward"], by_name["backward_queries"]):
+    for params, places in ((by_name["forward"], 192 if packed > 1 else 128), (by_name["backward_queries"], 128)):
         assert 1 << params.log2_packed == packed
         assert (params.num_heads, params.group) == (heads[0] // packed, heads[0] // heads[1] // packed)
-        assert params.num_tiles == len(documents) * -(-documents[0] * packed // 128)
+        assert params.num_tiles == len(documents) * -(-documents[0] * packed // places)
     params, stats = by_name["backward"], by_name["prepare"]
     assert {1 << params.log2_packed, 1 << stats.log2_packed} == {packed}
     assert params.group == heads[0] // heads[1] // packed
@@ -179,6 +179,41 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
     if heads[0] != heads[1]:
         found = {tuple(box) for num_heads, *box in boxes if num_heads == heads[0]}
         assert found == {(rows // packed, packed) for rows in (64, 16)}, "what is read, what is written"
+
+
+@pytest.mark.parametrize(
+    ("dims", "lengths", "heads", "tile"),
+    [
+        ((128, 128), [3999], (2, 2), (128, 128)),
+        ((128, 128), [4000], (2, 2), (192, 64)),
+        ((128, 128), [8] * 100, (2, 1), (192, 64)),  # packed
+        ((128, 128), [8] * 100, (2, 2), (128, 128)),
+        ((64, 64), [99], (2, 2), (128, 128)),
+        ((64, 64), [100], (2, 2), (192, 128)),
+        ((64, 64), [99] * 10, (2, 1), (128, 128)),
+        ((64, 64), [100] * 10, (2, 1), (192, 128)),
+        ((192, 128), [4000], (2, 2), (128, 128)),
+        ((256, 256), [4000], (2, 2), (128, 64)),
+    ],
+)
+def test_tiles_are_tall_where_queries_see_many_keys_or_heads_are_packed(
+    launched, monkeypatch, dims, lengths, heads, tile
+):
+    boxes, threads = [], []
+    monkeypatch.setattr(hopper_driver, "tensor_map", lambda t, *box: boxes.append(box) or bytes(128))
+    load = hopper_kernels._load
+    monkeypatch.setattr(hopper_kernels, "_load", lambda *args: threads.append(args[3]) or load(*args))
+    rows = sum(lengths)
+    q, k, v = (torch.empty(rows, heads[i > 0], dims[i > 1]).bfloat16() for i in range(3))
+    hopper.forward(
+        q, k, v, builders.varlen(doc_lengths=lengths, causal=False).bands, AttnOptions(0.1),
+        out=torch.empty(rows, heads[0], dims[1]).bfloat16(), lse=torch.empty(rows, heads[0]),
+        accumulate=False, sink_lse=None, return_max_logits=False,
+    )  # fmt: skip
+    assert threads == [128 + 2 * tile[0]]
+    assert boxes[1:3] == [(tile[1],)] * 2, "keys and values of a block"
+    ((_, launch),) = hopper_launch._launches.items()
+    assert launch.params.num_tiles >= rows * (1 << launch.params.log2_packed) / tile[0]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

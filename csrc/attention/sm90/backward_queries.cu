@@ -245,7 +245,7 @@ struct Consumer {
       const i64 at = item.first_row + place.row;
       if (staging && place.warp_within(p, rows)) {
         const float scales[2] = {p.scale, p.scale};
-        store_staged<T, kHeadDim>(&p.dq_map, staging, dq, scales, at, head, lane);
+        store_staged<T, kHeadDim>(&p.dq_map, staging, 16 * kPanel * sizeof(u16), dq, scales, at, head, lane);
         continue;
       }
       const bool valid[2] = {place.row < rows, place.row + place.step < rows};

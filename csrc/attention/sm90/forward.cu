@@ -1,16 +1,19 @@
-// Attention forward for sm_90a: one work item is 128 query rows of one head, or fewer of several that share their keys
-// (row_tiles.cuh), computed completely.
+// Attention forward for sm_90a: one work item is 128 or 192 query rows of one head, or fewer of several that share
+// their keys (row_tiles.cuh), computed completely.
 //
 // A producer streams keys and values through shared memory, a scout fetches the queries of the next item
-// (row_tiles.cuh). Two consumer warpgroups own 64 rows each. Neither waits for the other: the softmax of one hides
-// under the products of the other, and what stands alone at the ends of an item under products of the next: its first
-// logits are computed while the output is written, which goes through shared memory (staging.cuh).
+// (row_tiles.cuh). Two or three consumer warpgroups own 64 rows each. Neither waits for the other: the softmax of one
+// hides under the products of the other, and what stands alone at the ends of an item under products of the next: its
+// first logits are computed while the output is written, which goes through shared memory (staging.cuh).
 //
 // The mask of a tile is a list of passes: a range of key blocks, and for each row the keys it sees. Only blocks outside
 // the sub-range that all rows see completely apply the mask.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, Q_STAGES (of queries), STAGED (0 or 1: there is room for
-// output), DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, GROUPS (of consumers), BLOCK_N, STAGES, Q_STAGES (of queries), STAGED (0 or 1:
+// output leaves through the place of its queries, which takes two stages of them), DTYPE (Bf16 or Fp16), SOFTCAP (0 or
+// 1).
+
+constexpr int kGroups = GROUPS;  // consumer warpgroups
 
 #include "../../common/wgmma.cuh"
 #include "row_tiles.cuh"
@@ -19,8 +22,7 @@
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
-constexpr int kGroups = 2;  // consumer warpgroups
-constexpr int kRows = 64;   // query rows of a warpgroup
+constexpr int kRows = 64;  // query rows of a warpgroup
 using T = DTYPE;
 
 struct ForwardParams {
@@ -45,10 +47,9 @@ struct ForwardParams {
 };
 
 struct Shared {
-  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kRows][kPanel];
+  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kRows][kPanel];  // and output on its way out
   u16 k[kStages][kHeadDim / kPanel][kBlockN][kPanel];
   u16 v[kStages][kHeadDimV / kPanel][kBlockN][kPanel];
-  Staging<kHeadDimV, STAGED ? 4 * kGroups : 0> out;
   u64 q_full[kQStages][kGroups], q_empty[kQStages][kGroups];
   u64 v_full[kStages], v_empty[kStages];
   BlockBoard<kStages> blocks;
@@ -281,7 +282,7 @@ DEVICE void finish(const ForwardParams& p, const float (&acc)[kHeadDimV / 2], co
     }
     __syncwarp();  // all threads of a row have read before one writes
   }
-  if (staging) store_staged<T, kHeadDimV>(&p.out_map, staging, acc, factor, row, head, lane);
+  if (staging) store_staged<T, kHeadDimV>(&p.out_map, staging, kRows * 128, acc, factor, row, head, lane);
   if (lane % 4 == 0) {
     float* to = p.lse + row * p.lse_row + head * p.lse_head;
     if (row < end_row) *to = lse[0];
@@ -319,10 +320,6 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
   auto wait_k = [&] { barrier_wait(nth(s.blocks.full, 8, rk.index), rk.parity); };
   auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
   auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index * kGroups + warpgroup), rq.parity); };
-  auto release_q = [&] {
-    release(nth(s.q_empty, 8, rq.index * kGroups + warpgroup));
-    rq.advance();
-  };
   auto release_k = [&] {
     release(nth(s.blocks.empty, 8, rk.index));
     rk.advance();
@@ -348,7 +345,15 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     shape(x);
   };
   const bool look = p.max_logits != nullptr;
-  const u32 staging = p.accumulate || p.out_fp32 ? 0 : s.out.of_warp(threadIdx.x / 32 - 4);
+  const bool stages = STAGED && !p.accumulate && !p.out_fp32;
+  int leaving = -1;  // stage of queries from where output is on its way out
+  auto release_q = [&] {
+    if (leaving < 0) return;
+    if (lane == 0) bulk_wait_read();
+    __syncwarp();
+    release(nth(s.q_empty, 8, leaving * kGroups + warpgroup));
+    leaving = -1;
+  };
 
   wait_k();
   wait_q();
@@ -370,6 +375,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     shape(logits);
     softmax.update(logits, p.scale_log2, rescale, look, again);
     release_k();
+    release_q();
     pack_probs(probs, logits);
     const Operand q(queries());
     while (true) {
@@ -401,7 +407,13 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       }
       pack_probs(probs, logits);
     }
-    release_q();
+    const int rows = head_rows >> 16;
+    // Each warp puts its output where its own queries were.
+    const bool staged = uniform(stages && place.warp_within(p, rows));
+    const u32 staging = staged ? queries() + uniform(threadIdx.x % 128 / 32) * 16 * 128 : 0;
+    leaving = rq.index;
+    if (!staging) release_q();
+    rq.advance();
     const Operand v = values();
     wait_v();
     issue_pv(out, probs, v);
@@ -414,9 +426,8 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     pin(out);
     pin(probs);
     release_v();
-    const int rows = head_rows >> 16;
-    finish(p, out, softmax, place.warp_within(p, rows) ? staging : 0, first_row + place.row, place.step,
-           first_row + rows, (head_rows & 0xffff) + place.head, lane);
+    finish(p, out, softmax, staging, first_row + place.row, place.step, first_row + rows,
+           (head_rows & 0xffff) + place.head, lane);
     wgmma_wait<0>();
     pin(logits);
   }
@@ -437,11 +448,11 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
+    registers_shrink<kGroups == 3 ? 32 : 24>();  // together all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);
     if (threadIdx.x == 32) find_queries(p, s);
   } else {
-    registers_grow<240>();
+    registers_grow<kGroups == 3 ? 160 : 240>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);
   }
 }

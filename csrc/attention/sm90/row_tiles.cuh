@@ -1,14 +1,16 @@
 // How kernels whose tiles are rows come by these and by their blocks of keys. A scout takes work items, reads the
 // tables of the plan, a pass ahead of the producer, and loads the rows of an item as soon as there is place for them;
 // the producer loads block after block and announces each beside its keys. So the consumers read no tables.
+//
+// Before it: kGroups, consumer warpgroups of a block, at most three.
 #pragma once
 
 #include "tiles.cuh"
 
-// A tile has 128 places, a warpgroup 64 of them: 128 rows of one head, or 64, 32 or 16 rows of 2, 4 or 8 heads that
-// share their keys (packed). Place i is of row i / heads and head i % heads, which is how the copy engine brings a box
-// of rows and heads. Params: log2_packed, of the number of heads.
-constexpr int kTilePlaces = 128;
+// A tile has 64 places for each warpgroup: as many rows of one head, or as many times fewer rows of 2, 4 or 8 heads
+// that share their keys (packed). Place i is of row i / heads and head i % heads, which is how the copy engine brings a
+// box of rows and heads. Params: log2_packed, of the number of heads.
+constexpr int kTilePlaces = 64 * kGroups;
 template <typename Params>
 DEVICE int tile_rows(const Params& p) {
   return kTilePlaces >> p.log2_packed;
@@ -21,7 +23,7 @@ struct PlaceOfThread {
   int head;       // after the first of the tile
   template <typename Params>
   DEVICE PlaceOfThread(const Params& p, int warpgroup)
-      : index(warpgroup * (kTilePlaces / 2) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
+      : index(warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
         row(index >> p.log2_packed),
         step(8 >> p.log2_packed),
         head(index & ((1 << p.log2_packed) - 1)) {}
@@ -32,12 +34,12 @@ struct PlaceOfThread {
   }
 };
 
-// What a block is, beside the warpgroups that apply the mask to it (bits 0 and 1).
+// What a block is, beside the warpgroups that apply the mask to it (bits 0 to 2).
 enum : int {
-  kMasked = 3,    // both
-  kLast = 4,      // the last of its item
-  kEnd = 8,       // no item follows; nothing is loaded
-  kNothing = 16,  // its item has no blocks; nothing is loaded
+  kMasked = 7,    // all
+  kLast = 8,      // the last of its item
+  kEnd = 16,      // no item follows; nothing is loaded
+  kNothing = 32,  // its item has no blocks; nothing is loaded
 };
 
 // A block as the producer announces it.
@@ -57,7 +59,7 @@ struct BlockBoard {
 // Passes as the scout describes them.
 struct PassBoard {
   u64 full[2], empty[2];
-  int4 pass[2][3];
+  int4 pass[2][4];
 };
 
 // ---- scout: one thread. Params: plan, counter, num_tiles, log2_packed; and num_heads, head_section and group, which
@@ -82,7 +84,8 @@ DEVICE void scout(const Params& p, PassBoard& board, Rows& load_rows) {
     const bool any = pass < item.w;
     if (any) range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
     board.pass[slot.index][0] = range;
-    board.pass[slot.index][1] = make_int4(more.x, more.y, pass, item_head(item) / p.group);
+    board.pass[slot.index][1] = more;
+    board.pass[slot.index][3] = make_int4(pass, item_head(item) / p.group, 0, 0);
     ++pass;
     const int more_heads = (item_head(item) << p.log2_packed) - item_head(item);
     const int last = pass >= item.w;
@@ -110,15 +113,16 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     const int4* pass = board.pass[slot.index];
     const int4 item = pass[2];
     if (item.x < 0) break;
-    const int count = pass[0].y, head_kv = pass[1].w;
+    const int count = pass[0].y, number = pass[3].x, head_kv = pass[3].y;
     int key = pass[0].x;
     const bool first = item.z >= 0;
     if (first && item.w && count >= p.long_blocks) keep_together(p.counter, item.z, p.num_tiles * p.num_heads, count);
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       const int4 range = pass[0], more = pass[1];
-      const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
-      loader.block(key, head_kv, masked | (item.w && n + 1 == count ? kLast : 0), more.z, item);
+      int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
+      if (kGroups == 3 && (n < more.z || n >= more.w)) masked |= 4;
+      loader.block(key, head_kv, masked | (item.w && n + 1 == count ? kLast : 0), number, item);
       key += static_cast<int>(p.plan.step);
     }
     if (count == 0) loader.nothing(item);

@@ -64,12 +64,11 @@ def query_gradient(
 ) -> None:
     """Writes dq, or adds to it; arguments as in `key_gradients`."""
     q, k, v, dout = inputs
-    num_heads, group, dims = q.shape[1], q.shape[1] // k.shape[1], (q.shape[2], v.shape[2])
+    num_heads, dims = q.shape[1], (q.shape[2], v.shape[2])
     block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
-        plan = hopper_plan.forward_plan(bands, q.shape[0], block, group, q.device)
-        assert plan.packed == stats.packed
+        plan = hopper_plan.forward_plan(bands, q.shape[0], q.device, (128, block), stats.packed)
         params = _params(inputs, stats, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
         params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]

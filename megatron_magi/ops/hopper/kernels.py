@@ -11,8 +11,19 @@ from megatron_magi.ops.hopper import build as hopper_build
 from megatron_magi.ops.hopper import driver as hopper_driver
 from megatron_magi.ops.hopper.driver import Kernel
 
-FORWARD_WIDTH = {(64, 64): 128, (128, 128): 128, (192, 128): 128, (256, 256): 64}
-"""Keys of a block by head dims (qk, v): the kernels that there are."""
+FORWARD_TILES = {
+    (64, 64): ((128, 128), (192, 128)),
+    (128, 128): ((128, 128), (192, 64)),
+    (192, 128): ((128, 128),),
+    (256, 256): ((128, 64),),
+}
+"""Queries of a tile, 64 for each warpgroup, and keys of a block, by head dims (qk, v): the kernels that there are.
+Which of two is faster depends on the mask, see `forward_tile`.
+"""
+_TALL_KEYS = {(64, 64): (100, 100), (128, 128): (0, 4000)}
+"""Least keys that a query sees on average for the second tile, where heads are packed and where not; see
+docs/measured_facts.md.
+"""
 
 WHOLE_DIMS = ((64, 64), (128, 128))
 """Head dims whose backward can be one kernel, which adds dq in device memory; see `backward.backward`."""
@@ -31,7 +42,7 @@ QUERIES_WIDTH = {(64, 64): 96, (128, 128): 96, (192, 128): 64, (256, 256): 64}
 _QUERIES_STAGES = {(64, 64): (3, 2), (128, 128): (3, 2), (192, 128): (3, 2), (256, 256): (2, 1)}
 """Stages of keys and of values of that kernel: as many as fit of what is worth it."""
 _ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-_STAGES = 2
+_STAGES, _TALL_STAGES = 2, 3
 _SPARE_BYTES = 1024  # barriers and the like
 
 
@@ -40,10 +51,21 @@ def element(dtype: torch.dtype) -> str:
     return f"DTYPE={_ELEMENTS[dtype]}"
 
 
-def forward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
-    """What a forward kernel is compiled for."""
+def forward_tile(dims: tuple[int, int], keys: float, packed: int) -> tuple[int, int]:
+    """The one of `FORWARD_TILES` for queries that see so many keys on average, of heads that are packed."""
+    tiles = FORWARD_TILES[dims]
+    return tiles[-1 if len(tiles) > 1 and keys >= _TALL_KEYS[dims][packed == 1] else 0]
+
+
+def _forward_stages(tile: tuple[int, int]) -> int:
+    return _TALL_STAGES if tile[0] > 128 else _STAGES
+
+
+def forward_macros(dtype: torch.dtype, dims: tuple[int, int], tile: tuple[int, int], softcap: bool) -> tuple[str, ...]:
+    """What a forward kernel is compiled for; ``tile``: one of `FORWARD_TILES`."""
     return (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"BLOCK_N={FORWARD_WIDTH[dims]}", f"STAGES={_STAGES}",
+        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"GROUPS={tile[0] // 64}", f"BLOCK_N={tile[1]}",
+        f"STAGES={_forward_stages(tile)}",
         f"Q_STAGES={_query_stages(dims)}", f"STAGED={int(_has_room(dims))}",
         element(dtype), f"SOFTCAP={int(softcap)}",
     )  # fmt: skip
@@ -80,8 +102,8 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     """Name and macros of the kernels that most models use, deterministic or not: those that a wheel brings compiled."""
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+        found += [("forward", forward_macros(dtype, (dim, dim), tile, False)) for tile in FORWARD_TILES[dim, dim]]
         found += [
-            ("forward", forward_macros(dtype, (dim, dim), False)),
             ("backward", backward_macros(dtype, (dim, dim), False, True)),
             ("backward", backward_macros(dtype, (dim, dim), False, False)),
             ("backward_queries", queries_macros(dtype, (dim, dim), False)),
@@ -98,13 +120,14 @@ def source_of(name: str) -> str:
 
 
 @cache
-def forward_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
-    """Attention forward."""
-    block_n = FORWARD_WIDTH[dims]
-    defines = forward_macros(dtype, dims, softcap)
-    tiles = 128 * _query_stages(dims) * dims[0] + _STAGES * block_n * sum(dims)  # q, k, v
-    tiles += _staging(dims, dims[1])
-    return _load(device, "forward", defines, 384, 2 * tiles + _STAGES * 1024 + _SPARE_BYTES)
+def forward_kernel(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], tile: tuple[int, int], softcap: bool
+) -> Kernel:
+    """Attention forward; ``tile``: one of `FORWARD_TILES`."""
+    (rows, keys), stages = tile, _forward_stages(tile)
+    defines = forward_macros(dtype, dims, tile, softcap)
+    tiles = rows * _query_stages(dims) * dims[0] + stages * keys * sum(dims)  # q, k, v
+    return _load(device, "forward", defines, 128 + 2 * rows, 2 * tiles + stages * 8 * rows + _SPARE_BYTES)
 
 
 @cache

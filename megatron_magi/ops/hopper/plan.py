@@ -20,9 +20,6 @@ from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.tiles import TilePlan
 
-PLACES = 128
-"""Rows times heads of a tile of rows."""
-
 _MAX_PLANS = 256
 _MAX_BYTES = 256 << 20  # of device memory
 _MOST_PACKED = 8
@@ -157,15 +154,17 @@ def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
     return math.gcd(group, _MOST_PACKED) if short else 1
 
 
-def forward_plan(bands: np.ndarray, num_rows: int, block_n: int, group: int, device: torch.device) -> DevicePlan:
-    """Plan of tiles over blocks of ``block_n`` keys, for ``group`` query heads to a key head; see `packed_heads`."""
-    packed = packed_heads(mask_facts(bands), num_rows, group)
+def forward_plan(
+    bands: np.ndarray, num_rows: int, device: torch.device, shape: tuple[int, int], packed: int = 1
+) -> DevicePlan:
+    """Plan of tiles of rows over blocks of keys, ``shape``: rows times packed heads, 64 to a warpgroup, and keys."""
+    places, keys = shape
 
     def make() -> DevicePlan:
-        plan = hopper_tiles.plan_tiles(bands, num_rows, PLACES // packed, block_n)
+        plan = hopper_tiles.plan_tiles(bands, num_rows, places // packed, keys, parts=places // 64)
         return _upload(plan, (0.0, 0.0), packed, device)
 
-    return _device_plan(("forward", content_digest(bands), num_rows, block_n, packed), device, make)
+    return _device_plan(("forward", content_digest(bands), num_rows, shape, packed), device, make)
 
 
 def backward_plan(

@@ -37,8 +37,8 @@ class TilePlan:
     Attributes:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
             Every row of the tensor is in one tile, also those that see nothing.
-        passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each half of
-            the tile, or twice for all of it, the first and past-the-last block that all its rows see completely; 0; 0.
+        passes: int32 ``[num_passes, 8]``: first column of the first block; number of blocks; for each part of
+            the tile, the first and past-the-last block that all its rows see completely.
             Block i begins at column ``first + i * step``.
         bounds: int32 ``[num_passes, block_m, 2]``: first and past-the-last column of each row.
         costs: int64 ``[num_tiles]``: blocks of each tile.
@@ -89,7 +89,8 @@ def plan_tiles(
         align: first columns of passes are multiples of it.
         hide_tail: rows behind the end of a tile see nothing, for kernels that add what they compute of them to the
             results of other rows; else they see everything, so that no block needs a mask for their sake.
-        parts: of a tile, 2 or 1, whose fully visible blocks are known apart: each warpgroup has one.
+        parts: of a tile, up to three, whose fully visible blocks are known apart: each warpgroup has one. Where there
+            are fewer the first follow again.
         packed: heads that a block is of, and takes as many times longer; see `pack_columns`.
     """
     bands = _join_columns(bd.tighten(bands))
@@ -120,8 +121,8 @@ def descending(plan: TilePlan) -> TilePlan:
     out = plan.passes[order]
     count = out[:, 1].copy()
     out[:, 0] += (count - 1) * plan.block_n
-    for half in (2, 4):
-        out[:, half], out[:, half + 1] = count - plan.passes[order, half + 1], count - plan.passes[order, half]
+    for part in (2, 4, 6):
+        out[:, part], out[:, part + 1] = count - plan.passes[order, part + 1], count - plan.passes[order, part]
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
 
 
@@ -226,11 +227,11 @@ def _describe_passes(
     for row0 in range(0, parts * part_rows, part_rows):
         rows = np.full(num_passes, part_rows) if hide_tail else np.clip(tiles[:, 3] - row0, 0, part_rows)
         seen.append(_seen_by_rows(pieces, pass_of_piece, starts, tiles[:, 0] + row0, rows))
-    for half in range(2):
-        begin, end = seen[half % parts]
+    for part in range(3):
+        begin, end = seen[part % parts]
         full_begin = np.clip(-((first - begin) // block_n), 0, count)
-        passes[:, 2 + 2 * half] = full_begin
-        passes[:, 3 + 2 * half] = np.clip((end - first) // block_n, full_begin, count)
+        passes[:, 2 + 2 * part] = full_begin
+        passes[:, 3 + 2 * part] = np.clip((end - first) // block_n, full_begin, count)
     return passes
 
 

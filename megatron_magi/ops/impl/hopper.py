@@ -59,7 +59,7 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_WIDTH))
+    check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
     num_rows, num_heads, _ = q.shape
     max_logits = q.new_full((num_heads,), -torch.inf, dtype=torch.float32) if return_max_logits else None
     if num_rows == 0:
@@ -136,9 +136,11 @@ def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) 
 def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_lse, stream: int) -> Launch:
     dims = (q.shape[2], v.shape[2])
     (num_rows, num_heads, _), group = q.shape, q.shape[1] // k.shape[1]
-    block_n = hopper_kernels.FORWARD_WIDTH[dims]
-    plan = hopper_plan.forward_plan(bands, num_rows, block_n, group, q.device)
-    work = row_work(plan, num_heads, block_n, k, v)
+    facts = hopper_plan.mask_facts(bands)
+    packed = hopper_plan.packed_heads(facts, num_rows, group)
+    tile = hopper_kernels.forward_tile(dims, facts.area / num_rows, packed)
+    plan = hopper_plan.forward_plan(bands, num_rows, q.device, tile, packed)
+    work = row_work(plan, num_heads, tile[1], k, v)
     softcap, scale = options.softcap, options.softmax_scale
     # What sees nothing adds nothing; such tiles are the last.
     num_tiles = int(np.count_nonzero(plan.costs)) if accumulate and sink_lse is None else plan.num_tiles
@@ -153,9 +155,9 @@ def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_l
     )  # fmt: skip
     if sink_lse is not None:
         params.sink_row, params.sink_head = sink_lse.stride()
-    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, softcap > 0)
+    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0)
     grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
     # What is written in 32 bits is written without a map.
     stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
-    maps = (query_box(q, 64, plan), (k, block_n), (v, block_n), stored)
+    maps = (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored)
     return Launch(kernel, grid, params, maps, plan=plan)
