@@ -11,11 +11,10 @@ Row = Mapping[str, str]
 
 COLORS = {
     "cudnn": "#8c8c8c", "flex": "#b8a13c", "ffa": "#c8372d", "fa3": "#3b6fb6", "fa4": "#5aa3a0", "magi": "#8a5fb0",
-    "magi_gqa": "#c3a5dd",
 }  # fmt: skip
 TITLES = {
     "cudnn": "cuDNN", "flex": "FlexAttention", "ffa": "FFA", "fa3": "FlashAttention-3", "fa4": "FA4",
-    "magi": "MagiAttention", "magi_gqa": "MagiAttention, pack_gqa and cat_gqa",
+    "magi": "MagiAttention",
 }  # fmt: skip
 MASK_TITLES = {
     "full": "full", "causal": "causal", "varlen_full": "varlen full", "varlen_causal": "varlen causal",

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -181,8 +180,6 @@ class FlashAttention4(FlashAttention3):
 class MagiAttention(Provider):
     """MagiAttention's own kernels; of its flags the one that its documentation advises for such masks."""
 
-    flags: ClassVar[dict[str, bool]] = {}
-
     def _prepare(self, case: Case) -> None:
         self._call = _import_one(("magi_attention.functional",)).flex_flash_attn_func
         table = torch.from_numpy(np.array(case.mask.table, dtype=np.int32)).to(self.problem.q.device)
@@ -191,18 +188,7 @@ class MagiAttention(Provider):
         self._once = bool((rows[1:, 0] >= rows[:-1, 1]).all())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._call(q, k, v, *self._ranges, disable_fwd_atomic_reduction=self._once, **self.flags)[0]
-
-
-class MagiAttentionGQA(MagiAttention):
-    """The same with the flags that share keys among the query heads of a group: other kernels."""
-
-    flags: ClassVar[dict[str, bool]] = {"pack_gqa": True, "cat_gqa": True}
-
-    def _prepare(self, case: Case) -> None:
-        if self.problem.q.shape[1] == self.problem.k.shape[1]:
-            raise Unavailable("no groups of heads")
-        super()._prepare(case)
+        return self._call(q, k, v, *self._ranges, disable_fwd_atomic_reduction=self._once)[0]
 
 
 class Flex(_HeadsFirst):
@@ -238,7 +224,6 @@ PROVIDERS: dict[str, type[Provider]] = {
     "fa3": FlashAttention3,
     "fa4": FlashAttention4,
     "magi": MagiAttention,
-    "magi_gqa": MagiAttentionGQA,
 }
 """By name, in the order of tables and charts."""
 
