@@ -31,7 +31,9 @@ def main() -> None:
     out = torch.empty(WORDS, dtype=torch.int32, device=device)
     params = RingParams(given.data_ptr(), out.data_ptr(), ROUNDS)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-    kernel.launch(1, torch.cuda.current_stream().cuda_stream, pointers)
+    config = hopper_driver.LaunchConfig(kernel, 1)
+    config.stream, config.num_attributes = torch.cuda.current_stream().cuda_stream, 0
+    kernel.launch(ctypes.addressof(config), pointers)
     torch.cuda.synchronize()
     print("mode", mode, "right" if torch.equal(out, given.sum(0, dtype=torch.int32)) else "WRONG SUMS")
 

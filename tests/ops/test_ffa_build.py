@@ -20,14 +20,19 @@ pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch br
 
 # The producer has 24 registers and keeps a few values on the stack; what consumers spill comes on top.
 PRODUCER_SPILL_BYTES = 90
+MOST_SHARED_BYTES = 227 << 10  # of a block on Hopper
 # With softcap the slope of the cap takes 32 registers more than the backward has.
 SOFTCAP_SPILL_BYTES = 320
 
 
-def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...]]]:
-    """Sources and macros of the attention kernels of these head dims."""
-    seen: list[tuple[str, tuple[str, ...]]] = []
-    monkeypatch.setattr(hopper_kernels, "_load", lambda _device, name, defines, *_: seen.append((name, defines)))
+def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...], int]]:
+    """Sources, macros and bytes of shared memory of the attention kernels of these head dims."""
+    seen: list[tuple[str, tuple[str, ...], int]] = []
+
+    def load(_device, name, defines, _threads, shared_bytes) -> None:
+        seen.append((name, defines, shared_bytes))
+
+    monkeypatch.setattr(hopper_kernels, "_load", load)
     for tile in hopper_kernels.FORWARD_TILES[dims]:
         hopper_kernels.forward_kernel.__wrapped__(None, dtype, dims, tile, softcap)
     hopper_kernels.backward_queries_kernel.__wrapped__(None, dtype, dims, softcap)
@@ -42,10 +47,16 @@ def kernels(monkeypatch, dims, dtype, softcap) -> list[tuple[str, tuple[str, ...
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_TILES))
-def test_attention_kernels_compile_without_serialised_products_or_large_spills(monkeypatch, dims, softcap, dtype):
+def test_attention_kernels_fit_shared_memory_and_compile_without_serialised_products_or_large_spills(
+    monkeypatch, dims, softcap, dtype
+):
     found = kernels(monkeypatch, dims, dtype, softcap)
     assert len(found) == len(hopper_kernels.FORWARD_TILES[dims]) + (3 if dims in hopper_kernels.WHOLE_DIMS else 2)
-    for name, defines in found:
+    flatten, asked = hopper_build.flatten_source, 0
+    check = '\nstatic_assert(sizeof(Shared) <= {}, "shared memory");\n'
+    monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + check.format(asked))
+    for name, defines, asked in found:
+        assert asked <= MOST_SHARED_BYTES
         image, report = hopper_build.compile_kernel(f"attention/sm90/{name}.cu", defines)
         assert image[:4] == b"\x7fELF"
         spilled = int(re.search(r"(\d+) bytes spill stores", report).group(1))

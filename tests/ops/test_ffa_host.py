@@ -181,6 +181,49 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
         assert found == {(rows // packed, packed) for rows in (64, 16)}, "what is read, what is written"
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sm_margin", [0, 8])
+def test_kernels_of_a_backward_overlap_unless_processors_are_left_to_others(
+    launched, monkeypatch, deterministic, sm_margin
+):
+    seen = {}
+
+    def look(kernel, config, _pointers) -> None:
+        config = hopper_driver.LaunchConfig.from_address(config)
+        seen[kernel.handle] = config.num_attributes
+        assert (config.attributes[0].id, config.attributes[0].value, config.block[0]) == (6, 1, kernel.threads)
+
+    monkeypatch.setattr(hopper_driver.Kernel, "launch", look)
+    q, k, v, bands = tensors()
+    options = AttnOptions(0.1, deterministic=deterministic, sm_margin=sm_margin)
+    out, lse = torch.empty_like(q), torch.empty(300, 4)
+    hopper.forward(q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False)
+    delta, grads = hopper.row_delta(q, out), tuple(torch.empty_like(t) for t in (q, k, v))
+    hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
+    assert seen.pop("forward") == seen.pop("row_delta") == 0
+    assert set(seen) >= {"prepare", "backward", "backward_queries" if deterministic else "finish_dq"}
+    assert set(seen.values()) == {int(sm_margin == 0)}
+
+
+def test_kernels_that_overlap_take_different_counters_and_all_wait_for_those_before(launched):
+    q, k, v, bands = tensors()
+    row, grads = torch.empty(300, 4), tuple(torch.empty_like(t) for t in (q, k, v))
+    hopper.backward(q, q, k, v, row, row, bands, AttnOptions(0.1, 0.0, True), grads=grads, accumulate=False)
+    params = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
+    assert params["backward_queries"].counter == params["backward"].counter + hopper_support.COUNTER_BYTES
+    assert hopper_support.work_counter(q.device, 0).nbytes == 2 * hopper_support.COUNTER_BYTES
+    for source in (hopper_build.source_root() / "attention/sm90").glob("*.cu"):
+        assert source.read_text().count("await_earlier_kernels();") == 1, source.name
+
+
+def test_a_launch_lies_in_memory_as_the_driver_wants_it():
+    """CUlaunchConfig and CUlaunchAttribute of cuda.h."""
+    config, attribute = hopper_driver.LaunchConfig, hopper_driver._Attribute
+    fields = ("grid", "block", "shared_bytes", "stream", "attributes", "num_attributes")
+    assert [getattr(config, name).offset for name in fields] == [0, 12, 24, 32, 40, 48]
+    assert (ctypes.sizeof(config), ctypes.sizeof(attribute), attribute.value.offset) == (56, 72, 8)
+
+
 @pytest.mark.parametrize(
     ("dims", "lengths", "heads", "tile"),
     [
@@ -213,7 +256,8 @@ def test_tiles_are_tall_where_queries_see_many_keys_or_heads_are_packed(
     assert threads == [128 + 2 * tile[0]]
     assert boxes[1:3] == [(tile[1],)] * 2, "keys and values of a block"
     ((_, launch),) = hopper_launch._launches.items()
-    assert launch.params.num_tiles >= rows * (1 << launch.params.log2_packed) / tile[0]
+    places = rows * (1 << launch.params.log2_packed)
+    assert launch.params.num_tiles == -(-places // tile[0]) or len(lengths) > 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,9 +1,9 @@
 // Attention backward in parts for sm_90a, dQ: one work item is 128 queries of one head, or fewer of several that share
 // their keys (row_tiles.cuh).
 //
-// As in the forward, a consumer warpgroup owns 64 rows, goes over all key blocks that any row of the tile sees, and
-// takes turns with the other at the tensor cores: S, dP, then dQ += dS K with dS from registers. dQ of a block is
-// computed with the logits of the next.
+// As in the forward, a consumer warpgroup owns 64 rows and goes over all key blocks that any row of the tile sees: S,
+// dP, then dQ += dS K with dS from registers. dQ of a block is computed with the logits of the next. The two take turns
+// at the tensor cores, where there are three stages of keys.
 //
 // On a stream it follows the kernel for dK and dV, of which it needs nothing: it begins where processors run out of
 // work there, and is only complete when that one is.

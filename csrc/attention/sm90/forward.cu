@@ -408,8 +408,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       pack_probs(probs, logits);
     }
     const int rows = head_rows >> 16;
-    // Each warp puts its output where its own queries were. What differs by warp goes through `uniform`: behind
-    // branches that may differ by thread the assembler keeps rings and descriptors out of uniform registers.
+    // Each warp puts its output where its own queries were, which no other warp's part of a product reads. What differs
+    // by warp goes through `uniform`: behind branches that may differ by thread the assembler keeps rings and
+    // descriptors out of uniform registers.
     const bool staged = uniform(stages && place.warp_within(p, rows));
     const u32 staging = staged ? queries() + uniform(threadIdx.x % 128 / 32) * 16 * 128 : 0;
     leaving = rq.index;

@@ -31,6 +31,7 @@ from megatron_magi.ops.hopper.support import (
     loadable,
     num_processors,
     query_box,
+    stream_lock,
     work_counter,
 )
 from megatron_magi.ops.hopper.tiles import UNIT
@@ -95,21 +96,25 @@ def backward(
     store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
-    if whole:
-        room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
-        schedule = _schedule(plan, q, k, processors, adds_dq, room)
-        sums, key_sums = _sum_buffers(q, k, schedule, adds_dq, room)
-        stats = row_stats(lse, delta, shape[1], packed, (sums, key_sums) if adds_dq else (), stream)
-        _run_backward(inputs, stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), (sums, key_sums), stream)
-        if schedule.num_apart:
-            finish_keys(key_sums, (dk, dv), plan, schedule.num_apart, q.dtype, options.softmax_scale, store, stream)
-    else:
-        stats = row_stats(lse, delta, shape[1], packed, (), stream)
-        hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
-    if adds_dq:
-        finish_dq(sums, dq, stats.row // UNIT, q.dtype, options.softmax_scale, dq_store, stream)
-    else:
-        hopper_parts.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
+    overlaps = not options.sm_margin  # else blocks of the next kernel would take the processors left to others
+    with stream_lock(q.device, stream):
+        if whole:
+            room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
+            schedule = _schedule(plan, q, k, processors, adds_dq, room)
+            sums = _sum_buffers(q, k, schedule, adds_dq, room)
+            stats = row_stats(lse, delta, shape[1], packed, sums if adds_dq else (), stream, overlaps)
+            _run_backward(inputs, stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), sums, stream)
+            if schedule.num_apart:
+                apart, scale = schedule.num_apart, options.softmax_scale
+                finish_keys(sums[1], (dk, dv), plan, apart, q.dtype, scale, store, stream, overlaps)
+        else:
+            stats = row_stats(lse, delta, shape[1], packed, (), stream, overlaps)
+            hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
+        if adds_dq:
+            units = stats.row // UNIT
+            finish_dq(sums[0], dq, units, q.dtype, options.softmax_scale, dq_store, stream, overlaps)
+        else:
+            hopper_parts.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
     for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
         if buffer is not grad:
             grad.copy_(grad + buffer if adds else buffer)
@@ -186,7 +191,7 @@ def _run_backward(
         params.lse, params.delta = stats.lse, stats.delta
         params.dq, params.key_sums = sums[0].address, sums[1].address
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
-        launch.fire(stream)
+        launch.fire(stream, overlaps=not options.sm_margin)
 
 
 def _prepare_backward(

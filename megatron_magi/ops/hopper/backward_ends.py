@@ -89,9 +89,9 @@ def padded(num_rows: int, block: int) -> int:
 
 
 def row_stats(
-    lse: Tensor, delta: Tensor, block: int, packed: int, to_zero: tuple[Floats, ...], stream: int
+    lse: Tensor, delta: Tensor, block: int, packed: int, to_zero: tuple[Floats, ...], stream: int, overlaps: bool
 ) -> RowStats:
-    """Statistics of rows; fills ``to_zero``, two or none, with zeros."""
+    """Statistics of rows; fills ``to_zero``, two or none, with zeros; ``overlaps``: see `Launch.fire`."""
     (num_rows, num_heads), device = lse.shape, lse.device
     rows = padded(num_rows, block)
     memory = torch.empty(2 * num_heads * rows, dtype=torch.float32, device=device)
@@ -115,11 +115,13 @@ def row_stats(
         if to_zero:
             params.sums, params.key_sums = to_zero[0].address, to_zero[1].address
             params.num_sums, params.num_key_sums = to_zero[0].count // 4, to_zero[1].count // 4
-        launch.fire(stream)
+        launch.fire(stream, overlaps)
     return stats
 
 
-def finish_dq(sums: Floats, dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, stream: int) -> None:
+def finish_dq(
+    sums: Floats, dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, stream: int, overlaps: bool
+) -> None:
     """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
     num_rows, num_heads, head_dim = dq.shape
 
@@ -135,11 +137,19 @@ def finish_dq(sums: Floats, dq: Tensor, units: int, dtype: torch.dtype, scale: f
     launch = prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
     with launch.lock:
         launch.params.sums, launch.params.dq = sums.address, dq.data_ptr()
-        launch.fire(stream)
+        launch.fire(stream, overlaps)
 
 
 def finish_keys(
-    sums: Floats, grads, plan: DevicePlan, num_tiles: int, dtype: torch.dtype, scale: float, store: int, stream: int
+    sums: Floats,
+    grads: tuple[Tensor, Tensor],
+    plan: DevicePlan,
+    num_tiles: int,
+    dtype: torch.dtype,
+    scale: float,
+    store: int,
+    stream: int,
+    overlaps: bool,
 ) -> None:
     """Writes the sums of the first tiles to dk (times scale) and dv, or adds them to them."""
     dk, dv = grads
@@ -159,4 +169,4 @@ def finish_keys(
     with launch.lock:
         params = launch.params
         params.sums, params.dk, params.dv = sums.address, dk.data_ptr(), dv.data_ptr()
-        launch.fire(stream)
+        launch.fire(stream, overlaps)

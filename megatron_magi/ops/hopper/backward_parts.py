@@ -56,13 +56,17 @@ def key_gradients(
     launch = prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
     with launch.lock:
         launch.params.dk, launch.params.dv = dk.data_ptr(), dv.data_ptr()
-        _fire(launch, inputs, stats, stream)
+        _fire(launch, inputs, stats, stream, options)
 
 
 def query_gradient(
     inputs: Inputs, stats: RowStats, bands: np.ndarray, options: AttnOptions, store: int, grad: Tensor, stream: int
 ) -> None:
-    """Writes dq, or adds to it; arguments as in `key_gradients`."""
+    """Writes dq, or adds to it; arguments as in `key_gradients`.
+
+    Hold `stream_lock` from the kernel for dk and dv on: this one begins before that is complete, and takes it that the
+    kernels before that are.
+    """
     q, k, v, dout = inputs
     num_heads, dims = q.shape[1], (q.shape[2], v.shape[2])
     block = hopper_kernels.QUERIES_WIDTH[dims]
@@ -81,7 +85,7 @@ def query_gradient(
     launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
     with launch.lock:
         launch.params.dq = grad.data_ptr()
-        _fire(launch, (*inputs, grad), stats, stream)
+        _fire(launch, (*inputs, grad), stats, stream, options)
 
 
 def _params(
@@ -111,7 +115,7 @@ def _key(name: str, inputs: Inputs, bands: np.ndarray, options: AttnOptions, sto
     return name, hopper_plan.content_digest(bands), q.device, q.dtype, options, store, q.shape, v.shape, strides
 
 
-def _fire(launch: Launch, maps: tuple[Tensor, ...], stats: RowStats, stream: int) -> None:
+def _fire(launch: Launch, maps: tuple[Tensor, ...], stats: RowStats, stream: int, options: AttnOptions) -> None:
     launch.point_maps(*(t.data_ptr() for t in maps))
     launch.params.lse, launch.params.delta = stats.lse, stats.delta
-    launch.fire(stream)
+    launch.fire(stream, overlaps=not options.sm_margin)

@@ -74,9 +74,10 @@ class _Attribute(ctypes.Structure):
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of a kernel whose blocks may start while the kernel before it on the stream ends, if that allows.
+    """CUlaunchConfig. Set ``stream``, a raw handle, before a launch.
 
-    Such a kernel itself waits for what it needs (csrc/common/ptx.cuh). Set ``stream``, a raw handle, before a launch.
+    With its one attribute (``num_attributes``: 1) blocks may start while the kernel before it on the stream ends, if
+    that allows; the kernel itself waits for what it needs (csrc/common/ptx.cuh).
     """
 
     _fields_ = [

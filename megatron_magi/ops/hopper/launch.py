@@ -69,9 +69,12 @@ class Launch:
                 hopper_driver.move_tensor_map(self._address + i * _MAP_BYTES, address)
                 self._map_addresses[i] = address
 
-    def fire(self, stream: int) -> None:
-        """Queues the kernel; the parameters are copied, and free to change after it."""
-        self._config.stream = stream
+    def fire(self, stream: int, overlaps: bool = False) -> None:
+        """Queues the kernel; the parameters are copied, and free to change after it.
+
+        With ``overlaps`` its blocks may take processors that the kernel before it on the stream has left or never took.
+        """
+        self._config.stream, self._config.num_attributes = stream, overlaps
         self._kernel.launch(self._config_address, self._pointers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
@@ -74,9 +75,15 @@ def current_stream(device: torch.device) -> int:
 
 
 @cache
+def stream_lock(device: torch.device, stream: int) -> threading.Lock:
+    """Held while kernels are queued of which one counts on what is right before it on the stream."""
+    return threading.Lock()
+
+
+@cache
 def work_counter(device: torch.device, stream: int) -> Tensor:
     """Two counters of a stream, `COUNTER_BYTES` each: kernels of one stream follow each other, and each leaves the one
-    it takes at zero. Of two that overlap one takes the second.
+    it takes at zero. The kernel for dq, which overlaps with the one before it, takes the second.
     """
     return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
 
