@@ -196,6 +196,22 @@ def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("packed", [1, 8])
+def test_dq_inside_a_larger_tensor_is_written_and_nothing_beside_it(monkeypatch, packed):
+    pack_heads(monkeypatch, packed)
+    x = make_inputs(MASKS["causal"](300, 300), 300, 300)
+    x.options = AttnOptions(x.options.softmax_scale, deterministic=True)
+    out, lse, _ = run_forward(x)
+    around = torch.full((16, 320, 256), 7.0, device="cuda", dtype=torch.bfloat16)
+    dq = around.transpose(0, 1)[:300, :, 64:192]
+    dq.fill_(torch.nan)
+    grads, delta = (dq, poisoned(x.k.shape, x.k.dtype), poisoned(x.v.shape, x.v.dtype)), hopper.row_delta(x.dout, out)
+    hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.bands, x.options, grads=grads, accumulate=False)
+    assert_as_good("dq", dq, plain_attention(x)[1], exact_backward(x)[0])
+    dq.fill_(7.0)
+    assert bool((around == 7.0).all())
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @all_ways(hopper_kernels.BACKWARD_DIMS)
 def test_autograd_through_views_of_one_projection_matches_fp64(dims, way, deterministic):

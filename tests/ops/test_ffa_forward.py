@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.ffa_cases import (
     FREE,
@@ -110,6 +111,24 @@ def test_strided_inputs_and_garbage_prior_of_empty_rows(packed):
     lse = torch.full((200, 16), -torch.inf, device="cuda")
     out, lse, _ = run_forward(x, out=out, lse=lse)
     assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_an_output_inside_a_larger_tensor_is_written_and_nothing_beside_it(packed, heads_first):
+    rows, heads = 300, 16
+    x = make_inputs(MASKS["causal"](rows, rows), rows, rows)
+    shape = (heads, rows + 20, 256) if heads_first else (rows + 20, heads, 256)
+    around = torch.full(shape, 7.0, device="cuda", dtype=torch.bfloat16)
+    out = (around.transpose(0, 1) if heads_first else around)[:rows, :, 64:192]
+    lse = torch.empty(rows, heads, device="cuda")
+    out.fill_(torch.nan)
+    hopper.forward(
+        x.q, x.k, x.v, x.bands, x.options,
+        out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False,
+    )  # fmt: skip
+    assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
+    out.fill_(7.0)
+    assert bool((around == 7.0).all())
 
 
 def test_repeated_runs_are_bitwise_equal(packed):
