@@ -111,8 +111,7 @@ def backward(
             stats = row_stats(lse, delta, shape[1], packed, (), stream, overlaps)
             hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
         if adds_dq:
-            units = stats.row // UNIT
-            finish_dq(sums[0], dq, units, q.dtype, options.softmax_scale, dq_store, stream, overlaps)
+            finish_dq(sums[0], dq, stats.row // UNIT, q.dtype, options.softmax_scale, dq_store, stream, overlaps)
         else:
             hopper_parts.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
     for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
