@@ -32,7 +32,7 @@ def main() -> None:
     params = RingParams(given.data_ptr(), out.data_ptr(), ROUNDS)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     config = hopper_driver.LaunchConfig(kernel, 1)
-    config.stream, config.num_attributes = torch.cuda.current_stream().cuda_stream, 0
+    config.stream = torch.cuda.current_stream().cuda_stream
     kernel.launch(ctypes.addressof(config), pointers)
     torch.cuda.synchronize()
     print("mode", mode, "right" if torch.equal(out, given.sum(0, dtype=torch.int32)) else "WRONG SUMS")

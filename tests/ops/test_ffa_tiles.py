@@ -90,7 +90,8 @@ def disjoint_bands(draw, num_rows: int, num_columns: int):
 
 
 # Rows and columns of a block: of the forward and of dq, of one head and of packed ones; of dk and dv.
-SHAPES = [(128, 128), (16, 128), (192, 64), (96, 64), (24, 64), (128, 96), (16, 96), (128, 64), (64, 64)]
+SHAPES = [(128, 128), (64, 128), (32, 128), (16, 128), (128, 96), (16, 96), (128, 64), (64, 64)]
+SHAPES += [(192, 64), (96, 64), (48, 64), (24, 64)]
 EDGES = [0, 1, 63, 64, 65, 128, 129, 130]
 
 

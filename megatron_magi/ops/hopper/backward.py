@@ -29,6 +29,7 @@ from megatron_magi.ops.hopper.support import (
     grid_size,
     in_dtype,
     loadable,
+    may_overlap,
     num_processors,
     query_box,
     stream_lock,
@@ -96,7 +97,7 @@ def backward(
     store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
     dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
     inputs = (q, k, v, dout)
-    overlaps = not options.sm_margin  # else blocks of the next kernel would take the processors left to others
+    overlaps = may_overlap(options)
     with stream_lock(q.device, stream):
         if whole:
             room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
@@ -190,7 +191,7 @@ def _run_backward(
         params.lse, params.delta = stats.lse, stats.delta
         params.dq, params.key_sums = sums[0].address, sums[1].address
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
-        launch.fire(stream, overlaps=not options.sm_margin)
+        launch.fire(stream, may_overlap(options))
 
 
 def _prepare_backward(

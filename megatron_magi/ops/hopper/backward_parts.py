@@ -11,7 +11,15 @@ from megatron_magi.ops.hopper.backward_ends import RowStats
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.support import COUNTER_BYTES, LOG2_E, grid_size, query_box, row_work, work_counter
+from megatron_magi.ops.hopper.support import (
+    COUNTER_BYTES,
+    LOG2_E,
+    grid_size,
+    may_overlap,
+    query_box,
+    row_work,
+    work_counter,
+)
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -118,4 +126,4 @@ def _key(name: str, inputs: Inputs, bands: np.ndarray, options: AttnOptions, sto
 def _fire(launch: Launch, maps: tuple[Tensor, ...], stats: RowStats, stream: int, options: AttnOptions) -> None:
     launch.point_maps(*(t.data_ptr() for t in maps))
     launch.params.lse, launch.params.delta = stats.lse, stats.delta
-    launch.fire(stream, overlaps=not options.sm_margin)
+    launch.fire(stream, may_overlap(options))

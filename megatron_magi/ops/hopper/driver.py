@@ -76,8 +76,8 @@ class _Attribute(ctypes.Structure):
 class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig. Set ``stream``, a raw handle, before a launch.
 
-    With its one attribute (``num_attributes``: 1) blocks may start while the kernel before it on the stream ends, if
-    that allows; the kernel itself waits for what it needs (csrc/common/ptx.cuh).
+    With ``num_attributes`` set from 0 to 1 blocks may start while the kernel before it on the stream ends, if that
+    allows; the kernel itself waits for what it needs (csrc/common/ptx.cuh).
     """
 
     _fields_ = [
@@ -87,7 +87,7 @@ class LaunchConfig(ctypes.Structure):
 
     def __init__(self, kernel: Kernel, num_blocks: int) -> None:
         attributes = (_Attribute * 1)(_Attribute(id=_MAY_OVERLAP, value=1))
-        super().__init__((num_blocks, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, attributes, 1)
+        super().__init__((num_blocks, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, attributes, 0)
 
 
 @dataclass(frozen=True)

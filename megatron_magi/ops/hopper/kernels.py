@@ -155,13 +155,9 @@ def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dims: tupl
     """Attention backward: dq."""
     defines = queries_macros(dtype, dims, softcap)
     stages, stages_v = _QUERIES_STAGES[dims]
-    tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1]) + _staging(dims, dims[0])
+    tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
+    tiles += 128 * dims[0] if _has_room(dims) else 0  # dq on its way out
     return _load(device, "backward_queries", defines, 384, 2 * tiles + stages * 1024 + _SPARE_BYTES)
-
-
-def _staging(dims: tuple[int, int], columns: int) -> int:
-    """Elements of shared memory that 128 rows of results go through."""
-    return 128 * columns if _has_room(dims) else 0
 
 
 def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, width: int) -> tuple[str, ...]:

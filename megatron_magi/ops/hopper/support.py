@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.plan import DevicePlan
+from megatron_magi.ops.options import AttnOptions
 
 LOG2_E = 1.4426950408889634
 COUNTER_BYTES = 128
@@ -67,6 +68,13 @@ def num_processors(device: torch.device) -> int:
 def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
     """Blocks of a kernel that deals items to itself."""
     return max(1, min(num_items, num_processors(device) - sm_margin))
+
+
+def may_overlap(options: AttnOptions) -> bool:
+    """Whether blocks of a kernel may start while the one before ends: not where they would take processors, for as long
+    as they wait, that are left to others.
+    """
+    return not options.sm_margin
 
 
 def current_stream(device: torch.device) -> int:
