@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
 from megatron_magi.mask.documents import integer
+from megatron_magi.upload import upload
 
 
 def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: float = 0) -> torch.Tensor:
@@ -89,8 +90,7 @@ class UndispatchArgs:
                 f"global_index: expected every row below {len(place)} exactly once, at least {total_seqlen} of them"
             )
         mine = np.asarray(global_index[cp_rank], dtype=np.int64)
-        packed = torch.from_numpy(np.concatenate([place[:total_seqlen], mine])).to(device)
-        return cls(lengths, packed[:total_seqlen], packed[total_seqlen:], cp_rank)
+        return cls(lengths, *upload([place[:total_seqlen], mine], device), cp_rank)
 
     @property
     def longest(self) -> int:
@@ -268,11 +268,11 @@ class RollArgs:
     def build(cls, arrays: RollArrays, device: torch.device | str) -> RollArgs:
         """Copies the index arrays to ``device``, where the tensors to roll live."""
         a = arrays
-        packed = torch.from_numpy(np.concatenate([a.local_from, a.local_to])).to(device)
+        local_from, local_to = upload([a.local_from, a.local_to], device)
         return cls(
             num_rows=a.num_rows,
-            local_from=packed[: a.num_rows],
-            local_to=packed[a.num_rows :],
+            local_from=local_from,
+            local_to=local_to,
             forward=GroupCastArgs.build(a.send_rows, a.send_splits, a.recv_splits, None, device),
             backward=GroupCastArgs.build(a.recv_rows, a.recv_splits, a.send_splits, None, device),
         )

@@ -20,8 +20,49 @@ from megatron_magi.comm import rows as torch_rows
 from megatron_magi.comm.impl import all_to_all, reference
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.rows import Arrivals, arrival_arrays
+from megatron_magi.upload import upload
 
 _IMPLS = {"reference": reference, "all_to_all": all_to_all}
+
+
+@dataclass(frozen=True, eq=False)
+class CastTables:
+    """Which rows travel where, as arrays on the CPU; made by `of`.
+
+    Attributes:
+        send_index, send_splits, recv_splits, recv_order, num_rows_min: see `GroupCastArgs`.
+    """
+
+    send_index: np.ndarray
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    recv_order: np.ndarray | None
+    num_rows_min: int
+
+    @classmethod
+    def of(
+        cls,
+        send_index: np.ndarray,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        recv_order: np.ndarray | None,
+    ) -> CastTables:
+        """Checks the arguments of `GroupCastArgs.build`, with its errors."""
+        send_splits, recv_splits = tuple(int(n) for n in send_splits), tuple(int(n) for n in recv_splits)
+        send_index = np.asarray(send_index, dtype=np.int64)
+        order = None if recv_order is None else np.asarray(recv_order, dtype=np.int64)
+        _check_indices(send_index, send_splits, recv_splits, order)
+        return cls(send_index, send_splits, recv_splits, order, int(send_index.max(initial=-1)) + 1)
+
+    @cached_property
+    def arrivals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
+        """For group_reduce, see `arrival_arrays`."""
+        return arrival_arrays(self.send_index)
+
+    def arrays(self) -> list[np.ndarray]:
+        """All index arrays, those of group_reduce included."""
+        arrays = [self.send_index, *self.arrivals[:3]]
+        return arrays if self.recv_order is None else [*arrays, self.recv_order, _inverse(self.recv_order)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,20 +107,41 @@ class GroupCastArgs:
         Raises:
             ValueError: lengths disagree, a number is negative, or ``recv_order`` is no permutation.
         """
-        send_splits, recv_splits = tuple(int(n) for n in send_splits), tuple(int(n) for n in recv_splits)
-        send_index = np.asarray(send_index, dtype=np.int64)
-        order = None if recv_order is None else np.asarray(recv_order, dtype=np.int64)
-        _check_indices(send_index, send_splits, recv_splits, order)
-        moved = _upload([send_index] if order is None else [send_index, order], device)
+        tables = CastTables.of(send_index, send_splits, recv_splits, recv_order)
+        order = tables.recv_order
+        moved = upload([tables.send_index] if order is None else [tables.send_index, order], device)
         return cls(
             send_index=moved[0],
-            send_splits=send_splits,
-            recv_splits=recv_splits,
+            send_splits=tables.send_splits,
+            recv_splits=tables.recv_splits,
             recv_order=None if order is None else moved[1],
-            num_rows_min=int(send_index.max(initial=-1)) + 1,
-            host_send_index=send_index,
+            num_rows_min=tables.num_rows_min,
+            host_send_index=tables.send_index,
             host_recv_order=order,
         )
+
+    @classmethod
+    def from_tables(cls, tables: CastTables, moved: Sequence[torch.Tensor]) -> GroupCastArgs:
+        """With everything on its device already: nothing is made or copied when it is first used.
+
+        Args:
+            tables: the same on the CPU.
+            moved: ``tables.arrays()`` as tensors.
+        """
+        send_index, rows, starts, sources, *order = moved
+        args = cls(
+            send_index=send_index,
+            send_splits=tables.send_splits,
+            recv_splits=tables.recv_splits,
+            recv_order=order[0] if order else None,
+            num_rows_min=tables.num_rows_min,
+            host_send_index=tables.send_index,
+            host_recv_order=tables.recv_order,
+        )
+        known = vars(args)  # where cached properties keep what they have made
+        known["arrivals"] = Arrivals(rows, starts, sources, tables.arrivals[3])
+        known["recv_position"] = order[1] if order else None
+        return args
 
     @staticmethod
     def num_indices(num_send: int, num_recv: int) -> int:
@@ -90,16 +152,14 @@ class GroupCastArgs:
     def arrivals(self) -> Arrivals:
         """For group_reduce: which returning rows belong to which local row. Made when first asked for."""
         *arrays, levels = arrival_arrays(self.host_send_index)
-        return Arrivals(*_upload(arrays, self.send_index.device), levels)
+        return Arrivals(*upload(arrays, self.send_index.device), levels)
 
     @cached_property
     def recv_position(self) -> torch.Tensor | None:
         """For group_reduce: the inverse of ``recv_order``, None like it. Made when first asked for."""
         if self.host_recv_order is None:
             return None
-        position = np.empty_like(self.host_recv_order)
-        position[self.host_recv_order] = np.arange(len(position))
-        return _upload([position], self.send_index.device)[0]
+        return upload([_inverse(self.host_recv_order)], self.send_index.device)[0]
 
     @property
     def num_send(self) -> int:
@@ -353,6 +413,13 @@ def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | Non
     return {pair[0]: pair[-1] for pair in pairs}.get(device.type)
 
 
+def _inverse(order: np.ndarray) -> np.ndarray:
+    """The inverse of a permutation."""
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    return position
+
+
 def _check_indices(
     send_index: np.ndarray, send_splits: tuple[int, ...], recv_splits: tuple[int, ...], recv_order: np.ndarray | None
 ) -> None:
@@ -372,11 +439,6 @@ def _check_indices(
     is_permutation = recv_order.shape == (num_recv,) and recv_order.min(initial=0) >= 0
     if not is_permutation or not np.array_equal(np.bincount(recv_order, minlength=num_recv), np.ones(num_recv)):
         raise ValueError(f"recv_order: not a permutation of {num_recv} rows")
-
-
-def _upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence[torch.Tensor]:
-    """The arrays on ``device``, in one copy."""
-    return torch.from_numpy(np.concatenate(arrays)).to(device).split([len(a) for a in arrays])
 
 
 def _check_reduce(tensors: Sequence[torch.Tensor], args: GroupCastArgs, into: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
+from megatron_magi.upload import upload
 
 _INDEX_BYTES = 8
 
@@ -115,7 +116,7 @@ class ShardIndex:
     def rows(self, device: torch.device) -> torch.Tensor:
         """Global token of each row of the shard, int64 ``[num_rows]``."""
         if device not in self._rows:
-            self._rows[device] = torch.from_numpy(self.dispatch.global_index(self.cp_rank)).to(device)
+            (self._rows[device],) = upload([self.dispatch.global_index(self.cp_rank)], device)
         return self._rows[device]
 
     def undispatch_args(self, device: torch.device) -> UndispatchArgs:

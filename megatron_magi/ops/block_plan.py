@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
+from megatron_magi.upload import upload
 
 Selection = slice | Tensor
 """Tokens of a block: a slice where they are contiguous, else an int64 index."""
@@ -285,18 +286,12 @@ def _selection(tokens: np.ndarray) -> slice | np.ndarray:
 
 
 def _uploaded(blocks: list[RowBlock], device: torch.device) -> tuple[RowBlock, ...]:
-    """The blocks with tensors in place of arrays: one copy to the device for each dtype, however many blocks."""
-    arrays: dict[np.dtype, list[np.ndarray]] = {}
+    """The blocks with tensors in place of arrays: one copy to the device, however many blocks."""
+    arrays: list[np.ndarray] = []
     for block in blocks:
-        _with_arrays(block, lambda array: arrays.setdefault(array.dtype, []).append(array))
-    tensors = {dtype: iter(_copied(same_dtype, device)) for dtype, same_dtype in arrays.items()}
-    return tuple(_with_arrays(block, lambda array: next(tensors[array.dtype])) for block in blocks)
-
-
-def _copied(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(device)
-    parts = packed.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        _with_arrays(block, arrays.append)
+    tensors = iter(upload(arrays, device))
+    return tuple(_with_arrays(block, lambda _array: next(tensors)) for block in blocks)
 
 
 def _with_arrays(block: RowBlock, change: Callable[[np.ndarray], Any]) -> RowBlock:

@@ -11,6 +11,7 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.ops.block_plan import LIMITS, BlockLimits, block_plan, make_block_plan
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.upload import PackedArrays
 from tests.ops.naive import masks, packed_causal
 
 CPU = torch.device("cpu")
@@ -78,14 +79,15 @@ def test_the_cache_of_plans_stays_within_its_bytes_over_many_masks():
     assert block_plan(packed_causal([399, 5]).bands, 1, CPU, cache) is kept
 
 
-def test_a_plan_is_uploaded_in_one_copy_a_dtype(monkeypatch):
+def test_a_plan_is_uploaded_in_one_copy(monkeypatch):
     # Scattered keys, rows with one interval and rows with several: all kinds of index tensors.
     bands = AttnMask([(0, 40, 0, 20, 0), (0, 40, 60, 100, 1), (40, 90, 30, 80, 3), (90, 100, 0, 100, 1)], 100).bands
-    uploads, from_numpy = [], torch.from_numpy
-    monkeypatch.setattr(torch, "from_numpy", lambda array: uploads.append(array.dtype) or from_numpy(array))
+    uploads, to = [], PackedArrays.to
+    monkeypatch.setattr(PackedArrays, "to", lambda arrays, device: uploads.append(arrays) or to(arrays, device))
     plan = make_block_plan(bands, 1, CPU, BlockLimits(call_cost=40, min_rows=3, max_rows=7, max_logits=60))
     assert len(plan.blocks) > 10
-    assert sorted(str(dtype) for dtype in uploads) == ["int32", "int64"]
+    (arrays,) = uploads
+    assert {place.dtype for place in arrays.places} == {torch.int32, torch.int64}
 
 
 class LargestTensor(TorchDispatchMode):

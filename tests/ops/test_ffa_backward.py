@@ -11,6 +11,8 @@ import torch
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.choices import WHOLE_TILE
+from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import slice_attention
@@ -105,7 +107,7 @@ def test_tiles_worked_on_in_pieces_match_fp64():
     rows = 128 * (processors // heads + 1)  # a few items more than one round
     x = make_inputs(MASKS["full"](rows, rows), rows, rows, heads=(heads, 1))
     check(x)
-    plan = hopper_plan.backward_plan(x.bands, rows, x.q.device)
+    plan = hopper_plan.device_plan(x.bands, Tiling(True, rows, WHOLE_TILE), x.q.device)
     assert any(bool(schedule.items[:, 3].any()) for schedule in plan.schedules.values())
 
 

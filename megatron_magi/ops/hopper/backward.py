@@ -18,10 +18,11 @@ from megatron_magi.ops.hopper.backward_ends import (
     padded,
     row_stats,
 )
+from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardParams
-from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, MaskFacts
+from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -31,6 +32,7 @@ from megatron_magi.ops.hopper.support import (
     loadable,
     may_overlap,
     num_processors,
+    problem_of,
     query_box,
     stream_lock,
     work_counter,
@@ -38,12 +40,6 @@ from megatron_magi.ops.hopper.support import (
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
-_KEYS, _QUERIES = 128, 64  # of a tile, of a block
-_FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
-# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer keys to a query. First where kernels pack
-# heads. See docs/measured_facts.md.
-_APART_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
-_APART = (256 << 20, 650), (128 << 20, 450)
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 
 
@@ -82,14 +78,10 @@ def backward(
     check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
     q, k, v, dout = map(loadable, (q, k, v, in_dtype(dout, q.dtype)))
     stream = current_stream(q.device)
-    whole = dims in hopper_kernels.WHOLE_DIMS
-    shape = (_KEYS, _QUERIES) if whole else hopper_kernels.PART_TILES[dims]
-    facts = hopper_plan.mask_facts(bands)
-    packed = hopper_plan.packed_heads(facts, q.shape[0], q.shape[1] // k.shape[1])
-    adds_dq = whole and not options.deterministic and sums_pay(facts, q, packed)
-    if adds_dq:
-        packed = 1  # sums would leave the L2 cache, and are of one head
-    plan = hopper_plan.backward_plan(bands, k.shape[0], q.device, shape, packed)
+    problem = problem_of(q, k, v)
+    choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
+    whole, adds_dq, shape, packed = choice
+    plan = hopper_plan.device_plan(bands, Tiling(True, k.shape[0], shape, packed), q.device)
     processors = max(1, num_processors(q.device) - options.sm_margin)
     splits = 1
     if not whole and not options.deterministic:
@@ -101,13 +93,15 @@ def backward(
     with stream_lock(q.device, stream):
         if whole:
             room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
-            schedule = _schedule(plan, q, k, processors, adds_dq, room)
-            sums = _sum_buffers(q, k, schedule, adds_dq, room)
+            apart = most_apart(choice, problem, None if room is None else room.numel() * room.element_size())
+            group = problem.group // packed
+            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart)
+            sums = _sum_buffers(q, k, schedule, shape, adds_dq, room)
             stats = row_stats(lse, delta, shape[1], packed, sums if adds_dq else (), stream, overlaps)
             _run_backward(inputs, stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), sums, stream)
             if schedule.num_apart:
-                apart, scale = schedule.num_apart, options.softmax_scale
-                finish_keys(sums[1], (dk, dv), plan, apart, q.dtype, scale, store, stream, overlaps)
+                num_apart, scale = schedule.num_apart, options.softmax_scale
+                finish_keys(sums[1], (dk, dv), plan, num_apart, q.dtype, scale, store, stream, overlaps)
         else:
             stats = row_stats(lse, delta, shape[1], packed, (), stream, overlaps)
             hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
@@ -120,43 +114,19 @@ def backward(
             grad.copy_(grad + buffer if adds else buffer)
 
 
-def sums_pay(facts: MaskFacts, q: Tensor, packed: int) -> bool:
-    """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
-
-    They do not where a query sees few keys, and the sums, written and read at least twice, are too many for the L2
-    cache. ``packed``: heads counted as one by the kernels that would take their place.
-    """
-    keys, sum_bytes = facts.area / q.shape[0], 4 * q.numel()
-    limits = _APART_PACKED if packed > 1 else _APART if q.shape[2] == 128 else ()
-    return all(sum_bytes < many or keys >= few for many, few in limits)
-
-
 def _room(dq: Tensor) -> Tensor | None:
     """dq, if other things can lie in its memory."""
     return dq if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
 
 
-def _schedule(
-    plan: DevicePlan, q: Tensor, k: Tensor, processors: int, adds_dq: bool, room: Tensor | None
-) -> DeviceSchedule:
-    """The order of work. Heads of a group are apart as far as there is room for the sums of dk and dv."""
-    group, tile_bytes = q.shape[1] // plan.packed // k.shape[1], 2 * 4 * _KEYS * k.shape[1] * k.shape[2]
-    max_apart = 0
-    if adds_dq:
-        room_bytes = 0 if room is None else room.numel() * room.element_size()
-        max_apart = max(room_bytes, _FEW_BYTES) // tile_bytes
-        if room is None and group >= 4:
-            max_apart = plan.num_tiles
-    return hopper_plan.schedule_of(plan, k.shape[1], group, processors, max_apart)
-
-
 def _sum_buffers(
-    q: Tensor, k: Tensor, schedule: DeviceSchedule, adds_dq: bool, room: Tensor | None
+    q: Tensor, k: Tensor, schedule: DeviceSchedule, shape: tuple[int, int], adds_dq: bool, room: Tensor | None
 ) -> tuple[Floats, Floats]:
     """Memory for sums of dq, and of dk and dv: in ``room``, which is free until dq is finished, if they fit."""
     num_rows, num_heads, dim = q.shape
-    count = num_heads * padded(num_rows, _QUERIES) * dim * adds_dq
-    key_count = 2 * schedule.num_apart * _KEYS * k.shape[1] * dim
+    keys, queries = shape
+    count = num_heads * padded(num_rows, queries) * dim * adds_dq
+    key_count = 2 * schedule.num_apart * keys * k.shape[1] * dim
     sums = new_floats(count, q.device)
     if room is not None and key_count * 4 <= room.numel() * room.element_size():
         return sums, Floats(room.data_ptr(), key_count, room)
@@ -208,19 +178,20 @@ def _prepare_backward(
     q, k, v, dout = inputs
     dk, dv = grads
     num_heads_kv, stats_row = k.shape[1], stats.row
+    keys, queries = WHOLE_TILE
     softcap, scale, num_items = options.softcap, options.softmax_scale, len(schedule.items)
     params = BackwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         items=schedule.items.data_ptr(), counter=work_counter(q.device, stream).data_ptr(),
         dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         num_items=num_items, group=q.shape[1] // plan.packed // num_heads_kv, heads_kv=num_heads_kv,
-        heads_inner=int(plan.heads_inner), stats_row=stats_row, units=stats_row // UNIT, store=store,
+        heads_inner=int(plan.host.heads_inner), stats_row=stats_row, units=stats_row // UNIT, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
         log2_packed=plan.log2_packed,
     )  # fmt: skip
     kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
     grid = grid_size(q.device, num_items, options.sm_margin)
-    maps = (query_box(q, _QUERIES, plan), (k, _KEYS), (v, _KEYS), query_box(dout, _QUERIES, plan))
+    maps = (query_box(q, queries, plan), (k, keys), (v, keys), query_box(dout, queries, plan))
     return Launch(kernel, grid, params, maps, plan=plan)  # which keeps its schedules
 
 

@@ -8,14 +8,16 @@ from torch import Tensor
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import RowStats
+from megatron_magi.ops.hopper.choices import query_tiles
 from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardPartParams
-from megatron_magi.ops.hopper.plan import DevicePlan
+from megatron_magi.ops.hopper.plan import DevicePlan, Tiling
 from megatron_magi.ops.hopper.support import (
     COUNTER_BYTES,
     LOG2_E,
     grid_size,
     may_overlap,
+    problem_of,
     query_box,
     row_work,
     work_counter,
@@ -53,7 +55,7 @@ def key_gradients(
         num_heads = q.shape[1] // plan.packed
         work = {"num_heads": num_heads, "group": num_heads // k.shape[1], "log2_packed": plan.log2_packed}
         params = _params(inputs, stats, options, plan, work, store, stream)
-        params.splits, params.heads_inner = splits, int(plan.heads_inner)
+        params.splits, params.heads_inner = splits, int(plan.host.heads_inner)
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
         kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0)
@@ -77,10 +79,11 @@ def query_gradient(
     """
     q, k, v, dout = inputs
     num_heads, dims = q.shape[1], (q.shape[2], v.shape[2])
-    block = hopper_kernels.QUERIES_WIDTH[dims]
+    tiles = query_tiles(problem_of(q, k, v), stats.packed)
+    block = tiles.shape[1]
 
     def make() -> Launch:
-        plan = hopper_plan.forward_plan(bands, q.shape[0], q.device, (128, block), stats.packed)
+        plan = hopper_plan.device_plan(bands, Tiling(False, q.shape[0], *tiles), q.device)
         params = _params(inputs, stats, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
         params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
@@ -109,7 +112,7 @@ def _params(
     q = inputs[0]
     softcap, scale = options.softcap, options.softmax_scale
     return BackwardPartParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         counter=work_counter(q.device, stream).data_ptr(),
         num_tiles=plan.num_tiles, **work,
         stats_row=stats.row, store=store,

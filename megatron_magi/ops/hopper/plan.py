@@ -1,10 +1,8 @@
-"""Tile plans on the device, made once for a mask and kept."""
+"""Tile plans, made once for a mask and kept: on the CPU, and on the device."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,44 +16,80 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
 from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
+from megatron_magi.ops.hopper.choices import MaskFacts
+from megatron_magi.ops.hopper.schedule import Schedule
 from megatron_magi.ops.hopper.tiles import TilePlan
+from megatron_magi.upload import upload
 
 _MAX_PLANS = 256
 _MAX_BYTES = 256 << 20  # of device memory
-_MOST_PACKED = 8
-_SHORT_ROWS = 4096  # of a document, on average; see docs/measured_facts.md
 _plans: LruCache[tuple, DevicePlan] = LruCache(_MAX_BYTES, _MAX_PLANS)
 _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: LruCache[bytes, MaskFacts] = LruCache(_MAX_BYTES, _MAX_PLANS)
 
 
 @dataclass(frozen=True, eq=False)
-class DevicePlan:
-    """A `TilePlan` in device memory.
+class HostPlan:
+    """A `TilePlan` as it goes to a device.
 
     Attributes:
-        starts: int32 ``[num_tiles]``, first row of each tile, on the host.
-        costs: int64 ``[num_tiles]``, its blocks, on the host; tiles that see nothing come last.
-        memory: one int32 tensor that holds all tables.
-        tiles, passes, bounds: their addresses.
+        starts: int32 ``[num_tiles]``, first row of each tile.
+        costs: int64 ``[num_tiles]``, its blocks; tiles that see nothing come last.
+        table: int32, all tables side by side.
+        offsets: where tiles, passes and bounds begin in it, bytes.
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         long_tile: blocks of a tile that is long, see `schedule.long_tile`.
         packed: query heads counted as one, see `packed_heads`; they share a tile of queries, or a block of them.
-        splits: answers of `group_splits`.
-        schedules: answers of `schedule_of`.
     """
 
     starts: NDArray[np.int32]
     costs: NDArray[np.int64]
-    memory: Tensor
-    tiles: int
-    passes: int
-    bounds: int
+    table: NDArray[np.int32]
+    offsets: tuple[int, int, int]
     step: int
     heads_inner: bool
     long_tile: int
     packed: int
+
+    @classmethod
+    def of(cls, plan: TilePlan, apart: tuple[float, float], packed: int) -> HostPlan:
+        """From a tile plan; ``apart``: of its neighbouring tiles, see `hopper_tiles.drift`."""
+        parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
+        table = np.concatenate([*parts, np.zeros(4, dtype=np.int32)])
+        offsets = (0, 4 * len(parts[0]), 4 * (len(parts[0]) + len(parts[1])))
+        return cls(
+            plan.tiles[:, 0].copy(), plan.costs, table, offsets, plan.step,
+            heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=packed * hopper_schedule.long_tile(*apart),
+            packed=packed,
+        )  # fmt: skip
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of one head."""
+        return len(self.costs)
+
+    def schedule(self, heads_kv: int, group: int, num_sms: int, max_apart: int) -> Schedule:
+        """Items of the backward in one kernel; see `schedule.make_schedule`."""
+        return hopper_schedule.make_schedule(
+            self.starts, self.costs, heads_kv, group, num_sms,
+            max_apart=min(max_apart, self.num_tiles), long_tile=self.long_tile,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlan:
+    """A `HostPlan` in device memory.
+
+    Attributes:
+        host: the same on the CPU.
+        memory: int32 tensor that holds all tables.
+        splits: answers of `group_splits`.
+        schedules: answers of `schedule_of`.
+    """
+
+    host: HostPlan
+    memory: Tensor
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
 
@@ -69,6 +103,26 @@ class DevicePlan:
                 table.record_stream(torch.cuda.current_stream(table.device))
 
     @property
+    def tiles(self) -> int:
+        """Address of the table of tiles."""
+        return self.memory.data_ptr() + self.host.offsets[0]
+
+    @property
+    def passes(self) -> int:
+        """Address of the table of passes."""
+        return self.memory.data_ptr() + self.host.offsets[1]
+
+    @property
+    def bounds(self) -> int:
+        """Address of the table of bounds."""
+        return self.memory.data_ptr() + self.host.offsets[2]
+
+    @property
+    def packed(self) -> int:
+        """Query heads counted as one."""
+        return self.host.packed
+
+    @property
     def log2_packed(self) -> int:
         """Of `packed`, which is a power of two."""
         return self.packed.bit_length() - 1
@@ -76,7 +130,7 @@ class DevicePlan:
     @property
     def num_tiles(self) -> int:
         """Tiles of one head."""
-        return len(self.costs)
+        return self.host.num_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +146,42 @@ class DeviceSchedule:
     num_apart: int
 
 
+class Tiling(NamedTuple):
+    """Of which tiles a plan is, for a mask.
+
+    Attributes:
+        is_backward: tiles of keys over blocks of queries, of the transposed mask; else of queries over blocks of keys.
+            Queries of heads that are packed are then rows of one head, in turns: row i is query i / packed of head
+            i % packed.
+        num_rows: queries, or keys, that tiles are made of.
+        shape: of a tile (rows times packed heads where it is one of queries, 64 to a warpgroup) and of a block.
+        packed: query heads counted as one.
+    """
+
+    is_backward: bool
+    num_rows: int
+    shape: tuple[int, int]
+    packed: int = 1
+
+
+def make_host_plan(bands: np.ndarray, tiling: Tiling) -> HostPlan:
+    """The plan of a mask, on the CPU."""
+    is_backward, rows, shape, packed = tiling
+    if not is_backward:
+        places, keys = shape
+        plan = hopper_tiles.plan_tiles(bands, rows, places // packed, keys, parts=places // 64)
+        return HostPlan.of(plan, (0.0, 0.0), packed)
+    keys, queries = shape
+    plan = hopper_tiles.plan_tiles(
+        hopper_tiles.transpose(bands), rows, keys, queries // packed,
+        align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
+    )  # fmt: skip
+    starts, ends = hopper_tiles.drift(plan)
+    if ends < starts:
+        plan = hopper_tiles.descending(plan)
+    return HostPlan.of(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed)
+
+
 def content_digest(bands: np.ndarray) -> bytes:
     """Digest of a table; remembered for tables that cannot be written to."""
     digest = _digests.get(bands)
@@ -99,39 +189,6 @@ def content_digest(bands: np.ndarray) -> bytes:
         digest = hashlib.blake2b(np.ascontiguousarray(bands).tobytes(), digest_size=16).digest()
         _digests.put(bands, digest)
     return digest
-
-
-def _device_plan(key: tuple, device: torch.device, make: Callable[[], DevicePlan]) -> DevicePlan:
-    """The plan that ``make()`` returns, unless one with this key is kept."""
-    full_key = (*key, device.index)
-    plan = _plans.get(full_key)
-    if plan is None:
-        plan = make()
-        _plans.put(full_key, plan, plan.memory.nbytes)
-    return plan
-
-
-def _upload(plan: TilePlan, apart: tuple[float, float], packed: int, device: torch.device) -> DevicePlan:
-    parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
-    memory = torch.from_numpy(np.concatenate([*parts, np.zeros(4, dtype=np.int32)])).to(device)
-    addresses = memory.data_ptr() + 4 * np.cumsum([0] + [len(p) for p in parts[:-1]])
-    return DevicePlan(
-        plan.tiles[:, 0].copy(), plan.costs, memory, *addresses.tolist(), step=plan.step,
-        heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=packed * hopper_schedule.long_tile(*apart),
-        packed=packed,
-    )  # fmt: skip
-
-
-class MaskFacts(NamedTuple):
-    """What choices between kernels depend on.
-
-    Attributes:
-        runs: runs of rows that are alike, such as those of a document.
-        area: visible pairs.
-    """
-
-    runs: int
-    area: int
 
 
 def mask_facts(bands: np.ndarray) -> MaskFacts:
@@ -144,61 +201,39 @@ def mask_facts(bands: np.ndarray) -> MaskFacts:
     return facts
 
 
-def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
-    """How many heads of a group a tile or block of queries is of: 1, 2, 4 or 8, of as many times fewer rows.
-
-    With several it takes less work where runs of rows that are alike are short: tiles end there too, and are half
-    empty.
-    """
-    short = facts.runs > 1 and num_rows < _SHORT_ROWS * facts.runs
-    return math.gcd(group, _MOST_PACKED) if short else 1
+def remember(bands: np.ndarray, digest: bytes, facts: MaskFacts) -> None:
+    """Keeps what is known of a table that cannot be written to."""
+    _digests.put(bands, digest)
+    _facts.put(digest, facts, 0)
 
 
-def forward_plan(
-    bands: np.ndarray, num_rows: int, device: torch.device, shape: tuple[int, int], packed: int = 1
-) -> DevicePlan:
-    """Plan of tiles of rows over blocks of keys, ``shape``: rows times packed heads, 64 to a warpgroup, and keys."""
-    places, keys = shape
-
-    def make() -> DevicePlan:
-        plan = hopper_tiles.plan_tiles(bands, num_rows, places // packed, keys, parts=places // 64)
-        return _upload(plan, (0.0, 0.0), packed, device)
-
-    return _device_plan(("forward", content_digest(bands), num_rows, shape, packed), device, make)
+def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> DevicePlan:
+    """The plan of a mask on a device, made unless it is kept."""
+    key = (content_digest(bands), tiling, device.index)
+    plan = _plans.get(key)
+    if plan is None:
+        host = make_host_plan(bands, tiling)
+        plan = DevicePlan(host, *upload([host.table], device))
+        _plans.put(key, plan, plan.memory.nbytes)
+    return plan
 
 
-def backward_plan(
-    bands: np.ndarray, num_keys: int, device: torch.device, shape: tuple[int, int] = (128, 64), packed: int = 1
-) -> DevicePlan:
-    """Plan of tiles of keys over blocks of queries, ``shape``: that of the transposed mask.
+def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> None:
+    """Keeps a plan that was made ahead, for a mask with this digest."""
+    _plans.put((digest, tiling, plan.memory.device.index), plan, plan.memory.nbytes)
 
-    Queries of heads that are packed are rows of one head, in turns: row i is query i / packed of head i % packed.
-    """
-    keys, queries = shape
 
-    def make() -> DevicePlan:
-        plan = hopper_tiles.plan_tiles(
-            hopper_tiles.transpose(bands), num_keys, keys, queries // packed,
-            align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
-        )  # fmt: skip
-        starts, ends = hopper_tiles.drift(plan)
-        if ends < starts:
-            plan = hopper_tiles.descending(plan)
-        return _upload(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed, device)
-
-    return _device_plan(("backward", content_digest(bands), num_keys, shape, packed), device, make)
+def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> tuple[int, int, int, int]:
+    """What a schedule depends on: the arguments of `HostPlan.schedule`."""
+    return heads_kv, group, num_sms, min(max_apart, plan.num_tiles)
 
 
 def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> DeviceSchedule:
-    """Items of the backward in one kernel; see `schedule.make_schedule`."""
-    max_apart = min(max_apart, plan.num_tiles)
-    key = (heads_kv, group, num_sms, max_apart)
+    """Items of the backward in one kernel, made unless they are kept; see `HostPlan.schedule`."""
+    key = schedule_key(plan.host, heads_kv, group, num_sms, max_apart)
     if key not in plan.schedules:
-        made = hopper_schedule.make_schedule(
-            plan.starts, plan.costs, heads_kv, group, num_sms, max_apart=max_apart, long_tile=plan.long_tile
-        )
-        items = torch.from_numpy(made.items).to(plan.memory.device)
-        plan.schedules[key] = DeviceSchedule(items, made.num_apart)
+        made = plan.host.schedule(*key)
+        plan.schedules[key] = DeviceSchedule(*upload([made.items], plan.memory.device), made.num_apart)
     return plan.schedules[key]
 
 
@@ -209,5 +244,5 @@ def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) 
     """
     key = (num_heads_kv, group, num_sms)
     if key not in plan.splits:
-        plan.splits[key] = hopper_schedule.best_splits(plan.costs, num_heads_kv, group, num_sms)
+        plan.splits[key] = hopper_schedule.best_splits(plan.host.costs, num_heads_kv, group, num_sms)
     return plan.splits[key]

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_magi.ops.hopper.choices import Problem
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.options import AttnOptions
@@ -94,6 +95,11 @@ def work_counter(device: torch.device, stream: int) -> Tensor:
     it takes at zero. The kernel for dq, which overlaps with the one before it, takes the second.
     """
     return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor) -> Problem:
+    """Shape of a pass over these tensors."""
+    return Problem(q.shape[0], k.shape[0], q.shape[1], k.shape[1], (q.shape[2], v.shape[2]))
 
 
 def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:

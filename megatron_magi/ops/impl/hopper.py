@@ -18,9 +18,11 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
+from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.launch import Launch, known, prepared
 from megatron_magi.ops.hopper.params import ForwardParams
+from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -29,6 +31,7 @@ from megatron_magi.ops.hopper.support import (
     has_kernels,
     in_dtype,
     loadable,
+    problem_of,
     query_box,
     row_work,
     why_not,
@@ -135,17 +138,15 @@ def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) 
 
 def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_lse, stream: int) -> Launch:
     dims = (q.shape[2], v.shape[2])
-    (num_rows, num_heads, _), group = q.shape, q.shape[1] // k.shape[1]
-    facts = hopper_plan.mask_facts(bands)
-    packed = hopper_plan.packed_heads(facts, num_rows, group)
-    tile = hopper_kernels.forward_tile(dims, facts.area / num_rows, packed)
-    plan = hopper_plan.forward_plan(bands, num_rows, q.device, tile, packed)
+    num_rows, num_heads, _ = q.shape
+    tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem_of(q, k, v))
+    plan = hopper_plan.device_plan(bands, Tiling(False, num_rows, tile, packed), q.device)
     work = row_work(plan, num_heads, tile[1], k, v)
     softcap, scale = options.softcap, options.softmax_scale
     # What sees nothing adds nothing; such tiles are the last.
-    num_tiles = int(np.count_nonzero(plan.costs)) if accumulate and sink_lse is None else plan.num_tiles
+    num_tiles = int(np.count_nonzero(plan.host.costs)) if accumulate and sink_lse is None else plan.num_tiles
     params = ForwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.step,
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         counter=work_counter(q.device, stream).data_ptr(),
         out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
         num_tiles=num_tiles, logit_scale=softcap or scale,

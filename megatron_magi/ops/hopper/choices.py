@@ -1,0 +1,135 @@
+"""Which kernels a pass takes, and with which tiles: decided by shapes and the mask, before there is any tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+
+_MOST_PACKED = 8
+_SHORT_ROWS = 4096  # of a document, on average; see docs/measured_facts.md
+WHOLE_TILE = (128, 64)
+"""Keys of a tile, queries of a block, of the kernel that computes dk, dv and possibly dq."""
+_FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
+# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer keys to a query. First where kernels pack
+# heads. See docs/measured_facts.md.
+_APART_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
+_APART = (256 << 20, 650), (128 << 20, 450)
+
+
+class MaskFacts(NamedTuple):
+    """What choices between kernels depend on.
+
+    Attributes:
+        runs: runs of rows that are alike, such as those of a document.
+        area: visible pairs.
+    """
+
+    runs: int
+    area: int
+
+
+class Problem(NamedTuple):
+    """Shape of one pass of attention.
+
+    Attributes:
+        num_rows, num_keys: queries and keys.
+        num_heads, num_heads_kv: of queries; of keys and values.
+        dims: head dims of queries and keys, and of values.
+    """
+
+    num_rows: int
+    num_keys: int
+    num_heads: int
+    num_heads_kv: int
+    dims: tuple[int, int]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.num_heads // self.num_heads_kv
+
+
+class RowTiles(NamedTuple):
+    """Tiles of rows over blocks of keys.
+
+    Attributes:
+        shape: rows times packed heads of a tile, keys of a block.
+        packed: query heads counted as one, see `packed_heads`.
+    """
+
+    shape: tuple[int, int]
+    packed: int
+
+
+class BackwardChoice(NamedTuple):
+    """The kernels of a backward pass.
+
+    Attributes:
+        whole: dk, dv and possibly dq in one kernel; else head dims whose backward is two.
+        adds_dq: that kernel adds dq in device memory; else dq has a kernel of its own.
+        shape: keys of a tile, queries of a block, of the kernel for dk and dv.
+        packed: query heads counted as one.
+    """
+
+    whole: bool
+    adds_dq: bool
+    shape: tuple[int, int]
+    packed: int
+
+
+def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
+    """How many heads of a group a tile or block of queries is of: 1, 2, 4 or 8, of as many times fewer rows.
+
+    With several it takes less work where runs of rows that are alike are short: tiles end there too, and are half
+    empty.
+    """
+    short = facts.runs > 1 and num_rows < _SHORT_ROWS * facts.runs
+    return math.gcd(group, _MOST_PACKED) if short else 1
+
+
+def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
+    """Tiles of the forward kernel."""
+    packed = packed_heads(facts, problem.num_rows, problem.group)
+    return RowTiles(hopper_kernels.forward_tile(problem.dims, facts.area / problem.num_rows, packed), packed)
+
+
+def backward_choice(facts: MaskFacts, problem: Problem, deterministic: bool) -> BackwardChoice:
+    """The kernels of a backward pass."""
+    whole = problem.dims in hopper_kernels.WHOLE_DIMS
+    shape = WHOLE_TILE if whole else hopper_kernels.PART_TILES[problem.dims]
+    packed = packed_heads(facts, problem.num_rows, problem.group)
+    adds_dq = whole and not deterministic and sums_pay(facts, problem, packed)
+    # Sums of packed heads would leave the L2 cache, and are of one head.
+    return BackwardChoice(whole, adds_dq, shape, 1 if adds_dq else packed)
+
+
+def query_tiles(problem: Problem, packed: int) -> RowTiles:
+    """Tiles of the kernel for dq."""
+    return RowTiles((128, hopper_kernels.QUERIES_WIDTH[problem.dims]), packed)
+
+
+def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
+    """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
+
+    They do not where a query sees few keys, and the sums, written and read at least twice, are too many for the L2
+    cache. ``packed``: heads counted as one by the kernels that would take their place.
+    """
+    keys, sum_bytes = facts.area / problem.num_rows, 4 * problem.num_rows * problem.num_heads * problem.dims[0]
+    limits = _APART_PACKED if packed > 1 else _APART if problem.dims[0] == 128 else ()
+    return all(sum_bytes < many or keys >= few for many, few in limits)
+
+
+def most_apart(choice: BackwardChoice, problem: Problem, room_bytes: int | None) -> int:
+    """Tiles of keys whose query heads may be worked on apart: as many as there is room for their sums of dk and dv.
+
+    Args:
+        room_bytes: of dq, whose memory is free until it is written; None where other things cannot lie there.
+    """
+    if not choice.adds_dq:
+        return 0
+    if room_bytes is None and problem.group >= 4:
+        return problem.num_keys  # all of them
+    tile_bytes = 2 * 4 * WHOLE_TILE[0] * problem.num_heads_kv * problem.dims[0]
+    return max(room_bytes or 0, _FEW_BYTES) // tile_bytes

@@ -1,0 +1,81 @@
+"""Arrays that go to a device together: one buffer, one copy, for which the host does not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 16  # bytes; what kernels read tables with
+
+
+class _Place(NamedTuple):
+    """Where an array is in the buffer."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedArrays:
+    """Arrays side by side in one buffer; made by `pack`. It can be sent from a worker process of a data loader.
+
+    Attributes:
+        buffer: uint8 ``[num_bytes]`` on the CPU.
+        places: of the arrays, in their order.
+    """
+
+    buffer: torch.Tensor
+    places: tuple[_Place, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.buffer.numel()
+
+    def pin_memory(self) -> PackedArrays:
+        """The same in page-locked memory, as data loaders ask for it."""
+        return PackedArrays(self.buffer.pin_memory(), self.places)
+
+    def to(self, device: torch.device | str) -> list[torch.Tensor]:
+        """The arrays as tensors on ``device``: views of one block of memory.
+
+        To a GPU it is one copy from page-locked memory, queued on the current stream. The host does not wait for it.
+        """
+        device = torch.device(device)
+        memory = self.buffer
+        if device.type == "cuda":
+            # The allocator of page-locked memory hands a block out again only once copies from it are done.
+            memory = (memory if memory.is_pinned() else memory.pin_memory()).to(device, non_blocking=True)
+        elif device.type != "cpu":
+            memory = memory.to(device)
+        return [
+            memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for offset, dtype, shape in self.places
+        ]
+
+
+def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:
+    """Copies arrays of numbers or bools into one buffer.
+
+    Args:
+        arrays: of any shapes and of dtypes that torch has.
+    """
+    places, end = [], 0
+    for array in arrays:
+        places.append(_Place(end, torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype, array.shape))
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = np.zeros(max(end, _ALIGNMENT), dtype=np.uint8)  # an empty one has no strides to view it by
+    for array, place in zip(arrays, places, strict=True):
+        buffer[place.offset : place.offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return PackedArrays(torch.from_numpy(buffer), tuple(places))
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
+    """Copies of the arrays on ``device``; see `PackedArrays.to`."""
+    return pack(arrays).to(device)
