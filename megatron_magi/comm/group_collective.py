@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,22 @@ from megatron_magi.comm.rows import Arrivals, arrival_arrays
 from megatron_magi.upload import upload
 
 _IMPLS = {"reference": reference, "all_to_all": all_to_all}
+
+
+class CastFacts(NamedTuple):
+    """What is left of `CastTables` when its arrays are on a device.
+
+    Attributes:
+        send_splits, recv_splits, num_rows_min: see `GroupCastArgs`.
+        level_sizes: see `Arrivals`.
+        num_arrays: that there are.
+    """
+
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    num_rows_min: int
+    level_sizes: tuple[int, ...]
+    num_arrays: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +70,13 @@ class CastTables:
         _check_indices(send_index, send_splits, recv_splits, order)
         return cls(send_index, send_splits, recv_splits, order, int(send_index.max(initial=-1)) + 1)
 
-    @cached_property
-    def arrivals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
-        """For group_reduce, see `arrival_arrays`."""
-        return arrival_arrays(self.send_index)
-
-    def arrays(self) -> list[np.ndarray]:
-        """All index arrays, those of group_reduce included."""
-        arrays = [self.send_index, *self.arrivals[:3]]
-        return arrays if self.recv_order is None else [*arrays, self.recv_order, _inverse(self.recv_order)]
+    def arrays(self) -> tuple[CastFacts, list[np.ndarray]]:
+        """All index arrays, those of group_reduce included, and the rest; see `GroupCastArgs.from_uploaded`."""
+        rows, starts, sources, levels = arrival_arrays(self.send_index)
+        arrays = [self.send_index, rows, starts, sources]
+        if self.recv_order is not None:
+            arrays += [self.recv_order, _inverse(self.recv_order)]
+        return CastFacts(self.send_splits, self.recv_splits, self.num_rows_min, levels, len(arrays)), arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +90,7 @@ class GroupCastArgs:
         recv_order: buffer row i is received row ``recv_order[i]``, int64 ``[num_recv]``; None
             when received rows are in buffer order already.
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
-        host_send_index, host_recv_order: the arrays on the CPU, from which the rest is made.
+        host_send_index, host_recv_order: the arrays on the CPU, from which the rest is made; None where all is made.
     """
 
     send_index: torch.Tensor
@@ -84,7 +98,7 @@ class GroupCastArgs:
     recv_splits: tuple[int, ...]
     recv_order: torch.Tensor | None
     num_rows_min: int
-    host_send_index: np.ndarray
+    host_send_index: np.ndarray | None
     host_recv_order: np.ndarray | None
 
     @classmethod
@@ -121,25 +135,25 @@ class GroupCastArgs:
         )
 
     @classmethod
-    def from_tables(cls, tables: CastTables, moved: Sequence[torch.Tensor]) -> GroupCastArgs:
+    def from_uploaded(cls, facts: CastFacts, moved: Sequence[torch.Tensor]) -> GroupCastArgs:
         """With everything on its device already: nothing is made or copied when it is first used.
 
         Args:
-            tables: the same on the CPU.
-            moved: ``tables.arrays()`` as tensors.
+            facts: of the tables.
+            moved: `CastTables.arrays` as tensors.
         """
         send_index, rows, starts, sources, *order = moved
         args = cls(
             send_index=send_index,
-            send_splits=tables.send_splits,
-            recv_splits=tables.recv_splits,
+            send_splits=facts.send_splits,
+            recv_splits=facts.recv_splits,
             recv_order=order[0] if order else None,
-            num_rows_min=tables.num_rows_min,
-            host_send_index=tables.send_index,
-            host_recv_order=tables.recv_order,
+            num_rows_min=facts.num_rows_min,
+            host_send_index=None,
+            host_recv_order=None,
         )
         known = vars(args)  # where cached properties keep what they have made
-        known["arrivals"] = Arrivals(rows, starts, sources, tables.arrivals[3])
+        known["arrivals"] = Arrivals(rows, starts, sources, facts.level_sizes)
         known["recv_position"] = order[1] if order else None
         return args
 
@@ -151,6 +165,7 @@ class GroupCastArgs:
     @cached_property
     def arrivals(self) -> Arrivals:
         """For group_reduce: which returning rows belong to which local row. Made when first asked for."""
+        assert self.host_send_index is not None
         *arrays, levels = arrival_arrays(self.host_send_index)
         return Arrivals(*upload(arrays, self.send_index.device), levels)
 

@@ -16,7 +16,7 @@ from megatron_magi.plan.overlap import choose_degree
 from megatron_magi.plan.partition import areas_by_place, localise, partition, split_stages
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.transfers import TransferTable
-from megatron_magi.plan.types import Dispatch, RankPlan, Schedule
+from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
 _FORMAT = b"plan-1"
 """Part of the hash: ranks that run different versions of the planner must not agree."""
@@ -79,7 +79,7 @@ class Plan:
         if not 0 <= cp_rank < self.cp_size:
             raise ValueError(f"cp_rank: expected 0 <= cp_rank < {self.cp_size}, got {cp_rank}")
         if cp_rank not in self._rank_plans:
-            bands = tuple(_own(b) for b in self._bands[cp_rank])
+            bands = tuple(own(b) for b in self._bands[cp_rank])
             self._rank_plans[cp_rank] = RankPlan(
                 cp_rank=cp_rank,
                 cp_size=self.cp_size,
@@ -175,13 +175,6 @@ def dispatch_from_chunks(total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank
     for array in (bounds, rank, *ranges):
         array.setflags(write=False)
     return Dispatch(total_seqlen, int(bounds[-1]), cp_size, bounds, rank, ranges, lengths, text.digest())
-
-
-def _own(table: np.ndarray) -> np.ndarray:
-    """A copy that nothing can change, not even through another array: what is derived from it can be remembered."""
-    copy = table.copy()
-    copy.setflags(write=False)
-    return copy
 
 
 def _joined_ranges(bounds: np.ndarray, mine: np.ndarray) -> np.ndarray:

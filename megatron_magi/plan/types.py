@@ -130,10 +130,20 @@ class RankPlan(_SetOnce):
     def __getstate__(self) -> dict:
         return {**self.__dict__, "runtime": {}}  # what is on a device stays in its process
 
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, bands=tuple(own(table) for table in state["bands"]))
+
     @property
     def degree(self) -> int:
         """Number of remote stages."""
         return len(self.transfers)
+
+
+def own(table: np.ndarray) -> np.ndarray:
+    """A copy that nothing can change, not even through another array: what is derived from it can be remembered."""
+    copy = table.copy()
+    copy.setflags(write=False)
+    return copy
 
 
 def _arange_ranges(ranges: np.ndarray) -> np.ndarray:

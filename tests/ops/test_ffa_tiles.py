@@ -129,9 +129,7 @@ def test_columns_of_packed_heads_are_those_of_one_head_in_turns(data, num_rows, 
     packed, rows = data.draw(st.sampled_from([(1, 128), (2, 64), (4, 128), (8, 64)]))
     visible = np.repeat(dense_bands(bands, num_rows, num_columns), packed, axis=1)
     align = UNIT // packed
-    plan = plan_tiles(
-        bands, num_rows, rows, 64 // packed, align=align, hide_tail=True, parts=rows // 64, packed=packed
-    )
+    plan = plan_tiles(bands, num_rows, rows, 64 // packed, align=align, hide_tail=True, parts=rows // 64, packed=packed)
     for turned in (plan, descending(plan)):
         wide = pack_columns(turned, packed)
         assert (wide.block_n, abs(wide.step)) == (64, 64)

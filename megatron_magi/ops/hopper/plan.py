@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +69,10 @@ class HostPlan:
         """Tiles of one head."""
         return len(self.costs)
 
+    def without_table(self) -> HostPlan:
+        """The rest, where the table is on a device."""
+        return replace(self, table=self.table[:0].copy())
+
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_apart: int) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
         return hopper_schedule.make_schedule(
@@ -82,7 +86,7 @@ class DevicePlan:
     """A `HostPlan` in device memory.
 
     Attributes:
-        host: the same on the CPU.
+        host: the same on the CPU, without its table.
         memory: int32 tensor that holds all tables.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
@@ -213,7 +217,7 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
     plan = _plans.get(key)
     if plan is None:
         host = make_host_plan(bands, tiling)
-        plan = DevicePlan(host, *upload([host.table], device))
+        plan = DevicePlan(host.without_table(), *upload([host.table], device))
         _plans.put(key, plan, plan.memory.nbytes)
     return plan
 

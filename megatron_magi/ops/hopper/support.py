@@ -31,14 +31,16 @@ def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-def has_kernels(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> bool:
-    """Whether kernels for tensors like q, with these head dims, exist."""
-    return dims in known and q.dtype in _DTYPES and _is_hopper(q.device)
+def kernels_exist(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], known: tuple[tuple[int, int], ...]
+) -> bool:
+    """Whether there are kernels for such tensors, with head dims among those known."""
+    return dims in known and dtype in _DTYPES and _is_hopper(device)
 
 
 def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> None:
     """Raises ValueError, naming what would work, unless kernels for these tensors exist."""
-    if not has_kernels(q, dims, known):
+    if not kernels_exist(q.device, q.dtype, dims, known):
         raise ValueError(why_not(q.device, q.dtype, dims, known))
 
 

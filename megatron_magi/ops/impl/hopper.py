@@ -28,9 +28,10 @@ from megatron_magi.ops.hopper.support import (
     check_support,
     current_stream,
     grid_size,
-    has_kernels,
     in_dtype,
+    kernels_exist,
     loadable,
+    num_processors,
     problem_of,
     query_box,
     row_work,
@@ -39,7 +40,7 @@ from megatron_magi.ops.hopper.support import (
 )
 from megatron_magi.ops.options import AttnOptions
 
-__all__ = ["backward", "forward", "is_supported", "row_delta", "say_why_not"]
+__all__ = ["backward", "forward", "is_supported", "num_processors", "row_delta", "say_why_not", "takes"]
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,12 @@ def _fire(launch: Launch, q, k, v, out, lse, sink_lse, max_logits, stream: int) 
 def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
     """Whether both passes take tensors like these; they do so ``deterministic`` or not."""
     del deterministic
-    return has_kernels(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
+    return takes(q.device, q.dtype, (q.shape[2], v.shape[2]))
+
+
+def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
+    """Whether both passes take tensors on a device, of a dtype and with head dims (qk, v)."""
+    return kernels_exist(device, dtype, dims, hopper_kernels.BACKWARD_DIMS)
 
 
 def say_why_not(q: Tensor, v: Tensor) -> None:

@@ -1,0 +1,166 @@
+"""A prepared batch: all that attention needs of a microbatch, made ahead, on the CPU, by whoever has time for it.
+
+A worker process of a data loader, or a thread, makes it (`prepare_batch`): plans of this rank, index arrays of their
+collectives, tile plans of both passes and every stage. Nothing of that needs a GPU. When the microbatch is due,
+`PreparedBatch.to` copies all of it to the device in one asynchronous copy. The layers then look up and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.config import MagiConfig
+from megatron_magi.ops.hopper.choices import Problem
+from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables
+from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.merge import accumulate_dtype
+from megatron_magi.plan import RankPlan, StepKind
+from megatron_magi.upload import PackedArrays, pack
+
+
+class AttnShape(NamedTuple):
+    """Heads and dtype of attention, on one tensor-parallel rank.
+
+    Attributes:
+        num_heads_q, num_heads_kv: of queries; of keys and values.
+        head_dim: of queries and keys.
+        head_dim_v: of values.
+        dtype: of q, k and v.
+        num_sms: streaming multiprocessors of the GPU, if the Hopper kernels will compute (`kernels_for`); None where
+            another implementation does, for which there is nothing to prepare.
+    """
+
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    num_sms: int | None = None
+
+    def kernels_for(self, device: torch.device, impl: str = "auto") -> AttnShape:
+        """The same with `num_sms` of a device, where the implementation ``impl`` means its Hopper kernels."""
+        takes = impl in ("auto", "ffa") and hopper.takes(device, self.dtype, (self.head_dim, self.head_dim_v))
+        return self._replace(num_sms=hopper.num_processors(device) if takes else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _PreparedPlan:
+    """A `RankPlan` with what its collectives and its stages need beside arrays."""
+
+    plan: RankPlan
+    casts: tuple[CastFacts, ...]
+    tables: tuple[MaskTables, ...]
+
+    def keep(self, left: Iterator[Tensor], device: torch.device) -> None:
+        """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
+        self.plan.runtime[str(device)] = tuple(
+            GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
+        )
+        # One for the bands of each stage, or none at all.
+        for bands, tables in zip(self.plan.bands, self.tables, strict=False):
+            tables.keep(bands, list(islice(left, tables.num_arrays)))
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedBatch:
+    """Made by `prepare_batch`; can be sent from one process to another."""
+
+    _plans: dict[Hashable, _PreparedPlan]
+    _names: tuple[str, ...]
+    _packed: PackedArrays
+
+    @property
+    def plans(self) -> dict[Hashable, RankPlan]:
+        """This rank's plans by name, such as one for each kind of layer."""
+        return {name: prepared.plan for name, prepared in self._plans.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that `to` copies."""
+        return self._packed.num_bytes
+
+    def pin_memory(self) -> PreparedBatch:
+        """The same in page-locked memory, as data loaders ask for it."""
+        return PreparedBatch(self._plans, self._names, self._packed.pin_memory())
+
+    def to(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Brings everything to ``device`` and makes the plans ready to run there.
+
+        One copy, queued on the current stream; the host does not wait. Call it in the thread and on the stream in
+        which the layers will run.
+
+        Returns:
+            The ``arrays`` of `prepare_batch`, on the device.
+        """
+        device = torch.device(device)
+        left = iter(self._packed.to(device))
+        named = {name: next(left) for name in self._names}
+        for prepared in self._plans.values():
+            prepared.keep(left, device)
+        return named
+
+
+def prepare_batch(
+    plans: Mapping[Hashable, RankPlan],
+    shape: AttnShape,
+    config: MagiConfig,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    *,
+    needs_backward: bool = True,
+) -> PreparedBatch:
+    """Prepares a microbatch on the CPU.
+
+    Args:
+        plans: this rank's plans by name, ``plan.for_rank(cp_rank)``.
+        shape: heads and dtype of the attention. Layers of another shape work too; they make what they need themselves.
+        config: how the plans were made and will be run.
+        arrays: what else is to travel in the same copy, such as positions.
+        needs_backward: False where no gradients are asked for.
+    """
+    arrays = {} if arrays is None else arrays
+    all_arrays = list(arrays.values())
+    prepared = {name: _prepare_plan(plan, shape, config, needs_backward, all_arrays) for name, plan in plans.items()}
+    return PreparedBatch(prepared, tuple(arrays), pack(all_arrays))
+
+
+def _prepare_plan(
+    plan: RankPlan, shape: AttnShape, config: MagiConfig, needs_backward: bool, arrays: list[np.ndarray]
+) -> _PreparedPlan:
+    """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
+    casts = []
+    for t in plan.transfers:
+        facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order).arrays()
+        casts.append(facts)
+        arrays += made
+    if shape.num_sms is None:
+        return _PreparedPlan(plan, tuple(casts), ())
+    first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
+    dims = shape.head_dim, shape.head_dim_v
+    tables = []
+    for stage, bands in enumerate(plan.bands):
+        num_keys = plan.transfers[stage - 1].num_recv if stage else plan.num_rows
+        problem = Problem(plan.num_rows, num_keys, shape.num_heads_q, shape.num_heads_kv, dims)
+        use = _backward_use(plan, shape, config, stage == first == 0) if needs_backward else None
+        table, made = make_tables(bands, problem, use)
+        tables.append(table)
+        arrays += made
+    return _PreparedPlan(plan, tuple(casts), tuple(tables))
+
+
+def _backward_use(plan: RankPlan, shape: AttnShape, config: MagiConfig, writes_dq: bool) -> BackwardUse:
+    """How `megatron_magi.attention.distributed` calls the backward of a stage."""
+    assert shape.num_sms is not None
+    dtype = accumulate_dtype(shape.dtype) if plan.degree else shape.dtype
+    return BackwardUse(
+        deterministic=config.attend.deterministic or torch.are_deterministic_algorithms_enabled(),
+        num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),
+        room_bytes=plan.num_rows * shape.num_heads_q * shape.head_dim * dtype.itemsize if writes_dq else None,
+    )

@@ -1,0 +1,114 @@
+"""Tables of a mask for the Hopper kernels, made on the CPU before there are tensors, or a GPU.
+
+What a call would make of a mask when it first sees it is made here from the same choices and found by the call under
+the same name. A call that needs another table than was foreseen makes it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.choices import MaskFacts, Problem, backward_choice, forward_tiles, most_apart, query_tiles
+from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
+from megatron_magi.ops.hopper.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class BackwardUse:
+    """How a backward pass will be called.
+
+    Attributes:
+        deterministic: bitwise repeatable results.
+        num_sms: streaming multiprocessors that it may take.
+        room_bytes: of dq, if its memory is free until dq is written: where dq is new, not added to; else None.
+    """
+
+    deterministic: bool
+    num_sms: int
+    room_bytes: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class MaskTables:
+    """What both passes over one mask need on a device beside arrays; made by `make_tables`.
+
+    Attributes:
+        digest, facts: of the mask.
+        plans: by what they are tiles of, without their tables.
+        schedules: of the backward in one kernel: tiling of the plan, `hopper_plan.schedule_key`, and `num_apart`.
+    """
+
+    digest: bytes
+    facts: MaskFacts
+    plans: tuple[tuple[Tiling, HostPlan], ...]
+    schedules: tuple[tuple[Tiling, tuple, int], ...]
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays that go to the device."""
+        return len(self.plans) + len(self.schedules)
+
+    def keep(self, bands: np.ndarray, tensors: Sequence[Tensor]) -> None:
+        """Makes the tables known to the calls that will need them.
+
+        Args:
+            bands: the mask; nothing may change it.
+            tensors: the arrays of `make_tables` on the device.
+        """
+        hopper_plan.remember(bands, self.digest, self.facts)
+        left = iter(tensors)
+        plans = {tiling: DevicePlan(host, next(left)) for tiling, host in self.plans}
+        for tiling, key, num_apart in self.schedules:
+            plans[tiling].schedules[key] = DeviceSchedule(next(left), num_apart)
+        for tiling, plan in plans.items():
+            hopper_plan.keep(self.digest, tiling, plan)
+
+
+def make_tables(
+    bands: np.ndarray, problem: Problem, backward: BackwardUse | None
+) -> tuple[MaskTables, list[np.ndarray]]:
+    """Tables of a mask, on the CPU.
+
+    Args:
+        bands: int64 ``[n, 6]``.
+        problem: shape of the passes.
+        backward: how the backward will be called; None where there is none.
+
+    Returns:
+        ``(tables, arrays)``: the arrays are to be copied to the device, and then given to `MaskTables.keep`.
+    """
+    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
+    if not problem.num_rows or not problem.num_keys:
+        return MaskTables(digest, facts, (), ()), []
+    plans: dict[Tiling, HostPlan] = {}
+    schedules: list[tuple[Tiling, tuple, Schedule]] = []
+    _make(bands, plans, Tiling(False, problem.num_rows, *forward_tiles(facts, problem)))
+    if backward is not None:
+        choice = backward_choice(facts, problem, backward.deterministic)
+        tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
+        plan = _make(bands, plans, tiling)
+        if choice.whole:
+            apart = most_apart(choice, problem, backward.room_bytes)
+            group = problem.group // choice.packed
+            key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, backward.num_sms, apart)
+            schedules.append((tiling, key, plan.schedule(*key)))
+        if not choice.adds_dq:
+            _make(bands, plans, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
+    tables = MaskTables(
+        digest,
+        facts,
+        tuple((tiling, plan.without_table()) for tiling, plan in plans.items()),
+        tuple((tiling, key, made.num_apart) for tiling, key, made in schedules),
+    )
+    return tables, [*(plan.table for plan in plans.values()), *(made.items for *_, made in schedules)]
+
+
+def _make(bands: np.ndarray, plans: dict[Tiling, HostPlan], tiling: Tiling) -> HostPlan:
+    if tiling not in plans:
+        plans[tiling] = hopper_plan.make_host_plan(bands, tiling)
+    return plans[tiling]
