@@ -10,8 +10,8 @@ import ctypes
 
 import torch
 
-from megatron_magi.ops.hopper import build as hopper_build
-from megatron_magi.ops.hopper import driver as hopper_driver
+from megatron_magi.cuda import build as hopper_build
+from megatron_magi.cuda import driver as hopper_driver
 
 ROUNDS, WORDS = 16, 32
 

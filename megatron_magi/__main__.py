@@ -77,7 +77,7 @@ def build_kernels(folder: Path | None, jobs: int | None) -> str:
         RuntimeError: the compiler reports an error.
         ValueError: a variable of the environment is malformed.
     """
-    from megatron_magi.ops.hopper import build as hopper_build
+    from megatron_magi.cuda import build as hopper_build
     from megatron_magi.ops.hopper import kernels as hopper_kernels
 
     folder = hopper_build.default_cache_dir() if folder is None else folder

@@ -13,7 +13,7 @@ import pytest
 
 import megatron_magi
 from megatron_magi.__main__ import main
-from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.cuda import build as hopper_build
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 
 ROOT = Path(megatron_magi.__file__).parents[1]

@@ -7,7 +7,7 @@ send or receive. Each call is one message a pair of ranks, whatever the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -79,6 +79,20 @@ class CastTables:
         return CastFacts(self.send_splits, self.recv_splits, self.num_rows_min, levels, len(arrays)), arrays
 
 
+class _Way(NamedTuple):
+    """How rows travel.
+
+    Attributes:
+        exchange: starts the communication; None in a group of one rank, where rows stay.
+        ops: the row operations, see `megatron_magi.comm.rows`.
+        rank: this one.
+    """
+
+    exchange: Callable[..., list[dist.Work]] | None
+    ops: ModuleType
+    rank: int
+
+
 @dataclass(frozen=True, eq=False)
 class GroupCastArgs:
     """Which rows travel where, as one rank sees it; made by `build`.
@@ -91,6 +105,7 @@ class GroupCastArgs:
             when received rows are in buffer order already.
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
         host_send_index, host_recv_order: the arrays on the CPU, from which the rest is made; None where all is made.
+        ways: how rows travel, by group and implementation, found out at the first call.
     """
 
     send_index: torch.Tensor
@@ -100,6 +115,7 @@ class GroupCastArgs:
     num_rows_min: int
     host_send_index: np.ndarray | None
     host_recv_order: np.ndarray | None
+    ways: dict[tuple[dist.ProcessGroup | None, str], _Way] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -260,26 +276,20 @@ def group_cast(
     Raises:
         ValueError: tensors, ``args`` and ``group`` do not fit, or ``impl`` does not support them.
     """
-    exchange, ops = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group, impl)
+    ops = way.ops
     for x in tensors:
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
     layout = RowLayout.of(tensors)
     device = tensors[0].device
     send = layout.new_buffer(args.num_send, device)
-    for x, view in zip(tensors, layout.views(send), strict=True):
-        ops.gather_rows(x, args.send_index, view)
+    ops.pack_rows(tensors, args.send_index, layout, send)
 
     def finish(received: torch.Tensor) -> list[torch.Tensor]:
-        views = layout.views(received)
-        if args.recv_order is None:
-            return views
-        ordered = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in views]
-        for view, x in zip(views, ordered, strict=True):
-            ops.gather_rows(view, args.recv_order, x)
-        return ordered
+        return ops.unpack_rows(received, args.recv_order, layout)
 
-    return _start(exchange, send, args.send_splits, args.recv_splits, group, finish)
+    return _start(way, send, args.send_splits, args.recv_splits, group, finish)
 
 
 @torch.no_grad()
@@ -307,16 +317,16 @@ def group_reduce(
         ValueError: tensors, ``into``, ``args`` and ``group`` do not fit, or ``impl`` does not
             support them.
     """
-    exchange, ops = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group, impl)
+    ops = way.ops
     _check_reduce(tensors, args, into)
     layout, send = _pack_partials(tensors, args, ops)
 
     def finish(received: torch.Tensor) -> list[torch.Tensor]:
-        for view, x in zip(layout.views(received), into, strict=True):
-            ops.sum_rows(view, args.arrivals, x)
+        ops.add_rows(received, layout, args.arrivals, into)
         return list(into)
 
-    return _start(exchange, send, args.recv_splits, args.send_splits, group, finish)
+    return _start(way, send, args.recv_splits, args.send_splits, group, finish)
 
 
 @torch.no_grad()
@@ -343,7 +353,8 @@ def group_reduce_lse(
         ValueError: as in `group_reduce`, or ``lse`` is not the shape of ``out`` without its last
             dimension.
     """
-    exchange, ops = _choose((out, lse), args, group, impl)
+    way = _choose((out, lse), args, group, impl)
+    ops = way.ops
     _check_reduce((out, lse), args, into)
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
@@ -354,7 +365,7 @@ def group_reduce_lse(
         ops.merge_rows(arriving_out, arriving_lse, args.arrivals, *into)
         return into
 
-    return _start(exchange, send, args.recv_splits, args.send_splits, group, finish)
+    return _start(way, send, args.recv_splits, args.send_splits, group, finish)
 
 
 def _pack_partials(
@@ -363,46 +374,47 @@ def _pack_partials(
     """Buffer rows in the order in which they were received, ready to go back."""
     layout = RowLayout.of(tensors)
     send = layout.new_buffer(args.num_recv, tensors[0].device)
-    for x, view in zip(tensors, layout.views(send), strict=True):
-        if args.recv_position is None:
-            view.copy_(x)
-        else:
-            ops.gather_rows(x, args.recv_position, view)
+    ops.pack_rows(tensors, args.recv_position, layout, send)
     return layout, send
 
 
 def _start(
-    exchange: Callable[..., list[dist.Work]] | None,
+    way: _Way,
     send: torch.Tensor,
     send_splits: tuple[int, ...],
     recv_splits: tuple[int, ...],
     group: dist.ProcessGroup | None,
     finish: Callable[[torch.Tensor], Any],
 ) -> Handle:
-    row_bytes = send.shape[1]
+    row_bytes, (exchange, _, me) = send.shape[1], way
     if exchange is None:
         return Handle([], (send, send), lambda: finish(send), 0, 0)
     received = torch.empty(sum(recv_splits), row_bytes, dtype=torch.uint8, device=send.device)
     works = exchange(send, received, send_splits, recv_splits, group)
-    me = dist.get_rank(group)
     num_sent, num_received = send.shape[0] - send_splits[me], received.shape[0] - recv_splits[me]
     return Handle(works, (send, received), lambda: finish(received), num_sent * row_bytes, num_received * row_bytes)
 
 
-def _choose(
-    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
-) -> tuple[Callable[..., list[dist.Work]] | None, ModuleType]:
-    """The exchange (None in a group of one rank: rows stay where they are) and the row operations."""
-    if impl not in ("auto", *_IMPLS):
-        raise ValueError(f"impl: expected one of auto, {', '.join(_IMPLS)}, got {impl!r}")
+def _choose(tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str) -> _Way:
+    """How rows of these tensors travel, asked once for ``args``."""
     if not tensors:
         raise ValueError("tensors: expected at least one")
-    device = tensors[0].device
+    device = args.send_index.device
     for x in tensors:
-        if x.device != device or x.device != args.send_index.device:
-            raise ValueError(f"tensors: all must be on the device of args, {args.send_index.device}, got {x.device}")
+        if x.device != device:
+            raise ValueError(f"tensors: all must be on the device of args, {device}, got {x.device}")
+    way = args.ways.get((group, impl))
+    if way is None:
+        way = args.ways[group, impl] = _find_way(args, group, impl)
+    return way
+
+
+def _find_way(args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str) -> _Way:
+    if impl not in ("auto", *_IMPLS):
+        raise ValueError(f"impl: expected one of auto, {', '.join(_IMPLS)}, got {impl!r}")
+    device = args.send_index.device
     if len(args.send_splits) == 1:
-        return None, _row_ops(device, impl)
+        return _Way(None, _row_ops(device, impl), 0)
     if len(args.send_splits) != dist.get_world_size(group):
         raise ValueError(f"args: splits for {len(args.send_splits)} ranks, but group has {dist.get_world_size(group)}")
     backend = _backend(group, device)
@@ -410,16 +422,16 @@ def _choose(
         impl = "reference" if backend == "gloo" else "all_to_all"
     if backend is None or (backend == "gloo" and device.type != "cpu"):
         raise ValueError(f"impl: {impl!r} cannot move tensors on {device.type} in a group with backend {backend}")
-    return _IMPLS[impl].exchange, _row_ops(device, impl)
+    return _Way(_IMPLS[impl].exchange, _row_ops(device, impl), dist.get_rank(group))
 
 
 def _row_ops(device: torch.device, impl: str) -> ModuleType:
     if device.type != "cuda" or impl == "reference":
         return torch_rows
     # Not at the top: Triton exists only where GPUs do.
-    from megatron_magi.comm.impl import triton_rows
+    from megatron_magi.comm import gpu_rows
 
-    return triton_rows
+    return gpu_rows
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -32,7 +33,11 @@ class RowLayout:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> RowLayout:
         """The layout for tensors ``[n, ...]``."""
-        shapes, dtypes = tuple(tuple(x.shape[1:]) for x in tensors), tuple(x.dtype for x in tensors)
+        return _layout(tuple(x.shape[1:] for x in tensors), tuple(x.dtype for x in tensors))
+
+    @classmethod
+    def make(cls, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> RowLayout:
+        """The layout for tensors of trailing shapes and dtypes."""
         offsets, end, largest = [], 0, 1
         for shape, dtype in zip(shapes, dtypes, strict=True):
             start = _round_up(end, dtype.itemsize)
@@ -40,7 +45,12 @@ class RowLayout:
             end = start + prod(shape) * dtype.itemsize
             largest = max(largest, dtype.itemsize)
         # At least one element: a stride of zero bytes cannot be viewed as another dtype.
-        return cls(shapes, dtypes, tuple(offsets), max(_round_up(end, largest), largest))
+        return cls(tuple(map(tuple, shapes)), dtypes, tuple(offsets), max(_round_up(end, largest), largest))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a row of each tensor."""
+        return tuple(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     def new_buffer(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """An uninitialised buffer, uint8 ``[num_rows, row_bytes]``."""
@@ -49,10 +59,13 @@ class RowLayout:
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer, ``[num_rows, ...]`` each; rows are contiguous, ``row_bytes`` apart."""
         out = []
-        for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
-            flat = buffer[:, offset : offset + prod(shape) * dtype.itemsize].view(dtype)
+        for shape, dtype, offset, size in zip(self.shapes, self.dtypes, self.offsets, self.sizes, strict=True):
+            flat = buffer[:, offset : offset + size].view(dtype)
             out.append(flat.unflatten(1, shape) if shape else flat[:, 0])
         return out
+
+
+_layout = lru_cache(maxsize=64)(RowLayout.make)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,14 +1,17 @@
 """Row operations in plain torch, on any device: they define what the kernels compute.
 
-`megatron_magi.comm.impl.triton_rows` has the same functions for GPUs.
+`megatron_magi.comm.impl.triton_rows` and `cuda_rows` have the same functions for GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from megatron_magi.comm.row_layout import RowLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,36 @@ def arrival_arrays(local_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     sources = order[np.repeat(first, counts) + within]
     levels = tuple(int((counts > k).sum()) for k in range(int(counts.max(initial=0))))
     return rows.astype(np.int64), starts, sources.astype(np.int64), levels
+
+
+def pack_rows(
+    tensors: Sequence[torch.Tensor], index: torch.Tensor | None, layout: RowLayout, buffer: torch.Tensor
+) -> None:
+    """Row i of ``buffer`` is row ``index[i]`` of all tensors; row i itself without an index.
+
+    Args:
+        tensors: ``[num_rows, ...]`` each.
+        index: int64 ``[n]`` or None.
+        layout: of the tensors.
+        buffer: uint8 ``[n, layout.row_bytes]``.
+    """
+    for x, view in zip(tensors, layout.views(buffer), strict=True):
+        if index is None:
+            view.copy_(x)
+        else:
+            gather_rows(x, index, view)
+
+
+def unpack_rows(buffer: torch.Tensor, index: torch.Tensor | None, layout: RowLayout) -> list[torch.Tensor]:
+    """The tensors in a buffer, whose row i is row ``index[i]`` of it: new ones, or views without an index."""
+    views = layout.views(buffer)
+    return views if index is None else [view.index_select(0, index) for view in views]
+
+
+def add_rows(buffer: torch.Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequence[torch.Tensor]) -> None:
+    """`sum_rows` of each tensor in a buffer."""
+    for view, x in zip(layout.views(buffer), into, strict=True):
+        sum_rows(view, arrivals, x)
 
 
 def gather_rows(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_magi import envs
-from megatron_magi.ops.hopper import build as hopper_build
+from megatron_magi.cuda import build as hopper_build
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.cuda import build as hopper_build
+from megatron_magi.cuda import driver as hopper_driver
+from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import backward_ends as hopper_ends
-from megatron_magi.ops.hopper import build as hopper_build
-from megatron_magi.ops.hopper import driver as hopper_driver
 from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper import launch as hopper_launch
 from megatron_magi.ops.hopper import params as hopper_params
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import support as hopper_support

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.cuda.driver import fits_tensor_map
+from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
@@ -19,8 +21,6 @@ from megatron_magi.ops.hopper.backward_ends import (
     row_stats,
 )
 from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart
-from megatron_magi.ops.hopper.driver import fits_tensor_map
-from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import BackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper.launch import Launch, prepared
 from megatron_magi.ops.hopper.params import FinishKeysParams, FinishParams, PrepareParams, RowDeltaParams
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.hopper.support import check_support, current_stream, in_dtype, loadable

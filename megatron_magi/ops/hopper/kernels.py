@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
-from megatron_magi.ops.hopper import build as hopper_build
-from megatron_magi.ops.hopper import driver as hopper_driver
-from megatron_magi.ops.hopper.driver import Kernel
+from megatron_magi.cuda import build as hopper_build
+from megatron_magi.cuda import driver as hopper_driver
+from megatron_magi.cuda.driver import Kernel
 
 FORWARD_TILES = {
     (64, 64): ((128, 128), (192, 128)),

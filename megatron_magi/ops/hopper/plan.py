@@ -107,6 +107,11 @@ class DevicePlan:
                 table.record_stream(torch.cuda.current_stream(table.device))
 
     @property
+    def num_bytes(self) -> int:
+        """Of device memory, without schedules."""
+        return self.memory.nbytes
+
+    @property
     def tiles(self) -> int:
         """Address of the table of tiles."""
         return self.memory.data_ptr() + self.host.offsets[0]

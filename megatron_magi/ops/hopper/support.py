@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.ops.hopper.choices import Problem
-from megatron_magi.ops.hopper.driver import fits_tensor_map
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.options import AttnOptions
 

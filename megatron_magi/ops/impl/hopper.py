@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.cuda.driver import fits_tensor_map
+from megatron_magi.cuda.launch import Launch, known, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
-from megatron_magi.ops.hopper.driver import fits_tensor_map
-from megatron_magi.ops.hopper.launch import Launch, known, prepared
 from megatron_magi.ops.hopper.params import ForwardParams
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.support import (

@@ -9,18 +9,29 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
+from megatron_magi.cuda import driver as hopper_driver
+from megatron_magi.cuda.driver import Kernel
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import driver as hopper_driver
-from megatron_magi.ops.hopper.driver import Kernel
-from megatron_magi.ops.hopper.plan import DevicePlan
 
 _MAP_BYTES = 128
 _MAX_LAUNCHES = 1024
 _MAX_BYTES = 512 << 20  # of device memory, of the plans that launches keep
 _launches: LruCache[tuple, Launch] = LruCache(_MAX_BYTES, _MAX_LAUNCHES)
+
+
+class Tables(Protocol):
+    """Tables in device memory that a launch points to."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory."""
+
+    def hold_for_stream(self) -> None:
+        """Once dropped, the memory is not used for anything else before what the current stream has queued is done."""
 
 
 class Launch:
@@ -44,7 +55,7 @@ class Launch:
         num_blocks: int,
         params: ctypes.Structure,
         maps: tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...] = (),
-        plan: DevicePlan | None = None,
+        plan: Tables | None = None,
     ) -> None:
         size = ctypes.sizeof(params)
         self._memory = ctypes.create_string_buffer(size + 64)  # tensor maps are aligned to 64 bytes
@@ -69,12 +80,14 @@ class Launch:
                 hopper_driver.move_tensor_map(self._address + i * _MAP_BYTES, address)
                 self._map_addresses[i] = address
 
-    def fire(self, stream: int, overlaps: bool = False) -> None:
-        """Queues the kernel; the parameters are copied, and free to change after it.
+    def fire(self, stream: int, overlaps: bool = False, num_blocks: int | None = None) -> None:
+        """Queues the kernel; the parameters are copied, and free to change after it. ``num_blocks``: another grid.
 
         With ``overlaps`` its blocks may take processors that the kernel before it on the stream has left or never took.
         """
         self._config.stream, self._config.num_attributes = stream, overlaps
+        if num_blocks is not None:
+            self._config.grid[0] = num_blocks
         self._kernel.launch(self._config_address, self._pointers)
 
 
@@ -88,5 +101,5 @@ def prepared(key: tuple, make: Callable[[], Launch]) -> Launch:
     found = known(key)
     if found is None:
         found = make()
-        _launches.put(key, found, 0 if found.plan is None else found.plan.memory.nbytes)
+        _launches.put(key, found, 0 if found.plan is None else found.plan.num_bytes)
     return found

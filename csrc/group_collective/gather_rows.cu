@@ -1,0 +1,60 @@
+// Copies rows: row i of each result is row index[i] of its source. UNIT: bytes of an access, which divide all widths,
+// strides and addresses.
+
+#include "rows.cuh"
+
+struct GatherParams {
+  RowTensors rows;
+  const i64* index;  // null: row i itself
+  i64 num_rows;
+};
+
+template <int kBytes>
+struct UnitOf;
+template <>
+struct UnitOf<1> {
+  using Type = u8;
+};
+template <>
+struct UnitOf<2> {
+  using Type = u16;
+};
+template <>
+struct UnitOf<4> {
+  using Type = u32;
+};
+template <>
+struct UnitOf<8> {
+  using Type = u64;
+};
+template <>
+struct UnitOf<16> {
+  using Type = uint4;
+};
+using Unit = UnitOf<UNIT>::Type;
+
+DEVICE void copy_row(Unit* to, const Unit* from, int units, int lane, int lanes) {
+  for (int unit = lane; unit < units; unit += kInFlight * lanes) {
+    Unit value[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (unit + i * lanes < units) value[i] = from[unit + i * lanes];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (unit + i * lanes < units) to[unit + i * lanes] = value[i];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256) magi_gather_rows(const __grid_constant__ GatherParams p) {
+  const RowTensors& t = p.rows;
+  const RowWalk walk = my_rows(t.log2_lanes);
+  for (i64 row = walk.row; row < p.num_rows; row += walk.step) {
+    const i64 source = p.index != nullptr ? p.index[row] : row;
+#pragma unroll
+    for (int i = 0; i < kMaxTensors; ++i)
+      if (i < t.num_tensors)
+        copy_row(reinterpret_cast<Unit*>(t.to[i] + row * t.to_stride[i]),
+                 reinterpret_cast<const Unit*>(t.from[i] + source * t.from_stride[i]), t.units[i], walk.lane,
+                 walk.lanes);
+  }
+}

@@ -1,0 +1,26 @@
+// Rows of several tensors that travel together: row i of each has the same index. A few threads share a row.
+#pragma once
+
+#include "../common/ptx.cuh"
+
+constexpr int kMaxTensors = 4;
+constexpr int kInFlight = 4;  // loads of a thread before its first store
+
+struct RowTensors {
+  u64 from[kMaxTensors], to[kMaxTensors];                // addresses of row 0
+  i64 from_stride[kMaxTensors], to_stride[kMaxTensors];  // bytes
+  int units[kMaxTensors];                                // of a row
+  int num_tensors, log2_lanes;                           // lanes: threads that share a row
+};
+
+struct RowWalk {
+  i64 row, step;
+  int lane, lanes;
+};
+
+DEVICE RowWalk my_rows(int log2_lanes) {
+  const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int lanes = 1 << log2_lanes;
+  return {thread >> log2_lanes, static_cast<i64>(gridDim.x) * blockDim.x >> log2_lanes,
+          static_cast<int>(threadIdx.x) & (lanes - 1), lanes};
+}

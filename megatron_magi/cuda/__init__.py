@@ -1,0 +1,1 @@
+"""CUDA driver and compiler as far as our kernels need them: compiled when first used, launched from Python."""
