@@ -1,0 +1,204 @@
+"""Training steps of attention alone, with a new mask in each: what planning, copies and the host cost.
+
+    python benchmarks/bench_steps.py [--csv FILE] [--cases NAME ...] [--layers N] [--steps N]
+
+A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Three ways:
+
+- ``prepared``: a new mask each step, prepared ahead by worker processes of a data loader (`prepare_batch`);
+- ``due``: a new mask each step, planned when the step begins;
+- ``same``: a mask that was used in the steps before, with its plan.
+
+All ways take the same masks in the same order, and nothing is known of them when a way begins. Reported is the median
+over the masks of the slowest rank's step, with the time that the host takes to issue one forward and one backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_dispatch import Case
+from provenance import write_csv
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_magi.attention import AttnShape, PreparedBatch, distributed_attention, prepare_batch
+from megatron_magi.config import CostModel, MagiConfig, OverlapConfig
+from megatron_magi.cuda import launch as hopper_launch
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask.builders import causal, varlen
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.plan import RankPlan, make_plan
+from megatron_magi.testing.spawn import run_ranks
+
+HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
+HEADER = ["documents", "tokens_a_gpu", "ranks", "way", "step_ms", "tflops_a_gpu", "rate_to_same", "host_forward_us",
+          "host_backward_us"]  # fmt: skip
+WARM_UP = 2
+
+
+def short_documents(total: int, seed: int) -> AttnMask:
+    """Documents of 64 to 1,024 tokens."""
+    lengths = np.random.default_rng(seed).integers(64, 1025, -(-total // 64))
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), total)) + 1]
+    lengths[-1] -= lengths.sum() - total
+    return varlen(doc_lengths=lengths.tolist())
+
+
+def make_mask(name: str, total: int, num_ranks: int, seed: int) -> AttnMask:
+    """A mask of a kind; with another ``seed`` another one."""
+    if name == "causal":
+        return causal(total)
+    if name == "short":
+        return short_documents(total, seed)
+    return Case(total, int(name), num_ranks).mask(seed)
+
+
+class Masks(Dataset):
+    """Prepared batches by step."""
+
+    def __init__(self, make: Callable[[int], RankPlan], shape: AttnShape, config: MagiConfig, num_steps: int) -> None:
+        self._make, self._shape, self._config, self._num_steps = make, shape, config, num_steps
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __getitem__(self, step: int) -> PreparedBatch:
+        return prepare_batch({"full": self._make(step)}, self._shape, self._config)
+
+
+class Steps:
+    """Passes of all layers over one rank's rows."""
+
+    def __init__(self, rank: int, num_rows: int, num_layers: int, config: MagiConfig) -> None:
+        generator = torch.Generator("cuda").manual_seed(rank)
+        heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
+        shapes = [(num_rows, n, HEAD_DIM) for n in heads]
+        self._q, self._k, self._v, self._dout = (
+            torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_(i < 3)
+            for i, s in enumerate(shapes)
+        )
+        self._num_layers, self._config = num_layers, config
+        self.host_us: list[tuple[float, float]] = []
+
+    def run(self, plan: RankPlan) -> None:
+        """One step; notes how long the host takes for the middle layer."""
+        outs, forward, backward = [], [], []
+        for _ in range(self._num_layers):
+            begin = time.perf_counter()
+            outs.append(
+                distributed_attention(self._q, self._k, self._v, plan, dist.group.WORLD, config=self._config)[0]
+            )
+            forward.append(time.perf_counter() - begin)
+        for out in reversed(outs):
+            begin = time.perf_counter()
+            torch.autograd.grad(out, (self._q, self._k, self._v), self._dout)
+            backward.append(time.perf_counter() - begin)
+        self.host_us.append((1e6 * min(forward), 1e6 * min(backward)))
+
+
+def time_steps(steps: Steps, plans: Iterator[tuple[RankPlan, bool]]) -> float:
+    """Median time of the steps that count, milliseconds, of the slowest rank. What ``plans`` takes to make one counts.
+
+    Args:
+        plans: the plan of each step, and whether the step counts.
+    """
+    torch.cuda.synchronize()
+    dist.barrier()
+    times, begin = [], time.perf_counter()
+    for plan, counts in plans:
+        steps.run(plan)
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        if counts:
+            times.append(1e3 * (now - begin))
+        begin = now
+    slowest = torch.tensor(times[WARM_UP:], device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.median())
+
+
+def forget() -> None:
+    """Empties what is kept of masks on the device."""
+    for kept in (hopper_plan._plans, hopper_launch._launches):
+        kept.drop(lambda _key: True)
+
+
+def measure(rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, num_steps: int) -> list[list]:
+    """Rows of the table for one kind of mask, equal on all ranks."""
+    torch.cuda.set_device(rank)
+    total, seeds = tokens * num_ranks, range(num_steps + WARM_UP)
+    cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
+    config = MagiConfig(overlap=OverlapConfig(cost=cost))
+    shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
+
+    def plan_of(seed: int) -> RankPlan:
+        return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)
+
+    def prepared() -> Iterator[tuple[RankPlan, bool]]:
+        masks = Masks(plan_of, shape, config, len(seeds))
+        for batch in DataLoader(masks, batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2):
+            batch.to(torch.device("cuda", rank))
+            yield batch.plans["full"], True
+
+    def due() -> Iterator[tuple[RankPlan, bool]]:
+        for seed in seeds:
+            yield plan_of(seed), True
+
+    def same() -> Iterator[tuple[RankPlan, bool]]:
+        for seed in seeds:
+            plan = plan_of(seed)
+            for counts in (False, False, True):
+                yield plan, counts
+
+    steps = Steps(rank, plan_of(0).num_rows, num_layers, config)
+    area = np.mean([make_mask(name, total, num_ranks, seed).area for seed in seeds[WARM_UP:]])
+    flops = 14.0 * float(area) * HEADS_Q * HEAD_DIM * num_layers / num_ranks
+    for seed in seeds:  # compiles kernels
+        steps.run(plan_of(1000 + seed))
+    results = []
+    for way, plans in (("same", same), ("prepared", prepared), ("due", due)):
+        forget()
+        steps.host_us.clear()
+        step_ms = time_steps(steps, plans())
+        results.append((way, step_ms, np.median(steps.host_us[WARM_UP:], axis=0)))
+    return [
+        [
+            name, tokens, num_ranks, way, f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}",
+            f"{results[0][1] / step_ms:.3f}", f"{host[0]:.0f}", f"{host[1]:.0f}",
+        ]
+        for way, step_ms, host in results
+    ]  # fmt: skip
+
+
+def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> list[list]:
+    """All rows."""
+    rows = []
+    for case in options.cases:
+        name, tokens = case.split(":")
+        rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps)
+        if rank == 0:
+            for row in rows[-3:]:
+                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measures on all GPUs of the machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="also write the rows to this file")
+    cases = [f"{name}:{tokens}" for tokens in (8192, 32768) for name in ("64", "short", "8", "causal")]
+    parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short, causal):tokens a GPU")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args()
+    rows = run_ranks(measure_all, torch.cuda.device_count(), options, timeout_s=500.0, backend="nccl")[0]
+    if options.csv:
+        write_csv(options.csv, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()
