@@ -14,14 +14,13 @@ from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import backward as hopper_backward
-from megatron_magi.ops.hopper import backward_ends as hopper_ends
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import params as hopper_params
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import support as hopper_support
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
+from tests.ops.fake_driver import fake_driver
 
 STRUCTS = [
     (
@@ -77,28 +76,8 @@ def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, na
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that were queued, on a machine without any."""
-    names: list[str] = []
-    monkeypatch.setattr(hopper_support, "_is_hopper", lambda _device: True)
-    for module in (hopper_support, hopper_backward):
-        monkeypatch.setattr(module, "num_processors", lambda _device: 132)
-    monkeypatch.setattr(hopper_driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
-    monkeypatch.setattr(hopper_driver, "tensor_map", lambda *_: bytes(128))
-    monkeypatch.setattr(hopper_driver, "move_tensor_map", lambda *_: None)
-    monkeypatch.setattr(
-        hopper_kernels, "_load", lambda _d, name, _m, threads, size: hopper_driver.Kernel(name, threads, size)
-    )
-    for module in (hopper, hopper_backward, hopper_ends):
-        monkeypatch.setattr(module, "current_stream", lambda _device: 0)
-    monkeypatch.setattr(hopper_launch, "_launches", LruCache(1 << 30))
-    kernels = (
-        hopper_kernels.forward_kernel, hopper_kernels.backward_kernel, hopper_kernels.backward_keys_kernel,
-        hopper_kernels.backward_queries_kernel, hopper_kernels.small_kernel,
-    )  # fmt: skip
-    for kernel in kernels:
-        kernel.cache_clear()
-    yield names
-    for kernel in kernels:
-        kernel.cache_clear()
+    with fake_driver(monkeypatch) as names:
+        yield names
 
 
 def tensors(dtype=torch.bfloat16, dims=(128, 128)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import Launch, known, prepared
+from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import backward
@@ -44,6 +45,9 @@ __all__ = ["backward", "forward", "is_supported", "num_processors", "row_delta",
 
 logger = logging.getLogger(__name__)
 
+_NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
+_NOTHING_SEEN.setflags(write=False)
+
 
 def forward(
     q: Tensor,
@@ -66,7 +70,7 @@ def forward(
     check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
     num_rows, num_heads, _ = q.shape
     max_logits = q.new_full((num_heads,), -torch.inf, dtype=torch.float32) if return_max_logits else None
-    if num_rows == 0:
+    if num_rows == 0 or (k.shape[0] == 0 and accumulate and sink_lse is None):
         return max_logits
     stream = current_stream(q.device)
     if sink_lse is not None:
@@ -78,7 +82,7 @@ def forward(
     q, k, v = map(loadable, (q, k, v))
     if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
         k, v = q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:]))
-        bands = bands[:0]
+        bands = _NOTHING_SEEN
     direct = out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out)
     target = out if direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     target_lse = in_dtype(lse, torch.float32)

@@ -1,0 +1,200 @@
+"""Batches that are prepared ahead: everything is there when layers run, and nothing else changes."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
+from megatron_magi.comm import group_collective
+from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.lru import LruCache
+from megatron_magi.mask import AttnMask, builders
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.plan import make_plan
+from megatron_magi.upload import PackedArrays, pack
+from tests.attention import cases as cs
+from tests.ops.fake_driver import fake_driver
+
+CPU = torch.device("cpu")
+SHAPE = AttnShape(4, 2, 128, 128, torch.bfloat16, num_sms=132)
+
+
+def prepared_equals_made_when_due(rank: int, num_ranks: int) -> bool:
+    mask = cs.documents([50, 3, 40, 27])
+    config = MagiConfig(overlap=OverlapConfig(degree=2))
+    plan = make_plan(mask, config, num_ranks)
+    batch = prepare_batch(
+        {"all": plan.for_rank(rank)}, AttnShape(4, 2, 8, 8, torch.float64), config,
+        {"rows": plan.dispatch.global_index(rank)},
+    )  # fmt: skip
+    batch = pickle.loads(pickle.dumps(batch))
+    rows = batch.to(CPU)["rows"]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(plan.dispatch.padded_seqlen, 4, 8, dtype=torch.float64, generator=generator)[rows]
+    results = []
+    for rank_plan in (batch.plans["all"], plan.for_rank(rank)):
+        q, k, v = (t.clone().requires_grad_() for t in (x, x[:, :2], x[:, 2:]))
+        out = distributed_attention(q, k, v, rank_plan, dist.group.WORLD, config=config)[0]
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_prepared_batch_gives_what_a_plan_gives_bit_by_bit(ranks, num_ranks):
+    assert all(ranks(num_ranks, prepared_equals_made_when_due))
+
+
+class NothingUnderWay:
+    """Rows that have arrived."""
+
+    def __init__(self, result):
+        self._result = result
+
+    def wait(self):
+        return self._result
+
+
+@pytest.fixture
+def one_rank_alone(monkeypatch):
+    """This process is rank 0 of two; rows of the other are zero, and nothing is sent."""
+
+    def cast(tensors, args, group, impl):
+        return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])
+
+    monkeypatch.setattr(distributed, "group_cast", cast)
+    monkeypatch.setattr(distributed, "group_reduce", lambda tensors, args, group, into, impl: NothingUnderWay(into))
+
+    class Group:
+        def size(self):
+            return 2
+
+        def rank(self):
+            return 0
+
+    return Group()
+
+
+MASKS = {
+    "documents": builders.varlen(doc_lengths=[700, 40, 90, 1218]),
+    "short": builders.varlen(doc_lengths=[64] * 32),
+    "causal": builders.causal(2048),
+    "window": builders.sliding_window(2048, left=100, right=0),
+    "empty": AttnMask([(0, 700, 0, 700, 0)], total_seqlen_q=2048),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((128, 128), {}),
+        ((64, 64), {"overlap": OverlapConfig(degree=2)}),
+        ((128, 128), {"attend": AttendConfig(deterministic=True, backward_sm_margin=8)}),
+        ((128, 128), {"overlap": OverlapConfig(degree=1, hide_tail_reduce=True)}),
+        ((128, 128), {"comm": CommConfig(backward_high_precision_reduce=True)}),
+        ((192, 128), {}),
+    ],
+)
+def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone, mask, dims, options):
+    config = MagiConfig(**options)
+    config = replace(config, attend=replace(config.attend, impl="ffa"))
+    heads = (4, 2) if mask is not MASKS["causal"] else (16, 2)
+    shape = AttnShape(*heads, *dims, torch.bfloat16)
+    with fake_driver(monkeypatch) as launched:
+        shape = shape.kernels_for(CPU)
+        assert shape.num_sms == 132
+        for cp_size in (1, 2):
+            monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
+            plan = make_plan(mask, config, cp_size).for_rank(0)
+            batch = pickle.loads(pickle.dumps(prepare_batch({0: plan}, shape, config)))
+            batch.to(CPU)
+            plan = batch.plans[0]
+            with monkeypatch.context() as patch:
+                refuse(patch)
+                for _ in range(2):
+                    q, k, v = tensors(plan.num_rows, shape)
+                    out = distributed_attention(q, k, v, plan, one_rank_alone if cp_size > 1 else None, config=config)[
+                        0
+                    ]
+                    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        assert {"forward", "prepare"} <= set(launched)
+
+
+def refuse(monkeypatch) -> None:
+    """Makes it an error to plan, hash or copy anything to the device."""
+
+    def fail(*_args, **_options):
+        pytest.fail("made in a layer")
+
+    monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
+    monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
+    monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
+    monkeypatch.setattr(PackedArrays, "to", fail)
+    monkeypatch.setattr(group_collective, "arrival_arrays", fail)
+
+
+def tensors(num_rows: int, shape: AttnShape) -> list[torch.Tensor]:
+    sizes = (
+        (shape.num_heads_q, shape.head_dim),
+        (shape.num_heads_kv, shape.head_dim),
+        (shape.num_heads_kv, shape.head_dim_v),
+    )
+    return [torch.zeros(num_rows, *size, dtype=shape.dtype, requires_grad=True) for size in sizes]
+
+
+def test_a_layer_of_another_shape_makes_what_it_needs(monkeypatch):
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    plan = make_plan(MASKS["documents"], config).for_rank(0)
+    with fake_driver(monkeypatch):
+        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
+        prepare_batch({0: plan}, SHAPE, config).to(CPU)
+        before = len(hopper_plan._plans)
+        q, k, v = tensors(plan.num_rows, SHAPE._replace(head_dim=192))
+        out = distributed_attention(q, k, v, plan, None, config=config)[0]
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        assert out.shape == (plan.num_rows, 4, 128) and len(hopper_plan._plans) > before
+
+
+def test_arrays_of_all_kinds_keep_their_content_and_are_copied_once(monkeypatch):
+    arrays = [
+        np.arange(5, dtype=np.int64), np.zeros((0, 4), dtype=np.int32), np.array([True, False, True]),
+        np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32), np.array(7), np.arange(12).reshape(3, 4).T,
+    ]  # fmt: skip
+    packed = pickle.loads(pickle.dumps(pack(arrays)))
+    assert packed.num_bytes % 16 == 0 and all(place.offset % 16 == 0 for place in packed.places)
+    tensors = packed.to("cpu")
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert tensor.shape == array.shape and np.array_equal(tensor.numpy(), array)
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+
+
+@pytest.mark.sm90
+def test_a_step_with_a_prepared_batch_does_not_wait_for_the_gpu():
+    device, config = torch.device("cuda"), MagiConfig()
+    shape = AttnShape(4, 2, 128, 128, torch.bfloat16).kernels_for(device)
+    q, k, v = (t.detach().cuda().requires_grad_() for t in tensors(2048, shape))
+    batches = [
+        prepare_batch(
+            {0: make_plan(builders.varlen(doc_lengths=[n, 2048 - n])).for_rank(0)}, shape, config
+        ).pin_memory()
+        for n in (100, 500, 900)
+    ]
+
+    def step(batch) -> None:
+        batch.to(device)
+        out = distributed_attention(q, k, v, batch.plans[0], None, config=config)[0]
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    step(batches[0])  # compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
