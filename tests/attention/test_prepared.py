@@ -83,7 +83,7 @@ def one_rank_alone(monkeypatch):
 MASKS = {
     "documents": builders.varlen(doc_lengths=[700, 40, 90, 1218]),
     "short": builders.varlen(doc_lengths=[64] * 32),
-    "causal": builders.causal(2048),
+    "causal": builders.causal(4096),
     "window": builders.sliding_window(2048, left=100, right=0),
     "empty": AttnMask([(0, 700, 0, 700, 0)], total_seqlen_q=2048),
 }
@@ -104,7 +104,7 @@ MASKS = {
 def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone, mask, dims, options):
     config = MagiConfig(**options)
     config = replace(config, attend=replace(config.attend, impl="ffa"))
-    heads = (4, 2) if mask is not MASKS["causal"] else (16, 2)
+    heads = (4, 2) if mask is not MASKS["causal"] else (32, 16)  # whose sums do not fit everywhere
     shape = AttnShape(*heads, *dims, torch.bfloat16)
     with fake_driver(monkeypatch) as launched:
         shape = shape.kernels_for(CPU)
