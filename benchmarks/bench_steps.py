@@ -15,6 +15,7 @@ over the masks of the slowest rank's step, with the time that the host takes to 
 from __future__ import annotations
 
 import argparse
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -32,7 +33,6 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, varlen
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.plan import RankPlan, make_plan
-from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 HEADER = ["documents", "tokens_a_gpu", "ranks", "way", "step_ms", "tflops_a_gpu", "rate_to_same", "host_forward_us",
@@ -140,7 +140,10 @@ def measure(rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, 
 
     def prepared() -> Iterator[tuple[RankPlan, bool]]:
         masks = Masks(plan_of, shape, config, len(seeds))
-        for batch in DataLoader(masks, batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2):
+        loader = DataLoader(
+            masks, batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
+        )
+        for batch in loader:
             batch.to(torch.device("cuda", rank))
             yield batch.plans["full"], True
 
@@ -174,8 +177,10 @@ def measure(rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, 
     ]  # fmt: skip
 
 
-def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> list[list]:
-    """All rows."""
+def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespace) -> None:
+    """Prints all rows, and writes them."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     rows = []
     for case in options.cases:
         name, tokens = case.split(":")
@@ -183,7 +188,9 @@ def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> list[
         if rank == 0:
             for row in rows[-3:]:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-    return rows
+    if rank == 0 and options.csv:
+        write_csv(options.csv, HEADER, rows)
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -195,9 +202,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
-    rows = run_ranks(measure_all, torch.cuda.device_count(), options, timeout_s=500.0, backend="nccl")[0]
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Not daemons, which could not start the workers of a data loader.
+    num_ranks = torch.cuda.device_count()
+    torch.multiprocessing.spawn(measure_all, (num_ranks, port, options), nprocs=num_ranks, daemon=False)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import check_qkv, check_sink, make_options
-from megatron_magi.ops.slice_attention import row_delta, slice_attention_backward, slice_attention_forward
+from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, make_options
+from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
 
 
@@ -27,8 +28,9 @@ class _Call:
     casts: tuple[GroupCastArgs, ...]
     group: dist.ProcessGroup | None
     config: MagiConfig
-    softmax_scale: float
-    softcap: float
+    module: ModuleType  # the implementation
+    forward_options: AttnOptions
+    backward_options: AttnOptions
     sink_layout: str
     return_max_logits: bool
 
@@ -81,14 +83,18 @@ def distributed_attention(
     # Before anything is sent: a rank that fails later would leave the others waiting.
     _check_inputs(q, k, v, rank_plan, group)
     _check_sink(sink, sink_layout, q)
-    options = make_options(q, softmax_scale, softcap, config.attend.deterministic, 0)
+    attend = config.attend
+    # Where nothing is fetched, no collective runs beside attention.
+    margins = (attend.forward_sm_margin, attend.backward_sm_margin) if rank_plan.degree else (0, 0)
+    options = [make_options(q, softmax_scale, softcap, attend.deterministic, margin) for margin in margins]
     call = _Call(
         plan=rank_plan,
         casts=plan_casts(rank_plan, q.device),
         group=group,
         config=config,
-        softmax_scale=options.softmax_scale,
-        softcap=options.softcap,
+        module=resolve_impl(attend.impl, q, v, options[0].deterministic),
+        forward_options=options[0],
+        backward_options=options[1],
         sink_layout=sink_layout,
         return_max_logits=return_max_logits,
     )
@@ -150,8 +156,7 @@ class _DistributedAttention(torch.autograd.Function):
         if dout is None:
             # Nothing depends on the output here, but other ranks' keys may need this rank to take part.
             dout = torch.zeros_like(out)
-        attend = call.config.attend
-        delta = row_delta(dout, out, attend.impl, attend.deterministic)
+        delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
             dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
@@ -186,23 +191,18 @@ class _Forward:
         if stage and stage == self._plan.schedule.saved_stage:
             self.saved_keys = [k, v]
         call = self._call
-        out, lse, max_logits = slice_attention_forward(
+        self._out, self._lse, max_logits = forward_pass(
             self._q,
             k,
             v,
             self._plan.bands[stage],
-            softmax_scale=call.softmax_scale,
-            softcap=call.softcap,
-            sink=self._sink if stage == 0 else None,  # once: it is one term of the denominator
-            out=self._out,
-            lse=self._lse,
-            out_dtype=accumulate_dtype(self._q.dtype) if self._plan.degree else self._q.dtype,
-            return_max_logits=call.return_max_logits,
-            deterministic=call.config.attend.deterministic,
-            sm_margin=call.config.attend.forward_sm_margin if self._plan.degree else 0,
-            impl=call.config.attend.impl,
+            call.forward_options,
+            call.module,
+            self._sink if stage == 0 else None,  # once: it is one term of the denominator
+            call.return_max_logits,
+            accumulate_dtype(self._q.dtype) if self._plan.degree else self._q.dtype,
+            None if self._out is None else (self._out, self._lse),
         )
-        self._out, self._lse = out, lse
         if max_logits is not None:
             seen = self._max_logits
             self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
@@ -247,30 +247,25 @@ class _Backward:
             grad_dtype = self._wide
             # Nothing to add to yet: the gradients are written as they are, without zeros before.
             is_first = self._dq is None
-            into = {} if is_first else dict(zip(("dk", "dv"), self._own_gradients(), strict=True))
+            into = (None, None) if is_first else self._own_gradients()
         else:
             saved = stage == self._plan.schedule.saved_stage
             k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
             high_precision = call.config.comm.backward_high_precision_reduce
             grad_dtype = accumulate_dtype(k.dtype) if high_precision else k.dtype
-            is_first, into = False, {}
-        if not is_first:
-            into["dq"] = _zeros(self._q, self._wide) if self._dq is None else self._dq
-        self._dq, dk, dv = slice_attention_backward(
+            is_first, into = False, (None, None)
+        if not is_first and self._dq is None:
+            self._dq = _zeros(self._q, self._wide)
+        self._dq, dk, dv = backward_pass(
             self._dout,
-            self._q,
-            k,
-            v,
+            (self._q, k, v),
             self._lse,
             self._delta,
             self._plan.bands[stage],
-            softmax_scale=call.softmax_scale,
-            softcap=call.softcap,
-            grad_dtype=grad_dtype,
-            deterministic=call.config.attend.deterministic,
-            sm_margin=call.config.attend.backward_sm_margin if self._plan.degree else 0,
-            impl=call.config.attend.impl,
-            **into,
+            call.backward_options,
+            call.module,
+            (self._dq, *into),
+            grad_dtype,
         )
         if stage:
             self._partial[stage] = (dk, dv)

@@ -120,16 +120,16 @@ def slice_attention_forward(
     if out is None or lse is None:
         if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
             raise ValueError(f"out_dtype: expected a floating-point dtype of 16 to 64 bits, got {out_dtype}")
-        return _forward(q, k, v, bands, options, module, sink, return_max_logits, out_dtype)
+        return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, out_dtype)
     shape = (*q.shape[:2], v.shape[2])
     check_like("out", out, shape, q.device)
     check_like("lse", lse, shape[:2], q.device)
     if out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
-    return _forward(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
+    return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
 
 
-def _forward(
+def forward_pass(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -225,10 +225,10 @@ def slice_attention_backward(
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if given is not None:
             check_like(name, given, like.shape, q.device)
-    return _backward(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
+    return backward_pass(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
 
 
-def _backward(
+def backward_pass(
     dout: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     lse: Tensor,
@@ -278,7 +278,7 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, bands, options: AttnOptions, impl: str, return_max_logits: bool):
         module = resolve_impl(impl, q, v, options.deterministic)
-        out, lse, max_logits = _forward(q, k, v, bands, options, module, sink, return_max_logits)
+        out, lse, max_logits = forward_pass(q, k, v, bands, options, module, sink, return_max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.bands, ctx.options, ctx.impl = bands, options, impl
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
@@ -295,7 +295,7 @@ class _SliceAttention(torch.autograd.Function):
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
             module = resolve_impl(ctx.impl, q, v, ctx.options.deterministic)
-            dq, dk, dv = _backward(
+            dq, dk, dv = backward_pass(
                 dout, (q, k, v), lse, delta, ctx.bands, ctx.options, module, (None, None, None), q.dtype
             )  # fmt: skip
         if ctx.needs_input_grad[3]:
@@ -369,7 +369,7 @@ def attend(
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
     else:
         module = resolve_impl(impl, q, v, options.deterministic)
-        out, lse, max_logits = _forward(q, k, v, bands, options, module, sink, return_max_logits)
+        out, lse, max_logits = forward_pass(q, k, v, bands, options, module, sink, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
 

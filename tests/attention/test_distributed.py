@@ -368,17 +368,18 @@ def spied_backward(rank: int, num_ranks: int, case: cs.Case) -> list[tuple[str, 
     """For each pass of a backward: which gradients it adds to."""
     import megatron_magi.attention.distributed as module
 
-    passes, original = [], module.slice_attention_backward
+    passes, original = [], module.backward_pass
 
-    def recording(*args, **kwargs):
-        passes.append(tuple(name for name in ("dq", "dk", "dv") if kwargs.get(name) is not None))
-        return original(*args, **kwargs)
+    def recording(dout, qkv, lse, delta, bands, options, impl, given, grad_dtype):
+        named = zip(("dq", "dk", "dv"), given, strict=True)
+        passes.append(tuple(name for name, grad in named if grad is not None))
+        return original(dout, qkv, lse, delta, bands, options, impl, given, grad_dtype)
 
-    module.slice_attention_backward = recording
+    module.backward_pass = recording
     try:
         run_case(case, rank, make_plan(case.mask, case.config, num_ranks))
     finally:
-        module.slice_attention_backward = original
+        module.backward_pass = original
     return passes
 
 
