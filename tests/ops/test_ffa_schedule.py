@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper.schedule import (
-    LONG,
-    LONG_MOVING,
-    LONG_UNEVEN,
     Schedule,
     differ_in_length,
     long_tile,
     make_schedule,
 )
 from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, drift, plan_tiles, transpose
+from megatron_magi.ops.hopper.tuning import LONG_BLOCKS, LONG_BLOCKS_MOVING, LONG_BLOCKS_UNEVEN
 
 SMS = 132
 
@@ -57,7 +55,7 @@ def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
     group=st.sampled_from([1, 2, 8]),
     num_sms=st.sampled_from([1, 7, SMS]),
     max_apart=st.sampled_from([0, 3, 1000]),
-    long=st.sampled_from([LONG, LONG_UNEVEN, LONG_MOVING]),
+    long=st.sampled_from([LONG_BLOCKS, LONG_BLOCKS_UNEVEN, LONG_BLOCKS_MOVING]),
 )
 def test_every_block_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, long):
     plan = backward_plan(builders.varlen(doc_lengths=lengths, causal=causal))
@@ -77,7 +75,7 @@ def test_tiles_of_several_sizes_are_not_cut_as_if_they_were_one(ends, middle, nu
     # Tiles are sorted by what they cost, passes included; so their blocks may rise and fall.
     costs = np.array([ends[0], *[middle] * (num_tiles - 2), ends[1]])
     starts = 128 * np.arange(num_tiles)
-    schedule = make_schedule(starts, costs, heads_kv, 8, SMS, max_apart=10**6, long_tile=LONG)
+    schedule = make_schedule(starts, costs, heads_kv, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS)
     assert_complete(schedule, costs, heads_kv, 8)
 
 
@@ -99,8 +97,8 @@ def assert_complete(schedule: Schedule, costs: np.ndarray, heads_kv: int, group:
 
 def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads():
     plan = backward_plan(builders.causal(32768))
-    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG)
-    assert schedule.num_apart == int((plan.costs >= LONG).sum())
+    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS)
+    assert schedule.num_apart == int((plan.costs >= LONG_BLOCKS).sum())
     long = [item for item in unpack(schedule.items) if item[2] == 1]
     heads = [head for _, head, _ in long]
     first = heads[: 32 * schedule.num_apart]
@@ -143,7 +141,7 @@ def test_tiles_that_stay_whole_end_together(length, group, packed, causal):
 @pytest.mark.parametrize(("length", "limit"), [(4096, 1.04), (8192, 1.005), (16384, 1.003), (32768, 1.003)])
 def test_the_last_items_of_equal_ones_are_cut(length, limit):
     plan = backward_plan(builders.full(length))
-    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG)
+    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS)
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= limit * mean
     assert (schedule.items[: -3 * SMS, 3] == 0).all() and min(n for _, n in blocks_of(schedule.items, plan)) >= 8
@@ -152,11 +150,11 @@ def test_the_last_items_of_equal_ones_are_cut(length, limit):
 @pytest.mark.parametrize(
     ("mask", "differ", "blocks"),
     [
-        (builders.full(8192), False, LONG),
-        (builders.varlen(doc_lengths=[1000] * 8, causal=False), False, LONG),
-        (builders.causal(8192), True, LONG_UNEVEN),
-        (builders.varlen(doc_lengths=[1000] * 8, causal=True), True, LONG_UNEVEN),
-        (builders.sliding_window(32768, 1024, causal=True), False, LONG_MOVING),
+        (builders.full(8192), False, LONG_BLOCKS),
+        (builders.varlen(doc_lengths=[1000] * 8, causal=False), False, LONG_BLOCKS),
+        (builders.causal(8192), True, LONG_BLOCKS_UNEVEN),
+        (builders.varlen(doc_lengths=[1000] * 8, causal=True), True, LONG_BLOCKS_UNEVEN),
+        (builders.sliding_window(32768, 1024, causal=True), False, LONG_BLOCKS_MOVING),
     ],
 )
 def test_what_is_a_long_tile_depends_on_what_neighbours_share(mask, differ, blocks):
@@ -166,5 +164,5 @@ def test_what_is_a_long_tile_depends_on_what_neighbours_share(mask, differ, bloc
 
 def test_small_problems_are_split_so_that_processors_have_work():
     plan = backward_plan(builders.full(2048))
-    assert schedule_of(plan, 1, 8, SMS, max_apart=10**6, long_tile=LONG).num_apart == len(plan.tiles)
-    assert schedule_of(plan, 1, 8, SMS, max_apart=0, long_tile=LONG).num_apart == 0
+    assert schedule_of(plan, 1, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS).num_apart == len(plan.tiles)
+    assert schedule_of(plan, 1, 8, SMS, max_apart=0, long_tile=LONG_BLOCKS).num_apart == 0

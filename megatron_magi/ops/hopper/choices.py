@@ -6,16 +6,10 @@ import math
 from typing import NamedTuple
 
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper import tuning
 
-_MOST_PACKED = 8
-_SHORT_ROWS = 4096  # of a document, on average; see docs/measured_facts.md
 WHOLE_TILE = (128, 64)
 """Keys of a tile, queries of a block, of the kernel that computes dk, dv and possibly dq."""
-_FEW_BYTES = 16 << 20  # sums of dk and dv that are worth a little more speed
-# Where a kernel of its own for dq pays: with so many bytes of sums, and fewer keys to a query. First where kernels pack
-# heads. See docs/measured_facts.md.
-_APART_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
-_APART = (256 << 20, 650), (128 << 20, 450)
 
 
 class MaskFacts(NamedTuple):
@@ -85,8 +79,8 @@ def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
     With several it takes less work where runs of rows that are alike are short: tiles end there too, and are half
     empty.
     """
-    short = facts.runs > 1 and num_rows < _SHORT_ROWS * facts.runs
-    return math.gcd(group, _MOST_PACKED) if short else 1
+    short = facts.runs > 1 and num_rows < tuning.SHORT_ROWS * facts.runs
+    return math.gcd(group, tuning.MOST_PACKED_HEADS) if short else 1
 
 
 def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
@@ -117,7 +111,7 @@ def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
     cache. ``packed``: heads counted as one by the kernels that would take their place.
     """
     keys, sum_bytes = facts.area / problem.num_rows, 4 * problem.num_rows * problem.num_heads * problem.dims[0]
-    limits = _APART_PACKED if packed > 1 else _APART if problem.dims[0] == 128 else ()
+    limits = tuning.SEPARATE_DQ_PACKED if packed > 1 else tuning.SEPARATE_DQ if problem.dims[0] == 128 else ()
     return all(sum_bytes < many or keys >= few for many, few in limits)
 
 
@@ -132,4 +126,4 @@ def most_apart(choice: BackwardChoice, problem: Problem, room_bytes: int | None)
     if room_bytes is None and problem.group >= 4:
         return problem.num_keys  # all of them
     tile_bytes = 2 * 4 * WHOLE_TILE[0] * problem.num_heads_kv * problem.dims[0]
-    return max(room_bytes or 0, _FEW_BYTES) // tile_bytes
+    return max(room_bytes or 0, tuning.SMALL_SUMS_BYTES) // tile_bytes

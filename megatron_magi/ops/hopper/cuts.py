@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_magi.mask import bands as bd
-
-TILE_COST = 48
-"""Cost of a tile beside the columns that it sees, in columns."""
+from megatron_magi.ops.hopper import tuning
 
 
 def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int) -> bd.IntArray:
@@ -37,7 +35,7 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int) -> bd.IntArray:
             left = rows - room
             whole = -(-rows // block_m) + -left // block_m
             saved = room / block_m if open_ended else whole
-            if seen + saved * (columns + TILE_COST) <= both:
+            if seen + saved * (columns + tuning.TILE_COST_COLUMNS) <= both:
                 first, seen = begin, columns
                 starts.append(begin)
             else:

@@ -10,6 +10,7 @@ import torch
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.ops.hopper import tuning
 
 FORWARD_TILES = {
     (64, 64): ((128, 128), (192, 128)),
@@ -20,11 +21,6 @@ FORWARD_TILES = {
 """Queries of a tile, 64 for each warpgroup, and keys of a block, by head dims (qk, v): the kernels that there are.
 Which of two is faster depends on the mask, see `forward_tile`.
 """
-_TALL_KEYS = {(64, 64): (100, 100), (128, 128): (0, 4000)}
-"""Least keys that a query sees on average for the second tile, where heads are packed and where not; see
-docs/measured_facts.md.
-"""
-
 WHOLE_DIMS = ((64, 64), (128, 128))
 """Head dims whose backward can be one kernel, which adds dq in device memory; see `backward.backward`."""
 
@@ -54,7 +50,7 @@ def element(dtype: torch.dtype) -> str:
 def forward_tile(dims: tuple[int, int], keys: float, packed: int) -> tuple[int, int]:
     """The one of `FORWARD_TILES` for queries that see so many keys on average, of heads that are packed."""
     tiles = FORWARD_TILES[dims]
-    return tiles[-1 if len(tiles) > 1 and keys >= _TALL_KEYS[dims][packed == 1] else 0]
+    return tiles[-1 if len(tiles) > 1 and keys >= tuning.TALL_TILE_KEYS[dims][packed == 1] else 0]
 
 
 def _forward_stages(tile: tuple[int, int]) -> int:

@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 
 from megatron_magi.mask import bands as bd
 
-PASS_COST = 0.35
-"""Cost of a pass beside its blocks, in blocks of 128 columns."""
-
 
 class Dealt(NamedTuple):
     """Pieces and the passes they are in.

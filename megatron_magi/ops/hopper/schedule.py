@@ -16,26 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LONG, LONG_UNEVEN, LONG_MOVING = 16, 8, 32
-"""Blocks of a tile that is worked on head by head: where neighbouring tiles see the same queries; where they differ in
-their number of blocks, and so do not walk in step over them; where each sees some that the one before does not, as in a
-window. See docs/measured_facts.md."""
-
-_SMALL_DRIFT = 32
-"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
-
-# What an item costs beside its blocks, in blocks: loading keys, writing gradients; or adding them to sums.
-_ITEM_COST, _PART_COST = 2, 3
-_LAST_ITEMS = 2  # a processor
-_LEAST_PIECE = 8  # blocks of a piece of an item
-# The same of the backward in parts, where heads of a group that are apart add in fp32 one by one.
-_WHOLE_COST, _SPLIT_COST = 6, 14
-# With so many items a processor, none needs to be split for the sake of balance.
-_ENOUGH_ITEMS = 8
-_BALANCED = 1.05
-# Whole tiles are worked on by falling cost, wherever they lie, where that takes so much less time; with more items a
-# processor it never does.
-_WORTH_IT, _MANY_ITEMS = 0.96, 16
+from megatron_magi.ops.hopper import tuning
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +35,14 @@ class Schedule:
 
 def differ_in_length(starts: float, ends: float) -> bool:
     """Whether neighbouring tiles, so many columns apart where they begin and end, differ in their number of blocks."""
-    return min(starts, ends) < _SMALL_DRIFT < max(starts, ends)
+    return min(starts, ends) < tuning.SMALL_DRIFT_COLUMNS < max(starts, ends)
 
 
 def long_tile(starts: float, ends: float) -> int:
     """Blocks of a long tile, where neighbouring ones are so many columns apart where they begin and where they end."""
     if differ_in_length(starts, ends):
-        return LONG_UNEVEN
-    return LONG if min(starts, ends) < _SMALL_DRIFT else LONG_MOVING
+        return tuning.LONG_BLOCKS_UNEVEN
+    return tuning.LONG_BLOCKS if min(starts, ends) < tuning.SMALL_DRIFT_COLUMNS else tuning.LONG_BLOCKS_MOVING
 
 
 def make_schedule(
@@ -81,12 +62,12 @@ def make_schedule(
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
     near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_apart, long_tile)
-    if max_apart or len(near.items) > _MANY_ITEMS * num_sms:
+    if max_apart or len(near.items) > tuning.FALLING_COST_MOST_ITEMS * num_sms:
         return near
     items = _section(np.arange(len(costs)), range(0, heads_kv * group, group), group)
     orders = near, Schedule(items.astype(np.int32), 0)
     times = [_makespan(_item_costs(order.items, costs, group), num_sms) for order in orders]
-    return orders[times[1] < _WORTH_IT * times[0]]
+    return orders[times[1] < tuning.FALLING_COST_GAIN * times[0]]
 
 
 def _near_schedule(
@@ -97,18 +78,18 @@ def _near_schedule(
     most = max_apart if width < group else len(costs)
     candidates = [long_tile]
     if width < group:
-        candidates = list(dict.fromkeys([*candidates, LONG_UNEVEN, 1]))
+        candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = min(most, _num_long(costs, least))
         schedule = _schedule(starts, costs, num_long, heads_kv, group, width, num_sms)
-        if len(candidates) == 1 or (best is None and len(schedule.items) > _ENOUGH_ITEMS * num_sms):
+        if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
         work = _item_costs(schedule.items, costs, group)
         time = _makespan(work, num_sms)
         if time < 0.98 * shortest:
             best, shortest = schedule, time
-        if shortest * num_sms <= _BALANCED * sum(work):
+        if shortest * num_sms <= tuning.BALANCED * sum(work):
             break
     assert best is not None
     return best
@@ -130,7 +111,7 @@ def _schedule(
     place = np.argsort(starts, kind="stable")
     long, short = place[place < num_long], place[place >= num_long]
     if not num_long:
-        last = short >= len(place) - -(-_LAST_ITEMS * num_sms // heads_kv)
+        last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
     alone = len(heads) - _heads_together(costs[:num_long], len(heads), num_sms)
@@ -161,9 +142,9 @@ def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
         return items
 
     def rest(pieces: int) -> int:
-        return -(-last * pieces // num_sms) * (-(-blocks // pieces) + _PART_COST)
+        return -(-last * pieces // num_sms) * (-(-blocks // pieces) + tuning.PART_COST_BLOCKS)
 
-    pieces = min(range(1, max(2, blocks // _LEAST_PIECE + 1)), key=rest)
+    pieces = min(range(1, max(2, blocks // tuning.LEAST_PIECE_BLOCKS + 1)), key=rest)
     if pieces == 1:
         return items
     bounds = np.arange(pieces + 1) * blocks // pieces
@@ -183,7 +164,7 @@ def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
     """Blocks of each item, and what it costs beside."""
     heads = items[:, 1] >> 16
     blocks = np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
-    return (blocks * heads + np.where(heads < group, _PART_COST, _ITEM_COST)).tolist()
+    return (blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)).tolist()
 
 
 def _makespan(costs: Iterable[int], num_sms: int) -> int:
@@ -199,9 +180,9 @@ def best_splits(costs: Sequence[int] | np.ndarray, num_heads_kv: int, group: int
     costs, num_sms = np.asarray(costs).tolist(), max(1, num_sms)
     best, shortest = 1, float("inf")
     for splits in (n for n in range(1, group + 1) if group % n == 0):
-        extra = _WHOLE_COST if splits == 1 else _SPLIT_COST
+        extra = tuning.WHOLE_COST_BLOCKS if splits == 1 else tuning.SPLIT_COST_BLOCKS
         items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
-        if len(items) > _ENOUGH_ITEMS * num_sms:
+        if len(items) > tuning.ENOUGH_ITEMS * num_sms:
             return best if splits > 1 else 1
         time = _makespan(items, num_sms)
         if time < 0.98 * shortest:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.choices import Problem
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.options import AttnOptions
@@ -17,8 +18,6 @@ LOG2_E = 1.4426950408889634
 COUNTER_BYTES = 128
 """A cache line: two words of it are used."""
 _DTYPES = (torch.bfloat16, torch.float16)
-_L2_BYTES = 24 << 20
-"""What stays in the L2 cache of what processors read at different times."""
 
 
 def loadable(t: Tensor) -> Tensor:
@@ -111,14 +110,14 @@ def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tenso
     fit in the L2 cache. Processors that walk over blocks that exceed it begin together.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
-    together = max(1, min(num_kv, _L2_BYTES // (k.shape[0] * row_bytes)))
+    together = max(1, min(num_kv, tuning.L2_BYTES // (k.shape[0] * row_bytes)))
     while num_kv % together:
         together -= 1
     packs = num_heads // plan.packed
     group = packs // num_kv
     return {
         "num_heads": packs, "group": group, "head_section": together * group,
-        "log2_packed": plan.log2_packed, "long_blocks": -(-_L2_BYTES // (block_n * row_bytes)),
+        "log2_packed": plan.log2_packed, "long_blocks": -(-tuning.L2_BYTES // (block_n * row_bytes)),
     }  # fmt: skip
 
 

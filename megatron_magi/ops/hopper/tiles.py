@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.cuts import tile_starts
-from megatron_magi.ops.hopper.passes import PASS_COST, assign_passes
+from megatron_magi.ops.hopper.passes import assign_passes
 
 Int32Array = NDArray[np.int32]
 
@@ -96,7 +97,7 @@ def plan_tiles(
     bands = _join_columns(bd.tighten(bands))
     starts = tile_starts(bands, num_rows, block_m)
     pieces, tile = _pieces(bands, starts, num_rows)
-    pass_cost = PASS_COST * 128 / (block_n * packed)
+    pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)
     pieces, pass_of_piece, pass_tile = assign_passes(pieces, tile, block_n, align, pass_cost)
     tiles = np.zeros((len(starts), 4), dtype=np.int32)
     tiles[:, 0], tiles[:, 3] = starts, np.diff(starts, append=num_rows)

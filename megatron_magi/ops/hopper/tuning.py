@@ -1,0 +1,73 @@
+"""What was fitted: thresholds and costs that came from measurements and decide about speed alone, never about results.
+
+All were found on an H200 (132 SMs, 50 MB of L2 cache, 690 W), bf16, head dims 64 and 128; the measurements are in
+docs/measured_facts.md. On another GPU they are a guess.
+"""
+
+from __future__ import annotations
+
+# ---- tiles and passes ----
+
+TILE_COST_COLUMNS = 48
+"""Cost of a tile beside the columns that it sees, in columns."""
+
+PASS_COST_BLOCKS = 0.35
+"""Cost of a pass beside its blocks, in blocks of 128 columns."""
+
+MOST_PACKED_HEADS = 8
+"""Query heads that share a tile at most."""
+
+SHORT_ROWS = 4096
+"""Heads are packed where documents have fewer rows than this on average."""
+
+TALL_TILE_KEYS = {(64, 64): (100, 100), (128, 128): (0, 4000)}
+"""Least keys that a query sees on average for forward tiles of 192 rows, by head dims: with packed heads, without."""
+
+# ---- caches ----
+
+L2_BYTES = 24 << 20
+"""What stays in the L2 cache of what SMs read at different times, bytes."""
+
+# ---- backward: one kernel or two ----
+
+SEPARATE_DQ_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
+"""A separate kernel for dq is faster from so many bytes of fp32 dq on, where a query sees fewer keys than this: where
+kernels pack heads."""
+
+SEPARATE_DQ = (256 << 20, 650), (128 << 20, 450)
+"""The same where they do not, head dim 128."""
+
+SMALL_SUMS_BYTES = 16 << 20
+"""Memory for sums of dk and dv that is taken for a little speed, even where there is no free memory for them."""
+
+# ---- backward: order of work ----
+
+LONG_BLOCKS, LONG_BLOCKS_UNEVEN, LONG_BLOCKS_MOVING = 16, 8, 32
+"""Blocks from which on a tile is worked on head by head: where neighbouring tiles see the same queries; where they
+differ in their number of blocks, and so do not walk in step over them; where each sees some that the one before does
+not, as in a window."""
+
+SMALL_DRIFT_COLUMNS = 32
+"""Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
+
+ITEM_COST_BLOCKS, PART_COST_BLOCKS = 2, 3
+"""What an item costs beside its blocks, in blocks: loading keys and writing gradients; or adding them to sums."""
+
+WHOLE_COST_BLOCKS, SPLIT_COST_BLOCKS = 6, 14
+"""The same of the kernel for dk and dv of wide heads, where heads of a group that are split add in fp32 one by one."""
+
+LAST_ITEMS = 2
+"""Items an SM that go by falling cost at the end."""
+
+LEAST_PIECE_BLOCKS = 8
+"""Blocks of a piece of an item."""
+
+ENOUGH_ITEMS = 8
+"""With so many items an SM none needs to be split for the sake of balance."""
+
+BALANCED = 1.05
+"""Longest time of an SM over the mean with which another order is not tried."""
+
+FALLING_COST_GAIN, FALLING_COST_MOST_ITEMS = 0.96, 16
+"""Whole tiles go by falling cost, wherever they lie, where that takes so much of the time; never with more items an
+SM."""
