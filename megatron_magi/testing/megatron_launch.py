@@ -99,6 +99,7 @@ def launch(
 
     Raises:
         LaunchError: a rank failed, or the time-out passed.
+        RuntimeError: the process that ranks are started from has died.
         ValueError: ``num_ranks`` is not positive.
     """
     if num_ranks < 1:

@@ -89,6 +89,7 @@ def run_ranks(
 
     Raises:
         RankError: a rank raised, died, or was running at the time-out.
+        RuntimeError: the supervisor of the ranks has died.
         ValueError: ``num_ranks`` is not positive, or not the size of the group that exists already.
     """
     if num_ranks < 1:
