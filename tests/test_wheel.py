@@ -58,7 +58,7 @@ def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkey
     for name in ("MAGI_ATTENTION_FORCE_JIT_BUILD", "MAGI_ATTENTION_BUILD_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     image = hopper_build.build(hopper_kernels.source_of("prepare"), (), tmp_path / "cache")
-    assert image == wheel.read(cubins[0]) and not (tmp_path / "cache").exists()
+    assert wheel.read(cubins[0]).startswith(image) and not (tmp_path / "cache").exists()
 
 
 def test_compiling_ahead_can_be_switched_off(tmp_path):

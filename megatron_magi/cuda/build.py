@@ -2,8 +2,9 @@
 
 A cubin has a name by its content: the sources, the options and the compiler's version. It is looked for in the
 package, where building a wheel may have put it, and then in a cache on disk. A file lock lets one process of many
-compile; an atomic rename makes the result visible whole. Where the cache is and how to compile is the one thing that
-operations take from the environment: it changes no result, and no caller is there to ask.
+compile; an atomic rename makes the result visible whole. A digest at the end of each file tells which are damaged (cut
+off by a full disk, edited, renamed); these are compiled anew. Where the cache is and how to compile is the one thing
+that operations take from the environment: it changes no result, and no caller is there to ask.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron_magi import envs
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "sm_90a"
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _SERIALISED = ("C7510", "C7512", "C7514", "C7515", "C7519", "C7520", "wgmma.mma_async instructions are serialized")
 
@@ -89,14 +91,14 @@ def build(source: str, defines: tuple[str, ...], cache_dir: Path | None = None) 
     """
     settings = envs.load_build()
     name = cubin_name(source, defines, settings.debug)
-    if not settings.force_jit and (prebuilt_dir() / name).exists():
-        return (prebuilt_dir() / name).read_bytes()
+    if not settings.force_jit and (image := _read(prebuilt_dir() / name)) is not None:
+        return image
     if not settings.use_cache:
         logger.warning("compiling %s (%s) for %s, not kept", source, " ".join(defines), ARCHITECTURE)
         return _compile(source, defines, settings)
     target = (default_cache_dir() if cache_dir is None else cache_dir) / name
-    if target.exists():
-        return target.read_bytes()
+    if (image := _read(target)) is not None:
+        return image
     try:
         return _compile_once(target, source, defines, settings)
     except OSError as error:
@@ -109,13 +111,16 @@ def _compile_once(target: Path, source: str, defines: tuple[str, ...], settings:
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return target.read_bytes()
+        if (image := _read(target, notice=False)) is not None:
+            return image
         # A warning, so that it is seen: the first step of a training run stands still for it.
         logger.warning("compiling %s (%s) for %s, kept in %s", source, " ".join(defines), ARCHITECTURE, target.parent)
         start = time.perf_counter()
         image = _compile(source, defines, settings, target.with_suffix(".cu"))
-        _write(target, image)
+        try:
+            _write_cubin(target, image)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): %s is kept for this process alone", target.parent, error, source)
         logger.info("compiled %s in %.1f s", source, time.perf_counter() - start)
     return image
 
@@ -134,16 +139,49 @@ def _compile(
     return image
 
 
+def _digest(name: str, image: bytes) -> bytes:
+    """Of the name too: one kernel's file under the name of another does not match."""
+    return hashlib.sha256(name.encode() + b"\0" + image).digest()
+
+
+def _write_cubin(target: Path, image: bytes) -> None:
+    """The cubin and, behind it, its digest: readers of ELF files ignore what follows the sections."""
+    _write(target, image + _digest(target.name, image))
+
+
+def _read(file: Path, *, notice: bool = True) -> bytes | None:
+    """The cubin that `_write_cubin` put there; None, with a notice, where a file is damaged or cannot be read."""
+    try:
+        data = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if notice:
+            logger.warning("%s cannot be read (%s) and is not used", file, error)
+        return None
+    image, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if digest == _digest(file.name, image):
+        return image
+    if notice:
+        logger.warning("%s is damaged (it does not match its digest) and is not used", file)
+    return None
+
+
 def _write(target: Path, data: bytes) -> None:
-    """Makes a file appear whole."""
+    """Makes a file appear whole, or not at all."""
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-        file.write(data)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, target)
+        try:
+            file.write(data)
+            file.flush()
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def compile_into(folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int) -> list[Path]:
-    """Compiles kernels into a folder under the names by which `build` finds them; those that are there stay.
+    """Compiles kernels into a folder under the names by which `build` finds them; those that are there whole stay.
 
     Args:
         folder: made if it is not there.
@@ -159,11 +197,11 @@ def compile_into(folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], j
     """
     folder.mkdir(parents=True, exist_ok=True)
     targets = {folder / cubin_name(source, defines): (source, defines) for source, defines in kernels}
-    missing = {target: kernel for target, kernel in targets.items() if not target.exists()}
+    missing = {target: kernel for target, kernel in targets.items() if _read(target) is None}
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         futures = {pool.submit(compile_kernel, *kernel): target for target, kernel in missing.items()}
         for number, future in enumerate(as_completed(futures), start=1):
-            _write(futures[future], future.result()[0])
+            _write_cubin(futures[future], future.result()[0])
             source, defines = targets[futures[future]]
             logger.warning("compiled %d of %d: %s (%s)", number, len(futures), source, " ".join(defines))
     return list(targets)

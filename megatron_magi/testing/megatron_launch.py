@@ -2,12 +2,13 @@
 
 On a machine without GPUs the ranks are forked from one process that has Megatron imported
 (`megatron_magi.testing.megatron_zygote`), started on first use and kept; a launch then costs what
-Megatron itself does. With GPUs every rank is a process of its own.
+Megatron itself does. With GPUs such a process is started for each launch, and every rank as a fresh one from it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 import megatron_magi
-from megatron_magi.testing.megatron_rank import Outcome, Request, output_path, rank_environment, watch
+from megatron_magi.testing.megatron_rank import Outcome, Request, output_path
 
 PRETRAIN_GPT = str(Path(megatron_magi.__file__).parents[1] / "pretrain_scripts" / "pretrain_gpt.py")
 """Script that a user launches."""
@@ -83,6 +84,8 @@ def launch(
 ) -> RunResult:
     """Train: run ``script`` with Megatron's arguments ``args`` on ``num_ranks`` ranks of this machine.
 
+    No process that a rank has started outlives the call, however the rank ends.
+
     Args:
         args: Megatron's command line.
         num_ranks: number of processes.
@@ -90,12 +93,13 @@ def launch(
             `megatron_magi.mcore.entry.main`.
         env: environment variables of the ranks, added to this process's.
         before: ``module:function``, called in every rank with the working directory before the script.
-        timeout_s: seconds for the launch; ranks still running then are killed, with what they started.
+        timeout_s: seconds for the launch; ranks still running then are killed.
         workdir: working directory of the ranks; a new temporary one when None. Relative paths in
             ``args`` are relative to it.
 
     Raises:
-        LaunchError: a rank failed, or the time-out passed. No process outlives the call.
+        LaunchError: a rank failed, or the time-out passed.
+        RuntimeError: the process that ranks are started from has died.
         ValueError: ``num_ranks`` is not positive.
     """
     if num_ranks < 1:
@@ -107,9 +111,12 @@ def launch(
     request = Request(
         script, args, num_ranks, _free_port(), str(folder), timeout_s, dict(env or {}), before, list(sys.path)
     )
-    run = _spawn if torch.cuda.is_available() else Zygote.shared().run
     begin = time.monotonic()
-    outcome = run(request)
+    if torch.cuda.is_available():
+        with contextlib.closing(Zygote("spawn")) as zygote:
+            outcome = zygote.run(request)
+    else:
+        outcome = Zygote.shared().run(request)
     elapsed_s = time.monotonic() - begin
     outputs = [_read(output_path(folder, rank)) for rank in range(num_ranks)]
     if any(outcome.statuses):
@@ -199,71 +206,68 @@ def byte_vocabulary_args() -> list[str]:
 
 
 class Zygote:
-    """The process that ranks are forked from."""
+    """The process that ranks are started from.
+
+    Args:
+        method: ``fork`` or ``spawn``, see `megatron_magi.testing.megatron_zygote`.
+
+    Raises:
+        RuntimeError: it has died while it started.
+    """
 
     _shared: Zygote | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, method: str) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} if method == "fork" else {}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_magi.testing.megatron_zygote"],
+            [sys.executable, "-m", "megatron_magi.testing.megatron_zygote", method],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, **threads},
+            start_new_session=True,  # an interrupt from the keyboard must not end it before it has cleaned up
         )
         self._expect_line()
 
     @classmethod
     def shared(cls) -> Zygote:
-        """The one of this process, started on first use and ended with it."""
+        """The one of this process that forks, started on first use and ended with it."""
         if cls._shared is None or cls._shared._process.poll() is not None:
-            cls._shared = cls()
+            cls._shared = cls("fork")
             atexit.register(cls._shared.close)
         return cls._shared
 
     def run(self, request: Request) -> Outcome:
-        """Fork the ranks and wait for their end.
+        """Start the ranks and wait for their end, and that of all they have started.
 
         Raises:
             RuntimeError: the process has died.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(request.to_line())
-        self._process.stdin.flush()
-        return Outcome(**json.loads(self._expect_line()))
+        try:
+            self._process.stdin.write(request.to_line())
+            self._process.stdin.flush()
+            return Outcome(**json.loads(self._expect_line()))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """End the process, and ranks that it may have."""
+        """End the process, ranks that it may have, and all they have started."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=10)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait(timeout=40)
 
     def _expect_line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._errors.seek(0)
-            raise RuntimeError(f"the process that ranks are forked from has died\n{self._errors.read()}")
+            raise RuntimeError(f"the process that ranks are started from has died\n{self._errors.read()}")
         return line
-
-
-def _spawn(request: Request) -> Outcome:
-    """A process of its own for every rank."""
-    processes = []
-    for rank in range(request.num_ranks):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_magi.testing.megatron_rank", str(rank)],
-            stdin=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **rank_environment(request, rank)},
-        )
-        assert process.stdin is not None
-        process.stdin.write(request.to_line())
-        process.stdin.close()
-        processes.append(process)
-    return watch([p.poll for p in processes], [p.pid for p in processes], request.timeout_s, lambda: False)
 
 
 def _free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -17,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megatron_magi.testing.descendants import kill_with_parent
+
 GRACE_S = 0.5
 """How long, after a rank has failed, others may still finish or fail by themselves."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def run_rank(request: Request, rank: int) -> None:
 
 def _redirect_output(path: Path) -> None:
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    kill_with_parent()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -141,7 +140,7 @@ def _run_script(request: Request) -> None:
 def watch(
     polls: Sequence[Callable[[], int | None]], pids: Sequence[int], timeout_s: float, cancelled: Callable[[], bool]
 ) -> Outcome:
-    """Wait for the ranks; after a failure or the time-out, end all of them with whatever they started.
+    """Wait for the ranks; after a failure or the time-out, end all of them. What they started is left to the caller.
 
     Args:
         polls: per rank, gives the exit status once there is one.

@@ -1,8 +1,12 @@
-"""A process that has imported Megatron and forks ranks from itself, so that imports are paid once.
+"""A process that starts the ranks of one launch after another and ends whatever they leave behind.
 
-It reads one request a line from its standard input and answers with one line on its standard
-output, both JSON; `megatron_magi.testing.megatron_launch` is the other end. It never runs
-Megatron itself, so every rank begins as if freshly started. It ends when its input closes.
+With ``fork`` it imports Megatron and forks ranks from itself, so that imports are paid once; it never runs Megatron,
+so every rank begins as if freshly started. With ``spawn``, for GPUs, whose driver does not survive a fork, every rank
+is a fresh process. It reads one request a line from its standard input and answers with one line on its standard
+output, both JSON; `megatron_magi.testing.megatron_launch` is the other end. It ends when its input closes.
+
+It is a subreaper: however a rank ends, its orphans become children of this process, which kills them before it answers.
+A second subreaper above it, which does nothing else, does the same if this one is killed.
 """
 
 from __future__ import annotations
@@ -12,10 +16,16 @@ import importlib
 import json
 import os
 import select
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
-from megatron_magi.testing.megatron_rank import Outcome, Request, run_rank, watch
+from megatron_magi.testing.descendants import become_subreaper, kill_descendants, kill_with_parent
+from megatron_magi.testing.megatron_rank import Outcome, Request, rank_environment, run_rank, watch
+
+Ranks = tuple[list[int], list[Callable[[], int | None]]]
+"""Per rank, its process, and a function that gives its exit status once there is one."""
 
 PRELOAD = (
     "torch._dynamo.utils",  # torch's optimizers import it at their first step
@@ -36,9 +46,31 @@ PRELOAD = (
 
 
 def main() -> None:
-    """Import everything, say so, and serve requests until the input closes."""
+    """Serve requests, in a child, until the input closes; then end what is left."""
+    become_subreaper()
+    child = os.fork()
+    if child == 0:
+        kill_with_parent()
+        become_subreaper()
+        _serve_all({"fork": _fork, "spawn": _spawn}[sys.argv[1]])
+        return
+    _, status = os.waitpid(child, 0)
+    kill_descendants()
+    os._exit(int(status != 0))
+
+
+def _serve_all(start: Callable[[Request], Ranks]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what imports print must not be taken for an answer
+    if start is _fork:
+        _import_megatron()
+    answers.write("ready\n")
+    while line := _read_line():
+        outcome = _serve(Request.from_line(line), start)
+        answers.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def _import_megatron() -> None:
     from megatron_magi.mcore import cpu_device, wheel_repairs
 
     if not cpu_device.install():
@@ -48,10 +80,6 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else the first collection of a rank copies every page of what was imported
-    answers.write("ready\n")
-    while line := _read_line():
-        outcome = _serve(Request.from_line(line))
-        answers.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def _read_line() -> str:
@@ -64,14 +92,38 @@ def _read_line() -> str:
     return data.decode()
 
 
-def _serve(request: Request) -> Outcome:
+def _serve(request: Request, start: Callable[[Request], Ranks]) -> Outcome:
+    try:
+        pids, polls = start(request)
+        return watch(polls, pids, request.timeout_s, _input_has_ended)
+    finally:
+        kill_descendants()
+
+
+def _fork(request: Request) -> Ranks:
     pids = []
     for rank in range(request.num_ranks):
         pid = os.fork()
         if pid == 0:
             run_rank(request, rank)
         pids.append(pid)
-    return watch([_poll(pid) for pid in pids], pids, request.timeout_s, _input_has_ended)
+    return pids, [_poll(pid) for pid in pids]
+
+
+def _spawn(request: Request) -> Ranks:
+    processes = []
+    for rank in range(request.num_ranks):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_magi.testing.megatron_rank", str(rank)],
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **rank_environment(request, rank)},
+        )
+        assert process.stdin is not None
+        process.stdin.write(request.to_line())
+        process.stdin.close()
+        processes.append(process)
+    return [p.pid for p in processes], [p.poll for p in processes]
 
 
 def _poll(pid: int) -> Callable[[], int | None]:

@@ -2,7 +2,10 @@
 
 Processes are forked from a server that has imported torch already, so a fresh, isolated set of
 ranks costs tens of milliseconds and nothing needs to be reused from one call to the next. Ranks on
-GPUs are spawned instead: a server in which any import touched CUDA could not be forked from.
+GPUs are spawned instead: a process in which any import touched CUDA could not be forked from.
+
+Between the caller and the ranks of a call is a supervisor, a subreaper: it starts the ranks, reports their ends, and
+when the caller has finished, or died, kills whatever is left of them and of all they have started.
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -30,6 +32,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_magi.testing.descendants import become_subreaper, kill_descendants, kill_with_parent
 
 PRELOAD = (
     "numpy.random",
@@ -41,6 +45,9 @@ PRELOAD = (
     "megatron_magi.testing.spawn",
 )
 """Modules that the server imports once, for all ranks ever started."""
+
+START_METHODS = {"gloo": "fork", "nccl": "spawn"}
+"""How the ranks of a backend are started from their supervisor."""
 
 GRACE_S = 0.3
 """How long to listen, after a rank has failed, for others that failed by themselves."""
@@ -67,7 +74,8 @@ def run_ranks(
 ) -> list[Any]:
     """Runs ``fn(rank, num_ranks, *args)`` in ``num_ranks`` processes with a default process group.
 
-    Under an already initialised default group (torchrun) the function runs in place on every rank.
+    Under an already initialised default group (torchrun) the function runs in place on every rank. Else no rank, and
+    no process that a rank has started, outlives the call, however the rank ends.
 
     Args:
         fn: a function at module level.
@@ -80,7 +88,8 @@ def run_ranks(
         The picklable results in rank order.
 
     Raises:
-        RankError: a rank raised, died, or was running at the time-out. No process outlives the call.
+        RankError: a rank raised, died, or was running at the time-out.
+        RuntimeError: the supervisor of the ranks has died.
         ValueError: ``num_ranks`` is not positive, or not the size of the group that exists already.
     """
     if num_ranks < 1:
@@ -88,36 +97,90 @@ def run_ranks(
     if dist.is_initialized():
         return _run_in_place(fn, num_ranks, args)
     folder = Path(tempfile.mkdtemp(prefix="magi_ranks_"))
-    ranks: list[_Rank] = []
     try:
-        _start(ranks, fn, num_ranks, args, _Setup(num_ranks, backend, timeout_s, str(folder)))
-        return _collect(ranks, timeout_s, folder)
+        with closing(_start(num_ranks, backend, timeout_s, folder)) as ranks:
+            ranks.send(fn, args)
+            return _collect(ranks, timeout_s, folder)
     finally:
-        for r in ranks:
-            r.process.kill()
-        for r in ranks:
-            r.process.join()
-            r.conn.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a process needs to join its group."""
+    """What a process needs to join its group.
+
+    Attributes:
+        method: how ranks are started from their supervisor, ``fork`` or ``spawn``.
+        environment: of the ranks; that of the supervisor when None.
+    """
 
     num_ranks: int
     backend: str
+    method: str
     timeout_s: float
     folder: str
+    environment: dict[str, str] | None
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """The parent's view of a process."""
+class _Ranks:
+    """The caller's view of the processes.
 
-    rank: int
-    process: Any
-    conn: connection.Connection
+    Attributes:
+        supervisor: started the ranks.
+        control: brings ``(rank, exit code)`` when a rank has ended; takes ``b"stacks"``, at which ranks write theirs.
+        conns: one to each rank.
+        exit_codes: those that `control` brought.
+    """
+
+    supervisor: Any
+    control: connection.Connection
+    conns: list[connection.Connection]
+    exit_codes: dict[int, int] = field(default_factory=dict)
+
+    def send(self, fn: Callable[..., Any], args: tuple) -> None:
+        """What to run, to every rank."""
+        # Plain pickle: multiprocessing's own pickler would pass tensors as shared memory that dies with its owner.
+        payload = pickle.dumps((fn, args))
+        source = (fn.__module__, getattr(sys.modules.get(fn.__module__), "__file__", None), list(sys.path))
+        for conn in self.conns:
+            with suppress(BrokenPipeError):  # the supervisor reports that it has ended
+                conn.send_bytes(pickle.dumps(source))
+                conn.send_bytes(payload)
+
+    def note_exit(self) -> int:
+        """Reads the end of one rank, and gives the rank.
+
+        Raises:
+            RankError: the supervisor has died.
+        """
+        try:
+            rank, code = self.control.recv()
+        except (EOFError, ConnectionError):
+            raise RankError("the supervisor of the ranks has died", list(range(len(self.conns)))) from None
+        self.exit_codes[rank] = code
+        return rank
+
+    def wait_for_exits(self, ranks: Iterable[int], timeout_s: float) -> None:
+        """Until they have ended, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while not self.exit_codes.keys() >= set(ranks) and self.control.poll(max(0.0, deadline - time.monotonic())):
+            self.note_exit()
+
+    def close(self) -> None:
+        """Ends all that is left.
+
+        Raises:
+            RuntimeError: the supervisor could not.
+        """
+        with suppress(OSError):
+            self.control.send_bytes(b"end")
+        for conn in (self.control, *self.conns):
+            conn.close()
+        self.supervisor.join(timeout=60.0)
+        if self.supervisor.exitcode != 0:
+            self.supervisor.kill()
+            raise RuntimeError(f"the supervisor of the ranks ended with {self.supervisor.exitcode}: see its output")
 
 
 def _run_in_place(fn: Callable[..., Any], num_ranks: int, args: tuple) -> list[Any]:
@@ -128,27 +191,21 @@ def _run_in_place(fn: Callable[..., Any], num_ranks: int, args: tuple) -> list[A
     return results
 
 
-def _start(ranks: list[_Rank], fn: Callable[..., Any], num_ranks: int, args: tuple, setup: _Setup) -> None:
-    """Appends the started processes to ``ranks``, so that a failure half way leaves none behind."""
-    # Plain pickle: multiprocessing's own pickler would pass tensors as shared memory that dies with its owner.
-    payload = pickle.dumps((fn, args))
-    source = (fn.__module__, getattr(sys.modules.get(fn.__module__), "__file__", None), list(sys.path))
-    if setup.backend == "nccl":
-        context = multiprocessing.get_context("spawn")
-    else:
-        context = multiprocessing.get_context("forkserver")
-        # Test modules import pytest; ranks should not do so one by one.
-        context.set_forkserver_preload([*PRELOAD, *(("pytest",) if "pytest" in sys.modules else ())])
+def _start(num_ranks: int, backend: str, timeout_s: float, folder: Path) -> _Ranks:
+    context = multiprocessing.get_context("forkserver")
+    # Test modules import pytest; ranks should not do so one by one.
+    context.set_forkserver_preload([*PRELOAD, *(("pytest",) if "pytest" in sys.modules else ())])
+    control, its_control = context.Pipe()
+    pipes = [context.Pipe() for _ in range(num_ranks)]
+    method = START_METHODS[backend]
     with _child_environment():
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, setup, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append(_Rank(rank, process, ours))
-    for r in ranks:
-        r.conn.send_bytes(pickle.dumps(source))
-        r.conn.send_bytes(payload)
+        environment = dict(os.environ) if method == "spawn" else None
+        setup = _Setup(num_ranks, backend, method, timeout_s, str(folder), environment)
+        supervisor = context.Process(target=_supervise, args=(setup, its_control, [theirs for _, theirs in pipes]))
+        supervisor.start()
+    for end in (its_control, *(theirs for _, theirs in pipes)):
+        end.close()
+    return _Ranks(supervisor, control, [ours for ours, _ in pipes])
 
 
 @contextmanager
@@ -167,60 +224,117 @@ def _child_environment():
                 os.environ[name] = value
 
 
-def _collect(ranks: list[_Rank], timeout_s: float, folder: Path) -> list[Any]:
+def _collect(ranks: _Ranks, timeout_s: float, folder: Path) -> list[Any]:
     deadline = time.monotonic() + timeout_s
+    num_ranks = len(ranks.conns)
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    waiting = {r.conn: r for r in ranks}
+    waiting = {conn: rank for rank, conn in enumerate(ranks.conns)}
     while waiting:
-        ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        ready = connection.wait([*waiting, ranks.control], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for conn in ready:
-            r = waiting.pop(conn)
-            _receive(r, results, failures)
+        if ranks.control in ready:
+            rank = ranks.note_exit()
+            conn = ranks.conns[rank]
+            # What it has sent before is read. Its end of the connection may be open still, in a process it started.
+            if conn in waiting and not conn.poll():
+                failures[waiting.pop(conn)] = f"died with exit code {ranks.exit_codes[rank]}"
+        else:
+            for conn in ready:
+                _receive(ranks, waiting.pop(conn), results, failures)
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
-        text = "\n".join(f"rank {rank} of {len(ranks)}: {message}" for rank, message in failures.items())
+        text = "\n".join(f"rank {rank} of {num_ranks}: {message}" for rank, message in failures.items())
         raise RankError(text, list(failures))
     if waiting:
-        late = sorted(r.rank for r in waiting.values())
-        stacks = _stacks([r for r in ranks if r.rank in late], folder)
-        raise RankError(f"ranks {late} of {len(ranks)} still running after {timeout_s} s\n{stacks}", late)
-    for r in ranks:
-        r.conn.send_bytes(b"exit")
-    for r in ranks:
-        r.process.join(timeout=5.0)
-    return [results[rank] for rank in range(len(ranks))]
+        late = sorted(waiting.values())
+        stacks = _stacks(ranks, late, folder)
+        raise RankError(f"ranks {late} of {num_ranks} still running after {timeout_s} s\n{stacks}", late)
+    for conn in ranks.conns:
+        with suppress(BrokenPipeError):
+            conn.send_bytes(b"exit")
+    ranks.wait_for_exits(range(num_ranks), timeout_s=5.0)
+    return [results[rank] for rank in range(num_ranks)]
 
 
-def _receive(r: _Rank, results: dict[int, Any], failures: dict[int, str]) -> None:
+def _receive(ranks: _Ranks, rank: int, results: dict[int, Any], failures: dict[int, str]) -> None:
     try:
-        done, value = pickle.loads(r.conn.recv_bytes())
+        done, value = pickle.loads(ranks.conns[rank].recv_bytes())
     except (EOFError, ConnectionError):
-        r.process.join(timeout=5.0)
-        failures[r.rank] = f"died with exit code {r.process.exitcode}"
+        ranks.wait_for_exits([rank], timeout_s=5.0)
+        failures[rank] = f"died with exit code {ranks.exit_codes.get(rank)}"
         return
     if done:
-        results[r.rank] = value
+        results[rank] = value
     else:
-        failures[r.rank] = value
+        failures[rank] = value
 
 
-def _stacks(ranks: list[_Rank], folder: Path) -> str:
+def _stacks(ranks: _Ranks, late: list[int], folder: Path) -> str:
     """Where the ranks hang: each has been told to write its stack on a signal."""
-    for r in ranks:
-        if (folder / f"stack{r.rank}").exists() and r.process.is_alive():
-            os.kill(r.process.pid, signal.SIGUSR1)
+    ranks.control.send_bytes(b"stacks")
     time.sleep(GRACE_S)
-    files = [(r.rank, folder / f"stack{r.rank}") for r in ranks]
+    files = [(rank, folder / f"stack{rank}") for rank in late]
     return "\n".join(f"rank {rank}:\n{path.read_text()}" for rank, path in files if path.exists())
 
 
-def _rank_main(rank: int, setup: _Setup, conn: connection.Connection) -> None:
+def _supervise(setup: _Setup, control: connection.Connection, conns: list[connection.Connection]) -> None:
+    """The supervisor's process: never returns."""
+    os.setpgid(0, 0)  # an interrupt from the keyboard is the caller's: it ends the ranks
+    become_subreaper()
+    status = 1
+    try:
+        if setup.environment is not None:
+            os.environ.clear()
+            os.environ.update(setup.environment)
+        context = multiprocessing.get_context(setup.method)
+        processes = []
+        for rank, conn in enumerate(conns):
+            # A fork has all connections of this process: while it is open in one rank, none sees another's end.
+            inherited = [control, *conns[:rank], *conns[rank + 1 :]] if setup.method == "fork" else []
+            processes.append(context.Process(target=_rank_main, args=(rank, setup, conn, inherited), daemon=True))
+            processes[-1].start()
+        for conn in conns:
+            conn.close()
+        _report_exits(setup, processes, control)
+        status = 0
+    except Exception:  # noqa: BLE001  (the process ends here, whatever it is)
+        traceback.print_exc()
+    try:
+        kill_descendants()
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+        status = 1
+    shutil.rmtree(setup.folder, ignore_errors=True)  # a caller that was killed cannot
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _report_exits(setup: _Setup, processes: list[Any], control: connection.Connection) -> None:
+    """Until the caller has finished, or died."""
+    running = dict(enumerate(processes))
+    # Not the processes' sentinels: these are open as long as one that a rank has forked is.
+    with suppress(EOFError, OSError):
+        while True:
+            if control.poll(0.01):
+                if control.recv_bytes() == b"end":
+                    return
+                for rank, process in running.items():
+                    if (Path(setup.folder) / f"stack{rank}").exists():
+                        os.kill(process.pid, signal.SIGUSR1)
+            for rank, code in [(rank, p.exitcode) for rank, p in running.items()]:
+                if code is not None:
+                    del running[rank]
+                    control.send((rank, code))
+
+
+def _rank_main(rank: int, setup: _Setup, conn: connection.Connection, inherited: list[connection.Connection]) -> None:
     """A rank's process: never returns, so that no exit handler of a library can hang it."""
-    threading.Thread(target=_exit_with_parent, args=(setup.folder,), daemon=True).start()
+    kill_with_parent()
+    for other in inherited:
+        other.close()
     stack = open(Path(setup.folder) / f"stack{rank}", "w")  # noqa: SIM115  (must stay open for the signal)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
@@ -279,12 +393,3 @@ def _import_from(module: str, path: str | None) -> None:
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[module] = loaded
         spec.loader.exec_module(loaded)
-
-
-def _exit_with_parent(folder: str) -> None:
-    """A killed parent cleans up nothing: its ranks remove the folder and end."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)

@@ -18,6 +18,7 @@ from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import resolve_impl
 from megatron_magi.plan import Plan, make_plan
+from megatron_magi.testing.error_budget import assert_within_budget
 from tests.attention import cases as cs
 from tests.ops.ffa_cases import Inputs, assert_as_good, plain_attention
 
@@ -77,6 +78,18 @@ def gather(case: cs.Case, parts: list[dict[str, torch.Tensor]]) -> dict[str, tor
     return whole
 
 
+def assert_case_within_budget(where: str, case: cs.Case, found: dict[str, torch.Tensor]) -> None:
+    """Every result beside dense attention on one device in the dtype of the case, or in fp32 where results are."""
+    inputs = {name: t.to(case.dtype) for name, t in cs.inputs(case).items()}
+    exact, same_dtype, fp32 = (
+        cs.dense_attention(case, {name: t.to(dtype) for name, t in inputs.items()})
+        for dtype in (torch.float64, case.dtype, torch.float32)
+    )
+    for name, value in exact.items():
+        reference = same_dtype if found[name].dtype == case.dtype else fp32
+        assert_within_budget(f"{where} {name}", found[name], reference[name], value)
+
+
 def feasible(case: cs.Case, num_ranks: int) -> bool:
     return not case.config.dispatch.uneven_shard or case.mask.total_seqlen_q >= num_ranks
 
@@ -114,17 +127,11 @@ def test_nccl_equals_dense_attention_within_the_error_of_one_device(ranks, dtype
     results = ranks(num_ranks, run_all_cases_on_gpus, todo, backend="nccl", timeout_s=240.0)
     for i, case in enumerate(todo):
         found = gather(case, [r[i] for r in results])
-        x = cs.inputs(case)
-        exact = cs.dense_attention(case, x)
-        rounded = cs.dense_attention(case, {n: t.to(dtype).double() for n, t in x.items()})
-        for name, value in exact.items():
-            finite = value.isfinite()
-            assert torch.equal(found[name].double()[~finite], value[~finite]), (i, name)
-            # What rounding the inputs and the result alone costs, as a same-dtype computation would.
-            unit = torch.finfo(dtype).eps * value[finite].abs().max() if finite.any() else 0.0
-            budget = 2 * (rounded[name][finite] - value[finite]).abs().max() + 8 * unit + 1e-12 if finite.any() else 0
-            error = (found[name].double()[finite] - value[finite]).abs().max() if finite.any() else 0
-            assert error <= budget, (i, name, float(error), float(budget))
+        if dtype == torch.float64:
+            for name, value in cs.dense_attention(case, cs.inputs(case)).items():
+                torch.testing.assert_close(found[name].double(), value, rtol=1e-12, atol=1e-12)
+        else:
+            assert_case_within_budget(f"case {i}", case, found)
 
 
 @pytest.mark.gpu
@@ -160,12 +167,7 @@ def test_low_precision_error_is_at_most_twice_that_of_one_device(ranks) -> None:
     """bf16 over three ranks, against the same-dtype dense computation on one."""
     case = cs.Case(cs.documents([70, 40, 18]), MagiConfig(overlap=OverlapConfig(degree=2)), dtype=torch.bfloat16)
     found = gather(case, [r[0] for r in ranks(3, run_all_cases, [case])])
-    x = cs.inputs(case)
-    exact = cs.dense_attention(case, x)
-    rounded = cs.dense_attention(case, {n: t.to(torch.bfloat16) for n, t in x.items()} | {})
-    for name in ("out", "dq", "dk", "dv"):
-        budget = 2 * (rounded[name].double() - exact[name]).abs().max() + 1e-6
-        assert (found[name].double() - exact[name]).abs().max() <= budget, name
+    assert_case_within_budget("bf16", case, found)
 
 
 def run_twice(rank: int, num_ranks: int, case: cs.Case) -> list[dict[str, torch.Tensor]]:

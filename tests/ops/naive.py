@@ -91,6 +91,13 @@ class Case:
         visible = self.visible
         return self.run(lambda q, k, v, s: naive_attention(q, k, v, visible, softcap=self.softcap, sink=s), dtype)
 
+    def dsink_terms(self):
+        """Sums of the absolute values of what the gradient of the sinks is a sum of, in fp64: rows cancel in it."""
+        result = self.expected(torch.float64)
+        share = torch.exp(self.sinks.double() - result["lse"][:, None])  # [rows, num_sinks, heads]
+        per_row = share * (self.dout.double() * result["out"]).abs().sum(-1)[:, None]
+        return per_row if self.sink == "ssh" else per_row.sum(0)
+
 
 def assert_close(actual, expected, tolerance=1e-12):
     """Every tensor of the two dicts, absolutely and relatively, with infinities in the same places."""

@@ -139,11 +139,12 @@ def test_verbose_builds_log_options_and_report(tmp_path, monkeypatch, compiled, 
 def test_kernels_that_came_with_the_package_are_used_unless_refused(tmp_path, monkeypatch, compiled, caplog):
     (target,) = hopper_build.compile_into(tmp_path / "prebuilt", [PREPARE], jobs=1)
     caplog.clear()
-    assert hopper_build.build(*PREPARE, tmp_path / "cache") == target.read_bytes()
+    image = hopper_build.build(*PREPARE, tmp_path / "cache")
+    assert target.read_bytes().startswith(image) and image == b"\x7fELF 1"
     assert len(compiled) == 1 and not (tmp_path / "cache").exists() and not caplog.text
     hopper_build.build("attention/sm90/prepare.cu", ("A=1",), tmp_path / "cache")
     monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
-    assert hopper_build.build(*PREPARE, tmp_path / "cache") != target.read_bytes()
+    assert hopper_build.build(*PREPARE, tmp_path / "cache") != image
     assert len(compiled) == 3
 
 
@@ -179,12 +180,74 @@ def test_a_built_kernel_is_read_back_from_the_cache(tmp_path: Path, monkeypatch)
     assert [p.suffix for p in tmp_path.iterdir() if p.suffix != ".lock"] == [".cubin"]
 
 
+DAMAGES = {
+    "empty": lambda data: b"",
+    "cut off": lambda data: data[:-1],
+    "cut off within its digest": lambda data: data[:20],
+    "edited": lambda data: data[:1] + b"X" + data[2:],
+    "longer": lambda data: data + b"\0",
+    "without a digest": lambda data: data[:-32],
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_damaged_kernel_in_the_cache_is_compiled_anew_with_a_notice_and_replaced(tmp_path, compiled, caplog, damage):
+    hopper_build.build(*PREPARE, tmp_path)
+    (target,) = tmp_path.glob("*.cubin")
+    target.write_bytes(DAMAGES[damage](target.read_bytes()))
+    caplog.clear()
+    assert hopper_build.build(*PREPARE, tmp_path) == b"\x7fELF 2"
+    assert f"{target} is damaged" in caplog.text and "compiling attention/sm90/prepare.cu" in caplog.text
+    caplog.clear()
+    assert hopper_build.build(*PREPARE, tmp_path) == b"\x7fELF 2"
+    assert not caplog.text and len(compiled) == 2
+
+
+def test_a_kernel_under_the_name_of_another_is_not_taken_for_it(tmp_path, compiled):
+    hopper_build.build(*PREPARE, tmp_path)
+    (first,) = tmp_path.glob("*.cubin")
+    (tmp_path / hopper_build.cubin_name(PREPARE[0], ("A=1",))).write_bytes(first.read_bytes())
+    assert hopper_build.build(PREPARE[0], ("A=1",), tmp_path) == b"\x7fELF 2"
+
+
+def test_a_damaged_kernel_of_the_package_is_compiled_into_the_cache(tmp_path, compiled, caplog):
+    (target,) = hopper_build.compile_into(tmp_path / "prebuilt", [PREPARE], jobs=1)
+    target.write_bytes(target.read_bytes()[:-1])
+    damaged = target.read_bytes()
+    for _ in range(2):
+        assert hopper_build.build(*PREPARE, tmp_path / "cache") == b"\x7fELF 2"
+    assert f"{target} is damaged" in caplog.text and target.read_bytes() == damaged
+    hopper_build.compile_into(tmp_path / "prebuilt", [PREPARE], jobs=1)  # as building the wheel again does
+    assert hopper_build.build(*PREPARE, tmp_path / "cache") == b"\x7fELF 3"
+
+
+def test_a_cached_kernel_that_can_be_neither_read_nor_replaced_is_compiled_for_the_process(tmp_path, compiled, caplog):
+    (tmp_path / hopper_build.cubin_name(*PREPARE)).mkdir()
+    assert hopper_build.build(*PREPARE, tmp_path) == b"\x7fELF 1" and len(compiled) == 1
+    assert "cannot be read" in caplog.text and "kept for this process alone" in caplog.text
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".cubin", ".lock"], "a temporary file is left"
+
+
+def test_a_full_disk_leaves_no_part_of_a_kernel(tmp_path, compiled, monkeypatch, caplog):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper_build.os, "replace", no_space)
+        assert hopper_build.build(*PREPARE, tmp_path) == b"\x7fELF 1" and len(compiled) == 1
+    assert "No space left on device" in caplog.text
+    assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+
+
 def test_an_error_in_a_source_is_shown_with_its_macros():
     with pytest.raises(RuntimeError, match="HEAD_DIM=96"):
         hopper_build.compile_kernel("attention/sm90/finish_dq.cu", ("HEAD_DIM=96", "DTYPE=NoSuchType"))
 
 
-def test_a_kernel_is_compiled_once_by_many_threads(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_kernel_is_compiled_once_by_many_threads(tmp_path, monkeypatch, damaged) -> None:
+    if damaged:
+        (tmp_path / hopper_build.cubin_name(PREPARE[0], ("A=1",))).write_bytes(b"\x7fELF")
     compiled = []
     monkeypatch.setattr(hopper_build, "compile_kernel", lambda *_: compiled.append(1) or (b"\x7fELF kernel", ""))
     images: list[bytes] = []

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_magi.testing.megatron_launch import LaunchError, launch
+from tests.testing.leftovers import ENDINGS, is_running, running, wait_until_gone
+
+ROOT = Path(__file__).parents[2]
 
 
 def _script(folder: Path, text: str) -> str:
@@ -79,21 +85,77 @@ lost()
         launch([], 1, script=_script(tmp_path, text), timeout_s=1.0, workdir=tmp_path)
     assert info.value.failed == []
     line = next(line for line in info.value.outputs[0].splitlines() if line.startswith("pids"))
-    for pid in map(int, line.split()[1:]):
-        assert _is_gone(pid)
+    assert not any(is_running(int(pid)) for pid in line.split()[1:])
 
 
-def _is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return True  # dead; its parent, outside of this test, has not asked yet
+def _ends(how: str, folder: Path, num_ranks: int = 2) -> LaunchError | None:
+    """Launches ranks, of which the first leaves processes and ends; the launch's failure, if it is one."""
+    text = f"""
+from pathlib import Path
+from tests.testing.leftovers import end, leave_processes
+if rank == 0:
+    leave_processes(Path({str(folder)!r}))
+    end({how!r})
+"""
+    timeout_s = 5.0 if how == "hangs" else 60.0
+    try:
+        launch([], num_ranks, script=_script(folder, text), timeout_s=timeout_s, workdir=folder / "run")
+    except LaunchError as error:
+        return error
+    return None
+
+
+STATUSES = {"exits": "statuses [3, ", "fails at once": "statuses [5, ", "is killed": "statuses [-9, "}
+MESSAGES = STATUSES | {"raises": "ValueError: bad luck", "hangs": "ranks [0] of 2 still running after 5.0 s"}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_nothing_that_a_rank_started_outlives_the_launch_however_the_rank_ends(how: str, tmp_path: Path) -> None:
+    error = _ends(how, tmp_path)
+    assert running(tmp_path) == []
+    assert (error is not None) == (how in MESSAGES) and MESSAGES.get(how, "") in str(error)
+
+
+def test_nothing_outlives_the_launch_where_every_rank_is_a_fresh_process(tmp_path, monkeypatch) -> None:
+    """As on a machine with GPUs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    error = _ends("is killed", tmp_path, num_ranks=1)
+    assert running(tmp_path) == []
+    assert "statuses [-9]" in str(error)
+
+
+@pytest.mark.parametrize("victim", ["caller", "zygote"])
+def test_nothing_outlives_a_caller_or_a_zygote_that_is_killed(victim: str, tmp_path: Path) -> None:
+    text = f"""
+from pathlib import Path
+from tests.testing.leftovers import leave_processes
+leave_processes(Path({str(tmp_path)!r}))
+Path({str(tmp_path)!r}, "ready").write_text(f"{{os.getpid()}} {{os.getppid()}}")
+time.sleep(100)
+"""
+    program = f"""if True:
+        import torch
+        from megatron_magi.testing.megatron_launch import launch
+        torch.cuda.is_available = lambda: True  # ranks are spawned: Megatron need not be imported
+        launch([], 1, script={_script(tmp_path, text)!r}, workdir={str(tmp_path / "run")!r})
+    """
+    caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
+            assert caller.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        rank, zygote = map(int, (tmp_path / "ready").read_text().split())
+        os.kill(caller.pid if victim == "caller" else zygote, signal.SIGKILL)
+        _, said = caller.communicate(timeout=60)
+    finally:
+        caller.kill()
+    assert victim == "caller" or "the process that ranks are started from has died" in said
+    assert wait_until_gone([rank, zygote])
+    deadline = time.monotonic() + 20
+    while running(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return False
+    assert running(tmp_path) == []
 
 
 def test_no_ranks_are_refused() -> None:

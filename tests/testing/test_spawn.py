@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.testing.spawn import RankError, run_ranks
+from megatron_magi.testing.spawn import START_METHODS, RankError, run_ranks
+from tests.testing.leftovers import ENDINGS, end, leave_processes, running, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,21 +66,6 @@ def write_pid_then_hang(rank, num_ranks, folder):
         time.sleep(100)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_until_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(is_running, pids))
-
-
 def test_a_time_out_names_the_ranks_still_running_and_where_and_kills_all(tmp_path):
     with pytest.raises(RankError, match=r"ranks \[1\] of 2 still running after 2") as caught:
         run_ranks(write_pid_then_hang, 2, str(tmp_path), timeout_s=2)
@@ -103,6 +89,63 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     assert wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
+
+
+def leave_processes_and_end(rank, num_ranks, folder, how):
+    if rank == 0:
+        leave_processes(Path(folder))
+        end(how)
+    return rank
+
+
+MESSAGES = {
+    "exits": "SystemExit: 3",
+    "exits at once": "died with exit code 0",
+    "fails at once": "died with exit code 5",
+    "raises": "ValueError: bad luck",
+    "is killed": "died with exit code -9",
+    "hangs": r"ranks \[0\] of 2 still running after 5.0 s\n(?s:.*)in leave_processes_and_end",
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_nothing_that_a_rank_started_outlives_the_call_however_the_rank_ends(how, tmp_path):
+    args = (leave_processes_and_end, 2, str(tmp_path), how)
+    begin = time.monotonic()
+    if how in MESSAGES:
+        with pytest.raises(RankError, match=MESSAGES[how]) as caught:
+            run_ranks(*args, timeout_s=5.0 if how == "hangs" else 60.0)
+        assert caught.value.ranks == [0]
+    else:
+        assert run_ranks(*args) == [0, 1]
+    assert running(tmp_path) == []
+    assert time.monotonic() - begin < 30, "a rank's end is not seen while what it has started runs"
+
+
+def test_nothing_outlives_the_call_where_ranks_are_spawned(tmp_path, monkeypatch):
+    """As on GPUs; the environment is the caller's of the moment."""
+    monkeypatch.setitem(START_METHODS, "gloo", "spawn")
+    monkeypatch.setenv("COLOUR", "blue")
+    assert run_ranks(colour_and_leave_processes, 2, str(tmp_path)) == ["blue"] * 2
+    assert running(tmp_path) == []
+
+
+def colour_and_leave_processes(rank, num_ranks, folder):
+    if rank == 0:
+        leave_processes(Path(folder))
+    return os.environ["COLOUR"]
+
+
+def test_a_supervisor_that_dies_is_named():
+    with pytest.raises(RuntimeError, match="supervisor of the ranks ended with -9") as caught:
+        run_ranks(kill_the_supervisor, 2)
+    assert isinstance(caught.value.__context__, RankError)
+
+
+def kill_the_supervisor(rank, num_ranks):
+    if rank == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(100)
 
 
 def run_inside(rank, num_ranks):
