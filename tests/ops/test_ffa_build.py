@@ -270,7 +270,7 @@ def test_a_kernel_is_compiled_once_by_many_processes(tmp_path):
     """Each a fresh one, which has not imported torch."""
     code = """if True:
         import hashlib, pathlib, sys
-        from megatron_magi.ops.hopper import build
+        from megatron_magi.cuda import build
         compile_kernel, compiled = build.compile_kernel, []
         build.compile_kernel = lambda *args, **kwargs: compiled.append(1) or compile_kernel(*args, **kwargs)
         image = build.build("attention/sm90/prepare.cu", (), pathlib.Path(sys.argv[1]))
