@@ -28,76 +28,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_magi import envs
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as _dispatch
-from megatron_magi.compat.masks import (
-    infer_attn_mask_from_cu_seqlens,
-    infer_attn_mask_from_sliding_window,
-    mask_from_cu_seqlens,
-    mask_from_ranges,
-)
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, cp_group_of, default_device
-from megatron_magi.compat.sequences import (
-    compute_pad_size,
-    full_attention_to_varlen_attention,
-    infer_varlen_mask_from_batch,
-    squash_batch_dim,
-)
-from megatron_magi.compat.types import (
-    AttnMaskType,
-    AttnOverlapMode,
-    AttnRanges,
-    AttnShape,
-    DispatchAlg,
-    DispatchConfig,
+from megatron_magi.compat import exports
+from megatron_magi.compat.exports import *  # noqa: F403, every name of its `__all__`, and of no other, is ours too
+from megatron_magi.compat.exports import (
+    AttnForwardMeta,
     DistAttnConfig,
+    DistAttnRuntimeKey,
     GeneralAttnMaskType,
-    GrpCollConfig,
-    MinHeapDispatchAlg,
-    OverlapAlgType,
-    OverlapConfig,
-    SequentialDispatchAlg,
-    SortedSequentialSelectAlg,
-    ToppHeapDispatchAlg,
-    UniformOverlapAlg,
-    magi_config,
-    with_attn_shape,
+    MagiConfig,
 )
-from megatron_magi.config import MagiConfig
-from megatron_magi.mask import AttnMask, AttnRange
+from megatron_magi.compat.masks import mask_from_cu_seqlens, mask_from_ranges
+from megatron_magi.compat.runtime import KeyRuntime, RuntimeCache, cp_group_of, default_device
+from megatron_magi.compat.types import AttnShape, magi_config, with_attn_shape
+from megatron_magi.mask import AttnMask
 from megatron_magi.mask.documents import IntArrayLike, int_at_least, integer
-from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
-from megatron_magi.ops.meta import AttnForwardMeta
 
 __all__ = [
-    "AttnForwardMeta",
-    "AttnMaskType",
-    "AttnOverlapMode",
-    "AttnRange",
-    "AttnRanges",
-    "DispatchAlg",
-    "DispatchConfig",
-    "DistAttnConfig",
-    "DistAttnRuntimeKey",
-    "GeneralAttnMaskType",
-    "GrpCollConfig",
-    "MagiConfig",
-    "MinHeapDispatchAlg",
-    "OverlapAlgType",
-    "OverlapConfig",
-    "SequentialDispatchAlg",
-    "SortedSequentialSelectAlg",
-    "ToppHeapDispatchAlg",
-    "UniformOverlapAlg",
     "calc_attn",
     "clear_cache",
-    "compute_pad_size",
     "dispatch",
-    "flex_flash_attn_func",
-    "full_attention_to_varlen_attention",
     "get_most_recent_key",
     "get_position_ids",
-    "infer_attn_mask_from_cu_seqlens",
-    "infer_attn_mask_from_sliding_window",
-    "infer_varlen_mask_from_batch",
     "magi_attn_flex_dispatch",
     "magi_attn_flex_key",
     "magi_attn_varlen_dispatch",
@@ -106,9 +57,9 @@ __all__ = [
     "make_varlen_key_for_new_mask_after_dispatch",
     "roll",
     "roll_simple",
-    "squash_batch_dim",
     "undispatch",
 ]
+__all__ += exports.__all__
 
 Group = dist.ProcessGroup | DeviceMesh | None
 

@@ -314,7 +314,10 @@ def test_a_key_shows_its_mask_and_its_padding():
     assert (key.total_seqlen_q, key.total_seqlen_k, key.pad_size, key.chunk_size) == (120, 120, 24, 40)
     assert key.q_ranges.to_naive_ranges()[1] == (24, 48)
     assert key.k_ranges.to_naive_ranges()[1] == (0, 48)
-    assert key.attn_mask_type == (api.AttnMaskType.FULL,) * 4
+    # The padding is a slice of its own, which sees no key.
+    assert key.q_ranges.to_naive_ranges()[4:] == [(96, 120)] and key.k_ranges.to_naive_ranges()[4:] == [(0, 0)]
+    assert key.attn_mask_type == (api.AttnMaskType.FULL,) * 5
+    assert len(block_causal_key(None).q_ranges) == 4
     local = api.dispatch(torch.ones(96, 2), key, pad_value=-7.0)
     assert local.shape == (120, 2) and (local[96:] == -7).all()
     assert api.undispatch(local, key).shape == (96, 2)
@@ -435,8 +438,8 @@ def test_names_of_mask_types_and_small_functions():
         (lambda: api.make_flex_key_for_new_mask_after_dispatch([], [], [], None), "key_for_dispatch"),
         (lambda: api.compute_pad_size(8, 0, 4), "cp_size"),
         (lambda: api.OverlapConfig(degree=None), "degree"),
-        (lambda: api.OverlapConfig(degree=0), "degree"),
-        (lambda: api.OverlapConfig(calc_cost_factor=2.0), "calc_cost_factor"),
+        (lambda: api.OverlapConfig(degree=-1), "degree"),
+        (lambda: api.OverlapConfig(calc_cost_factor=0.0), "calc_cost_factor"),
         (lambda: api.DispatchConfig(alg="min_heap"), "alg"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 import megatron_magi
 
 ROOT = Path(megatron_magi.__file__).parents[1]
-PAGES = ["README.md", "docs/user_guide.md", "docs/environment.md", "CONTRIBUTING.md"]
+PAGES = ["README.md", "docs/user_guide.md", "docs/migration.md", "docs/environment.md", "CONTRIBUTING.md"]
 
 
 def python_blocks(page):

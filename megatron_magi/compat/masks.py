@@ -53,7 +53,10 @@ def infer_attn_mask_from_sliding_window(
         ValueError: ``window_size`` is not a pair of integers from -1 on, or a range is wrong.
     """
     left, right = _window(window_size)
-    q, k = AttnRange.from_range(q_range, "q_range"), AttnRange.from_range(k_range, "k_range")
+    q, k = (AttnRange.from_range(r, name=name) for r, name in ((q_range, "q_range"), (k_range, "k_range")))
+    for range_, name in ((q, "q_range"), (k, "k_range")):
+        if range_.start < 0:
+            raise ValueError(f"{name}: tokens are counted from 0, got {range_!r}")
     docs = Documents(*(np.array([bound], dtype=np.int64) for bound in (q.start, q.end, k.start, k.end)))
     return _range_lists(builders.window_slices(docs, left, right, 0))
 

@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, make_roll_args
 from megatron_magi.comm.group_collective import GroupCastArgs
-from megatron_magi.compat.types import AttnMaskType, AttnRanges
+from megatron_magi.compat.padding import apply_padding
+from megatron_magi.compat.ranges import AttnRanges
+from megatron_magi.compat.types import AttnMaskType, DistAttnConfig, dist_attn_config_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask
@@ -47,18 +49,41 @@ class DistAttnRuntimeKey:
 
     @property
     def q_ranges(self) -> AttnRanges:
-        """Queries of each slice."""
-        return AttnRanges.from_ranges(self.mask.table[:, :2])
+        """Queries of each slice; padding, if there is any, is the last slice and sees no key."""
+        return self._slices()[0]
 
     @property
     def k_ranges(self) -> AttnRanges:
         """Keys of each slice."""
-        return AttnRanges.from_ranges(self.mask.table[:, 2:4])
+        return self._slices()[1]
 
     @property
     def attn_mask_type(self) -> tuple[AttnMaskType, ...]:
         """Type of each slice."""
-        return tuple(AttnMaskType.from_int_type(t) for t in self.mask.table[:, 4].tolist())
+        return tuple(self._slices()[2])
+
+    def _slices(self) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType]]:
+        table = self.mask.table
+        queries, keys = AttnRanges.from_ranges(table[:, :2]), AttnRanges.from_ranges(table[:, 2:4])
+        types = [AttnMaskType.from_int_type(t) for t in table[:, 4].tolist()]
+        if not self.pad_size:
+            return queries, keys, types
+        return apply_padding(queries, keys, types, self.mask.total_seqlen_q, self.pad_size)
+
+    @property
+    def dist_attn_config(self) -> DistAttnConfig:
+        """What of ``config`` a `DistAttnConfig` can say."""
+        return dist_attn_config_of(self.config)
+
+    @property
+    def uneven_shard(self) -> bool:
+        """Whether shards may differ in length."""
+        return self.config.dispatch.uneven_shard
+
+    @property
+    def is_deterministic_mode_enable(self) -> bool:
+        """Whether results repeat bit by bit."""
+        return self.config.attend.deterministic
 
     @property
     def total_seqlen_q(self) -> int:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
 
-import torch
-
+from megatron_magi.compat.algorithms import (
+    ALGORITHM_OF,
+    DispatchAlg,
+    OverlapAlg,
+    OverlapAlgType,
+    UniformOverlapAlg,
+)
+from megatron_magi.compat.cost_factors import cost_factors, with_cost_factors
+from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.config import CostModel, MagiConfig
-from megatron_magi.mask import AttnRange, MaskType
-from megatron_magi.mask import AttnRanges as _AttnRanges
-from megatron_magi.mask.documents import cumulative, int_array, int_at_least, integer
+from megatron_magi.mask import MaskType
+from megatron_magi.mask.documents import int_array, int_at_least, integer
 
 
 class AttnMaskType(Enum):
@@ -80,90 +85,13 @@ def _mask_type(name: AnyMaskType) -> int:
         raise ValueError(f"attn_mask_type: expected one of {known}, got {name!r}") from None
 
 
-class AttnRanges(_AttnRanges):
-    """A list of `AttnRange`."""
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Sequence[int], seq_len: int) -> AttnRanges:
-        """The documents between cumulative lengths.
-
-        Raises:
-            ValueError: they decrease, or do not go from 0 to ``seq_len``.
-        """
-        cu = cumulative(cu_seqlens, "cu_seqlens").tolist()
-        if cu[-1] != seq_len:
-            raise ValueError(f"cu_seqlens: ends with {cu[-1]}, seq_len is {seq_len}")
-        return cls(AttnRange(a, b) for a, b in pairwise(cu))
-
-    def to_tensor(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int32 ``[n, 2]``, as `flex_flash_attn_func` takes them."""
-        return torch.tensor(self.to_naive_ranges(), dtype=torch.int32, device=device).reshape(-1, 2)
-
-    @property
-    def size(self) -> int:
-        """Number of ranges."""
-        return len(self)
-
-    @property
-    def start(self) -> int:
-        """Smallest start, 0 when there is no range."""
-        return min((r.start for r in self), default=0)
-
-    @property
-    def max_seqlen(self) -> int:
-        """Length of the longest range, 0 when there is no range."""
-        return max((len(r) for r in self), default=0)
-
-    def is_empty(self) -> bool:
-        """No range at all."""
-        return not self
-
-
 def as_ranges(ranges: Iterable, name: str) -> AttnRanges:
     """``ranges`` as `AttnRanges`: an instance, pairs, or an ``[n, 2]`` tensor.
 
     Raises:
         ValueError: anything else, called ``name`` in the message.
     """
-    return ranges if isinstance(ranges, AttnRanges) else AttnRanges.from_ranges(ranges, name)
-
-
-@dataclass(frozen=True)
-class DispatchAlg:
-    """How chunks are given to ranks; a base class."""
-
-
-@dataclass(frozen=True)
-class MinHeapDispatchAlg(DispatchAlg):
-    """Each chunk, by falling area, to the rank with the least: best balance, most communication."""
-
-
-@dataclass(frozen=True)
-class ToppHeapDispatchAlg(DispatchAlg):
-    """Balance within a tolerance, chunks of a document together. ``top_p`` has no effect: the tolerance
-    is ``DispatchConfig.balance_tolerance`` of `MagiConfig`."""
-
-    top_p: float = 0.0
-
-
-@dataclass(frozen=True)
-class SequentialDispatchAlg(DispatchAlg):
-    """One contiguous piece a rank."""
-
-
-@dataclass(frozen=True)
-class SortedSequentialSelectAlg(DispatchAlg):
-    """Chunks sorted by area, dealt to and fro. ``allocation_ratio`` has no effect."""
-
-    allocation_ratio: float = 1.0
-
-
-_ALGORITHM_OF = {
-    MinHeapDispatchAlg: "min_heap",
-    ToppHeapDispatchAlg: "affinity",
-    SequentialDispatchAlg: "sequential",
-    SortedSequentialSelectAlg: "sorted_sequential",
-}
+    return ranges if isinstance(ranges, AttnRanges) else AttnRanges.from_ranges(ranges, name=name)
 
 
 class AttnOverlapMode(Enum):
@@ -171,20 +99,6 @@ class AttnOverlapMode(Enum):
 
     STATIC = "static"
     DYNAMIC = "dynamic"
-
-
-class OverlapAlgType(Enum):
-    """How remote rows are dealt to stages. They are always dealt uniformly."""
-
-    UNIFORM = "uniform"
-
-
-@dataclass(frozen=True)
-class UniformOverlapAlg:
-    """Remote rows are dealt to equal stages. The arguments have no effect."""
-
-    random_costs: bool = False
-    random_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -202,8 +116,8 @@ class DispatchConfig:
     uneven_shard: bool = False
 
     def __post_init__(self) -> None:
-        if self.alg is not None and type(self.alg) not in _ALGORITHM_OF:
-            known = ", ".join(c.__name__ for c in _ALGORITHM_OF)
+        if self.alg is not None and type(self.alg) not in ALGORITHM_OF:
+            known = ", ".join(c.__name__ for c in ALGORITHM_OF)
             raise ValueError(f"alg: expected an instance of one of {known}, got {self.alg!r}")
 
 
@@ -214,10 +128,12 @@ class OverlapConfig:
     Attributes:
         enable: False fetches everything before any compute.
         mode: see `AttnOverlapMode`.
-        degree: number of remote stages; with ``STATIC`` only.
+        degree: number of remote stages, with ``STATIC`` only; 0 is the same as ``enable=False``.
         dynamic_max_degree: the most that ``DYNAMIC`` may choose; no bound of its own when None.
         min_chunk_size, max_num_chunks, alg: no effect, rows are dealt to stages one by one.
-        calc_cost_factor, comm_cost_factor: must stay 1: rates are given as `CostModel`.
+        calc_cost_factor: microseconds that a rank computes on one (query, key) pair in the forward, over all
+            heads; 1 leaves the rate of `CostModel`. Only ``DYNAMIC`` looks at it. See `get_calc_cost_factor`.
+        comm_cost_factor: microseconds that receiving one row of k and v takes, likewise. See `get_comm_cost_factor`.
     """
 
     enable: bool = True
@@ -226,7 +142,7 @@ class OverlapConfig:
     dynamic_max_degree: int | None = 8
     min_chunk_size: int = 512
     max_num_chunks: int = 64
-    alg: UniformOverlapAlg | OverlapAlgType = field(default_factory=UniformOverlapAlg)
+    alg: OverlapAlg | OverlapAlgType = field(default_factory=UniformOverlapAlg)
     calc_cost_factor: float = 1.0
     comm_cost_factor: float = 1.0
 
@@ -235,14 +151,14 @@ class OverlapConfig:
             raise ValueError(
                 f"degree: a number with mode STATIC, None with DYNAMIC, got {self.degree} with {self.mode}"
             )
-        if self.degree is not None and self.degree < 1:
-            raise ValueError(f"degree: expected at least 1, got {self.degree}")
+        if self.degree is not None and self.degree < 0:
+            raise ValueError(f"degree: expected at least 0, got {self.degree}")
         if self.dynamic_max_degree is not None and self.dynamic_max_degree < 1:
             raise ValueError(f"dynamic_max_degree: expected at least 1 or None, got {self.dynamic_max_degree}")
         for name in ("calc_cost_factor", "comm_cost_factor"):
-            if getattr(self, name) != 1.0:
-                raise ValueError(f"{name}: give rates as megatron_magi.config.CostModel, in a MagiConfig")
-        if not isinstance(self.alg, UniformOverlapAlg | OverlapAlgType):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}: expected a positive number of microseconds, got {getattr(self, name)}")
+        if not isinstance(self.alg, UniformOverlapAlg) and self.alg is not OverlapAlgType.UNIFORM:
             raise ValueError(f"alg: expected UniformOverlapAlg(), got {self.alg!r}")
 
 
@@ -298,12 +214,31 @@ def magi_config(
     tokens, stages = given.dispatch_config, given.overlap_config
     dispatch = replace(default.dispatch, chunk_size=tokens.chunk_size, uneven_shard=tokens.uneven_shard)
     if tokens.alg is not None:
-        dispatch = replace(dispatch, algorithm=_ALGORITHM_OF[type(tokens.alg)])
+        dispatch = replace(dispatch, algorithm=ALGORITHM_OF[type(tokens.alg)])
     overlap = replace(default.overlap, degree=stages.degree if stages.enable else 0)
     if stages.dynamic_max_degree is not None:
         overlap = replace(overlap, max_degree=stages.dynamic_max_degree)
     config = with_attn_shape(replace(default, dispatch=dispatch, overlap=overlap), attn_shape)
-    return _with_chunk_size(config, chunk_size)
+    # Factors are times of the whole shape, so they become rates after it is known.
+    cost = with_cost_factors(config.overlap.cost, stages.calc_cost_factor, stages.comm_cost_factor)
+    return _with_chunk_size(replace(config, overlap=replace(config.overlap, cost=cost)), chunk_size)
+
+
+def dist_attn_config_of(config: MagiConfig) -> DistAttnConfig:
+    """What of ``config`` a `DistAttnConfig` can say; `magi_config` makes the same parts of it again."""
+    alg = next(alg for alg, name in ALGORITHM_OF.items() if name == config.dispatch.algorithm)
+    tokens = DispatchConfig(alg(), config.dispatch.chunk_size, config.dispatch.uneven_shard)
+    degree, max_degree = config.overlap.degree, config.overlap.max_degree
+    calc_cost_factor, comm_cost_factor = cost_factors(config.overlap.cost)
+    stages = OverlapConfig(
+        enable=degree != 0,
+        mode=AttnOverlapMode.DYNAMIC if degree is None else AttnOverlapMode.STATIC,
+        degree=degree,
+        dynamic_max_degree=max_degree,
+        calc_cost_factor=calc_cost_factor,
+        comm_cost_factor=comm_cost_factor,
+    )
+    return DistAttnConfig(tokens, stages)
 
 
 def with_attn_shape(config: MagiConfig, attn_shape: AttnShape) -> MagiConfig:

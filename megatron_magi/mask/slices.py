@@ -29,12 +29,20 @@ class MaskType(IntEnum):
     BI_CAUSAL = 3
 
 
+class RangeError(ValueError):
+    """A range that ends before it starts."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class AttnRange:
-    """A half-open range of token indices ``[start, end)``.
+    """A half-open range of integers ``[start, end)``, a value: it cannot be changed, and hashes by content.
+
+    Ranges of tokens start at 0 or later, which is checked where a mask is made of them; other ranges (of diagonals,
+    or shifted ones) may be negative.
 
     Raises:
-        ValueError: a bound is no integer, or ``start`` is negative or larger than ``end``.
+        ValueError: a bound is no integer.
+        RangeError: ``start`` is larger than ``end``.
     """
 
     start: int
@@ -43,12 +51,15 @@ class AttnRange:
     def __post_init__(self) -> None:
         for bound in ("start", "end"):
             object.__setattr__(self, bound, integer(getattr(self, bound), f"range: {bound}"))
-        if not 0 <= self.start <= self.end:
-            raise ValueError(f"range: expected 0 <= start <= end, got [{self.start}, {self.end})")
+        self.check_valid()
 
     @classmethod
-    def from_range(cls, attn_range: Sequence[int] | AttnRange, name: str = "attn_range") -> AttnRange:
+    def from_range(
+        cls, attn_range: Sequence[int] | AttnRange, check: bool = False, name: str = "attn_range"
+    ) -> AttnRange:
         """From a pair ``(start, end)``; ``name`` is what a message calls the argument.
+
+        ``check`` has no effect: ranges are always checked.
 
         Raises:
             ValueError: not a pair of integers, or as in the constructor.
@@ -65,6 +76,78 @@ class AttnRange:
         """Number of tokens."""
         return self.end - self.start
 
+    def to_naive_range(self) -> tuple[int, int]:
+        """The pair ``(start, end)``."""
+        return self.start, self.end
+
+    def clone(self) -> AttnRange:
+        """An equal range."""
+        return AttnRange(self.start, self.end)
+
+    def offset(self, offset: int) -> AttnRange:
+        """The range moved by ``offset``, which may be negative."""
+        return AttnRange(self.start + offset, self.end + offset)
+
+    def truncate(self, start: int | None = None, end: int | None = None) -> AttnRange:
+        """The part from ``start`` on and before ``end``, None for no bound; an empty range where nothing is left."""
+        start = self.start if start is None else max(self.start, start)
+        end = self.end if end is None else min(self.end, end)
+        return AttnRange(start, max(start, end))
+
+    def intersect(self, other: AttnRange) -> AttnRange:
+        """What both have; an empty range where that is nothing."""
+        end = min(self.end, other.end)
+        return AttnRange(min(max(self.start, other.start), end), end)
+
+    def intersect_size(self, other: AttnRange) -> int:
+        """Number of tokens that both have."""
+        return self.intersect(other).seqlen
+
+    def union(self, other: AttnRange) -> list[AttnRange]:
+        """What either has: one range where they overlap, else ``[self, other]`` as they are."""
+        if not self.is_overlap_with(other):
+            return [self, other]
+        return [AttnRange(min(self.start, other.start), max(self.end, other.end))]
+
+    def union_size(self, other: AttnRange) -> int:
+        """Number of tokens that either has."""
+        return self.seqlen + other.seqlen - self.intersect_size(other)
+
+    def diff_by(self, other: AttnRange) -> list[AttnRange]:
+        """What ``other`` has and this range has not: at most two ranges, none of them empty."""
+        parts = [other.truncate(end=self.start), other.truncate(start=self.end)]
+        return [part for part in parts if not part.is_empty()]
+
+    def is_subrange_of(self, other: AttnRange) -> bool:
+        """Whether both bounds lie within those of ``other``."""
+        return other.start <= self.start and self.end <= other.end
+
+    def is_overlap_with(self, other: AttnRange) -> bool:
+        """Whether a token is in both."""
+        return max(self.start, other.start) < min(self.end, other.end)
+
+    def is_empty(self) -> bool:
+        """Whether no token is in it."""
+        return self.start == self.end
+
+    def is_valid_close(self, start: int | None = None, end: int | None = None) -> bool:
+        """Whether ``start <= end``; the range's own bounds stand for None."""
+        return (self.start if start is None else start) <= (self.end if end is None else end)
+
+    def is_valid_open(self, start: int | None = None, end: int | None = None) -> bool:
+        """Whether ``start < end``; the range's own bounds stand for None."""
+        return (self.start if start is None else start) < (self.end if end is None else end)
+
+    def check_valid(self, start: int | None = None, end: int | None = None) -> None:
+        """Checks what `is_valid_close` says.
+
+        Raises:
+            RangeError: it is False.
+        """
+        if not self.is_valid_close(start, end):
+            start, end = self.start if start is None else start, self.end if end is None else end
+            raise RangeError(f"range: expected start <= end, got [{start}, {end})")
+
     def __len__(self) -> int:
         return self.end - self.start
 
@@ -79,10 +162,12 @@ class AttnRanges(list[AttnRange]):
     """A list of `AttnRange`, kept in the order given."""
 
     @classmethod
-    def from_ranges(cls, ranges: Iterable[Sequence[int] | AttnRange], name: str = "ranges") -> AttnRanges:
+    def from_ranges(
+        cls, ranges: Iterable[Sequence[int] | AttnRange], check: bool = False, name: str = "ranges"
+    ) -> AttnRanges:
         """From pairs ``(start, end)``: a nested list, an ``[n, 2]`` array or tensor, or ranges.
 
-        ``name`` is what a message calls the argument.
+        ``name`` is what a message calls the argument; ``check`` has no effect: ranges are always checked.
 
         Raises:
             ValueError: not a list of pairs of integers, or a range is wrong.
@@ -94,7 +179,7 @@ class AttnRanges(list[AttnRange]):
             ranges = ranges.tolist()
         elif not isinstance(ranges, Iterable):
             raise ValueError(f"{name}: expected pairs (start, end), got {ranges!r}")
-        return cls(AttnRange.from_range(r, f"{name}[{i}]") for i, r in enumerate(ranges))
+        return cls(AttnRange.from_range(r, name=f"{name}[{i}]") for i, r in enumerate(ranges))
 
     def to_naive_ranges(self) -> list[tuple[int, int]]:
         """A list of pairs ``(start, end)``."""
@@ -174,7 +259,7 @@ class AttnMask:
         Raises:
             ValueError: the three lists differ in length, or as in the constructor.
         """
-        q, k = AttnRanges.from_ranges(q_ranges, "q_ranges"), AttnRanges.from_ranges(k_ranges, "k_ranges")
+        q, k = (AttnRanges.from_ranges(r, name=n) for r, n in ((q_ranges, "q_ranges"), (k_ranges, "k_ranges")))
         if isinstance(mask_types, int):
             mask_types = [mask_types] * len(q)
         types = int_array(mask_types if hasattr(mask_types, "tolist") else list(mask_types), "mask_types").tolist()
