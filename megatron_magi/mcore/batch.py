@@ -111,12 +111,11 @@ class BatchDispatcher:
 
         # Rotary positions and rolling follow stock: they know documents only from cu_seqlens.
         segments = documents if "cu_seqlens" in batch else _sample_bounds(tokens.shape)
-        loss_mask = local("loss_mask")
         result = LocalBatch(
             tokens=_to_device(local("tokens")),
             labels=_to_device(local("labels")),
             position_ids=_to_device(local("position_ids")),
-            loss_mask=_to_device(loss_mask),
+            loss_mask=_to_device(local("loss_mask")),
             padding_mask=self._padding_mask(plans, index, tokens.shape),
             params=MagiSeqParams(
                 qkv_format="sbhd",
@@ -125,7 +124,6 @@ class BatchDispatcher:
                 plans=plans,
                 layout=_layout(index, tokens.shape[0], segments),
                 num_loss_tokens=float(batch["loss_mask"].sum()),
-                num_local_loss_tokens=float(loss_mask.sum()),
             ),
             documents=_to_device(torch.from_numpy(documents)) if self._is_confined(batch) else None,
         )

@@ -141,8 +141,6 @@ class MagiSeqParams(PackedSeqParams):
     layout: ShardLayout = field(default=None, repr=False)
     num_loss_tokens: float = 0.0
     """Sum of the loss mask over the whole microbatch."""
-    num_local_loss_tokens: float = 0.0
-    """Sum of the loss mask over this rank's shard."""
 
 
 def carrier_of(packed_seq_params: PackedSeqParams | None, where: str) -> MagiSeqParams:

@@ -152,12 +152,13 @@ def _stock_parts(args: Namespace) -> tuple[Any, Callable, Callable]:
 def _magi_parts(args: Namespace, loss_log: Any) -> tuple[Any, Callable, Callable]:
     from megatron.training.argument_utils import gpt_config_from_args
 
-    from megatron_magi.mcore import mtp
+    from megatron_magi.mcore import experts, mtp
     from megatron_magi.mcore.data import make_dataset_provider
     from megatron_magi.mcore.forward_step import MagiForwardStep
     from megatron_magi.mcore.model import MagiGPTModelConfig
 
     mtp.install()
+    experts.install()
     model_config = gpt_config_from_args(args, model_config_cls=MagiGPTModelConfig)
     forward_step = MagiForwardStep(lambda: _make_dispatcher(args), loss_log)
     # Every rank needs the plan of a batch, so every rank reads it.

@@ -64,13 +64,10 @@ def test_every_token_is_on_one_rank_with_its_label_mask_and_position(
         assert (shard.padding_mask is None) == (real.all() and all((s.labels > 0).all() for s in shards))
 
 
-def test_loss_tokens_are_counted_here_and_over_all_ranks() -> None:
+def test_loss_tokens_are_counted_over_all_ranks() -> None:
     batch = _batch(2, 50)
-    shards = _shards(batch, 3)
     total = float(batch["loss_mask"].sum())
-    assert [shard.params.num_loss_tokens for shard in shards] == [total] * 3
-    assert [shard.params.num_local_loss_tokens for shard in shards] == [float(s.loss_mask.sum()) for s in shards]
-    assert sum(shard.params.num_local_loss_tokens for shard in shards) == total
+    assert [shard.params.num_loss_tokens for shard in _shards(batch, 3)] == [total] * 3
 
 
 def test_documents_end_at_eod_and_at_the_end_of_a_sequence() -> None:
