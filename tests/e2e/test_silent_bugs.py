@@ -58,7 +58,7 @@ def test_gradient_norm_has_the_sinks_of_all_heads(runs: Runs) -> None:
     assert min(norms) > 0.1 * max(norms), "without one of them the norm would be the same"
 
 
-def test_documents_of_the_data_loader_end_multi_token_prediction_on_any_number_of_ranks(runs: Runs) -> None:
+def test_multi_token_prediction_in_packed_documents_is_that_of_one_rank(runs: Runs) -> None:
     options = ("--dataloader-inter-document-masking", *MTP, "--attention-backend", "magi", "--magi-chunk-size", "4")
     without = ("--reset-attention-mask",)
     one = runs.magi(Case(parallel=options, num_ranks=1, cp_size=1, without=without))
