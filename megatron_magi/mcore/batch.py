@@ -9,7 +9,7 @@ the shard is copied to the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,6 +82,8 @@ class BatchDispatcher:
         self._config = config
         self._masks = LayerMasks() if masks is None else masks
         self._own_positions = own_positions
+        # Reading 8 bytes a token takes its time, and position ids follow from tokens otherwise.
+        self._compared = _SEQUENCES if own_positions else _SEQUENCES[:-1]
         self._eod = eod
         self._cp_rank = cp_group.rank()
         self._cp_size = cp_group.size()
@@ -104,17 +106,18 @@ class BatchDispatcher:
             ValueError: the batch does not have the shape for which Megatron has been set up, or a mask
                 does not fit it.
         """
-        made: tuple[Microbatch, LayerPlans] | ValueError
+        made = failure = agreement = result = None
         try:
             made = self._plan(batch)
-        except ValueError as error:
-            made = error
-        failure = made if isinstance(made, ValueError) else None
-        agreement = None
+        except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
+            failure = error
         if self._agreement_group is not None:
-            fingerprint = _FAILED if failure else (made[1].fingerprint ^ (_checksum(batch) << 31)) % _FAILED
+            fingerprint = _FAILED
+            if made is not None:
+                fingerprint = (made[1].fingerprint ^ (_checksum(batch, self._compared) << 31)) % _FAILED
             agreement = start_agreement(fingerprint, self._agreement_group, "tokens and plan of a microbatch")
-        result = None if failure else self._shard(batch, *made)
+        if made is not None:
+            result = self._shard(batch, *made)
         if agreement is not None:
             self._settle(agreement, failure)
         if failure is not None:
@@ -138,7 +141,7 @@ class BatchDispatcher:
         self._check_length(plans, tokens.shape)
         return microbatch, plans
 
-    def _settle(self, agreement: Agreement, failure: ValueError | None) -> None:
+    def _settle(self, agreement: Agreement, failure: Exception | None) -> None:
         """Waits until all ranks agree. One that has failed tells the others why before all of them end."""
         try:
             agreement.wait()
@@ -204,10 +207,10 @@ class BatchDispatcher:
         return _to_device(torch.from_numpy(index >= plans.dispatch.total_seqlen).view(shape[0], -1))
 
 
-def _checksum(batch: Mapping[str, torch.Tensor]) -> int:
-    """32 bits that tell batches apart whose documents are the same."""
+def _checksum(batch: Mapping[str, torch.Tensor], names: Sequence[str] = _SEQUENCES) -> int:
+    """32 bits that tell batches apart whose masks are the same."""
     value = 0
-    for name in _SEQUENCES:
+    for name in names:
         value = zlib.crc32(batch[name].contiguous().numpy(), value)
     return value
 

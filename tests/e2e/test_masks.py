@@ -48,7 +48,8 @@ def test_tree_of_eight_samples_trains_as_the_samples_by_themselves(tmp_path: Pat
         options = ["--calculate-per-token-loss", *extra]
         sizes = {"global_batch_size": global_batch_size, "context_parallel_size": cp_size}
         args = tiny_gpt_args("mock", *options, train_iters=NUM_ITERATIONS, **sizes)
-        args = [a for a in args if not a.startswith("--reset-") and a != "--eod-mask-loss"]
+        unused = ("--mock-data", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+        args = [a for a in args if a not in unused]
         return launch(args, cp_size, script=str(script), workdir=tmp_path / f"run{cp_size}_{global_batch_size}")
 
     expected = train(Path(__file__).with_name("separate_prompts.py"), 1, 16)
