@@ -12,21 +12,22 @@ from megatron_magi.plan import PlanCache, PlanSet
 MASKS = {"causal": causal(64), "full": full(64), "window": sliding_window(64, left=3, right=0)}
 
 
-def _set(*keys: str, made: list | None = None) -> PlanSet[str]:
+def _set(*keys: str, made: list | None = None, cache: PlanCache | None = None) -> PlanSet[str]:
     def make(key: str) -> AttnMask:
         if made is not None:
             made.append(key)
         return MASKS[key]
 
-    return PlanSet(make, keys, MagiConfig(), 0, 2, PlanCache())
+    return PlanSet(make, keys, MagiConfig(), 0, 2, PlanCache() if cache is None else cache)
 
 
 def test_masks_are_made_at_once_and_share_the_dispatch_of_the_first() -> None:
     made: list[str] = []
-    plans = _set("causal", "window", made=made)
+    cache = PlanCache(8)
+    plans = _set("causal", "window", made=made, cache=cache)
     assert made == ["causal", "window"]
     assert plans.plan.mask == MASKS["causal"]
-    assert plans.of("window").num_rows == plans.of("causal").num_rows
+    assert plans.of("window") is cache.get(MASKS["window"], MagiConfig(), 2, plans.dispatch).for_rank(0)
     assert plans.of("full").area > plans.of("causal").area > plans.of("window").area
     assert made == ["causal", "window", "full"]
 
