@@ -77,4 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="Number of stages in which remote keys are fetched; 0 fetches all before computing. Chosen if not given.",
     )
+    group.add_argument(
+        "--magi-mask",
+        metavar="MASK",
+        default=None,
+        help="Which token sees which: NAME, MODULE:FUNCTION or FILE.py:FUNCTION, followed by :KEY=VALUE,... where "
+        "it has arguments, such as block_causal:block_size=64. Names: documents (what holds if not given), causal, "
+        "sliding_window, block_causal, prefix_lm, prefix_tree. A function is given a Microbatch and returns an "
+        "AttnMask. "
+        "Rotary positions are then the position ids of the data set.",
+    )
+    group.add_argument(
+        "--magi-layer-masks",
+        metavar="FUNCTION",
+        default=None,
+        help="MODULE:FUNCTION or FILE.py:FUNCTION that is given the number of a layer, from 1, and returns its mask as "
+        "text for --magi-mask, or None for that of --magi-mask.",
+    )
     return parser

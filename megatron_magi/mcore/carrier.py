@@ -8,78 +8,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_magi.comm.dispatch import RollArgs, make_roll_args
 from megatron_magi.config import MagiConfig
-from megatron_magi.mask import AttnMask
-from megatron_magi.mask.builders import sliding_window, varlen
-from megatron_magi.plan import Dispatch, Plan, PlanCache, RankPlan
+from megatron_magi.mask.microbatch import Microbatch
+from megatron_magi.mask.source import LayerMasks, MaskSource
+from megatron_magi.plan import PlanCache, PlanSet, RankPlan
 
 Window = tuple[int, int] | None
 """Keys visible to the left and right of a query, or None for a layer without a window."""
 
 
-def document_mask(cu_seqlens: np.ndarray, window: Window) -> AttnMask:
-    """Causal attention inside each document, restricted to ``window``.
+class LayerPlans(PlanSet[MaskSource]):
+    """The plans of one microbatch, by layer.
 
     Args:
-        cu_seqlens: int64 ``[num_documents + 1]``, in the tokens of the whole microbatch.
-        window: as Megatron's ``window_size``; -1 is unlimited.
-    """
-    if window is None:
-        return varlen(cu_seqlens)
-    left, right = window
-    return sliding_window(left=left, right=right, cu_seqlens=cu_seqlens)
-
-
-class PlanSet:
-    """The plans of one microbatch: one for each window, all over one distribution of tokens.
-
-    Args:
-        cu_seqlens: int64 ``[num_documents + 1]``, document bounds in the microbatch's tokens.
-        primary: the window of the layers for which the tokens are balanced.
+        batch: the microbatch.
+        masks: which layer attends by which mask.
         config: how to plan.
         cp_rank: this rank.
         cp_size: number of ranks.
         cache: where plans are kept.
+
+    Raises:
+        ValueError: a mask could not be made or does not fit the microbatch.
     """
 
     def __init__(
-        self, cu_seqlens: np.ndarray, primary: Window, config: MagiConfig, cp_rank: int, cp_size: int, cache: PlanCache
+        self, batch: Microbatch, masks: LayerMasks, config: MagiConfig, cp_rank: int, cp_size: int, cache: PlanCache
     ) -> None:
-        self._cu_seqlens = cu_seqlens
-        self._config = config
-        self._cp_rank = cp_rank
-        self._cache = cache
-        self._primary = primary
-        plan = cache.get(document_mask(cu_seqlens, primary), config, cp_size)
-        self._plans: dict[Window, Plan] = {primary: plan}
+        super().__init__(lambda source: source(batch), masks.sources, config, cp_rank, cp_size, cache)
+        self._layers = masks
         self._successors: RollArgs | None = None
 
-    @property
-    def config(self) -> MagiConfig:
-        """How the plans were made and are executed."""
-        return self._config
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that decided the distribution of tokens."""
-        return self._plans[self._primary]
-
-    @property
-    def dispatch(self) -> Dispatch:
-        """The distribution of tokens that all plans share."""
-        return self.plan.dispatch
-
-    def for_window(self, window: Window) -> RankPlan:
-        """This rank's plan for layers with ``window``; made on first use."""
-        if window not in self._plans:
-            mask = document_mask(self._cu_seqlens, window)
-            self._plans[window] = self._cache.get(mask, self._config, self.dispatch.cp_size, self.dispatch)
-        return self._plans[window].for_rank(self._cp_rank)
+    def for_layer(self, layer_number: int, window: Window) -> RankPlan:
+        """This rank's plan for a layer, counted from 1, that has a window or none."""
+        return self.of(self._layers.of(layer_number, window))
 
     def successors(self, device: torch.device) -> RollArgs:
         """How each row gets the content of the next token's row; made on first use."""
@@ -137,12 +103,10 @@ class MagiSeqParams(PackedSeqParams):
     number of rotary positions.
     """
 
-    plans: PlanSet = field(default=None, repr=False)
+    plans: LayerPlans = field(default=None, repr=False)
     layout: ShardLayout = field(default=None, repr=False)
     num_loss_tokens: float = 0.0
     """Sum of the loss mask over the whole microbatch."""
-    num_local_loss_tokens: float = 0.0
-    """Sum of the loss mask over this rank's shard."""
 
 
 def carrier_of(packed_seq_params: PackedSeqParams | None, where: str) -> MagiSeqParams:

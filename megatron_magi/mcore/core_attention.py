@@ -143,7 +143,7 @@ class MagiCoreAttention(MegatronModule):
             q,
             k,
             v,
-            params.plans.for_window(self.window),
+            params.plans.for_layer(self.layer_number, self.window),
             self.cp_group,
             config=params.plans.config,
             sink=self._sink(q.device),

@@ -80,7 +80,9 @@ def _dataset_class(args: Namespace) -> type:
 
 
 def make_dataset_provider(
-    is_built_on_rank: Callable[[int | None], bool], prepare: Callable[[], None] | None = None
+    is_built_on_rank: Callable[[int | None], bool],
+    prepare: Callable[[], None] | None = None,
+    own: Callable[[Sequence[int]], Sequence[Any]] | None = None,
 ) -> Callable:
     """The function that Megatron's trainer asks for the data sets.
 
@@ -88,12 +90,15 @@ def make_dataset_provider(
         is_built_on_rank: from the virtual pipeline stage, does this rank read batches?
         prepare: called before, on all ranks together: the one place that is given to us between the
             set-up of process groups and the first step, of which pipeline stages have their own.
+        own: called instead of building what the command line names, on the ranks that read batches.
     """
 
     def provide(num_samples: Sequence[int], vp_stage: int | None = None) -> list[Any]:
         args = get_args()
         if prepare is not None:
             prepare()
+        if own is not None:
+            return list(own(list(num_samples))) if is_built_on_rank(vp_stage) else [None, None, None]
         print_rank_0("> building data sets")
         builder = BlendedMegatronDatasetBuilder(
             _dataset_class(args), list(num_samples), lambda: is_built_on_rank(vp_stage), dataset_config(args)

@@ -16,19 +16,30 @@ from megatron_magi import envs
 from megatron_magi.mcore import cpu_device, wheel_repairs
 from megatron_magi.mcore.argv import FLAG, add_arguments, rewrite_argv
 from megatron_magi.mcore.trainer import check_padding, dispatched_training
+from megatron_magi.mcore.validate import check_unused
 from megatron_magi.mcore.versions import check_version
 
 _ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What Megatron's GPT script takes where the command line says nothing."""
 
 
-def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable] = ()) -> None:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    pre_wrap_hooks: Sequence[Callable] = (),
+    dataset_provider: Callable[[Sequence[int]], Sequence[Any]] | None = None,
+) -> None:
     """Trains a GPT as the command line says.
 
     Args:
         argv: Megatron's arguments, without the program's name; those of the process when None.
         pre_wrap_hooks: called in order with the list of model chunks before they are wrapped for
             data parallelism; each returns the list.
+        dataset_provider: called, in place of Megatron's own data sets, with the numbers of training, validation
+            and test samples that are needed; returns the three data sets, or None where there is none. An item
+            is a dict of tensors of ``--seq-length`` tokens, ``tokens``, ``labels``, ``loss_mask`` and
+            ``position_ids``; documents as padded ``cu_seqlens``, if it has any; and whatever a mask
+            needs, of one shape for all items.
 
     Raises:
         ValueError: an argument, or the version of megatron-core, is not supported.
@@ -45,7 +56,8 @@ def main(argv: Sequence[str] | None = None, *, pre_wrap_hooks: Sequence[Callable
 
     args = _parse()
     loss_log = _install_loss_log(args)
-    parts = _magi_parts(args, loss_log) if args.magi_attention else _stock_parts(args)
+    make_parts = _magi_parts if args.magi_attention else _stock_parts
+    parts = make_parts(args, loss_log, dataset_provider)
     model_config, provider, forward_step = parts
     model_config.pre_wrap_hooks += [*pre_wrap_hooks, *_device_hooks(args)]
     config = pretrain_cfg_container_from_args(args, model_cfg=model_config)
@@ -72,13 +84,17 @@ def _parse() -> Namespace:
     if FLAG in sys.argv:
         validate = functools.partial(_validate_for_magi, validate)
     with mock.patch.object(arguments, "validate_args", validate):
-        return arguments.parse_and_validate_args(add_arguments, args_defaults=_ARGS_DEFAULTS)
+        args = arguments.parse_and_validate_args(add_arguments, args_defaults=_ARGS_DEFAULTS)
+    if FLAG not in sys.argv:
+        check_unused(args)
+    return args
 
 
 def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, Any]) -> None:
     """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
     from megatron.training import arguments
 
+    from megatron_magi.mcore.settings import layer_masks
     from megatron_magi.mcore.validate import settle_arguments, validate_arguments
 
     validate_arguments(args)
@@ -95,6 +111,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     for name, value in wanted.items():
         setattr(args, name, value)
     check_padding(args, _buffer_length(args))
+    layer_masks(args)
     if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
         raise ValueError(
             f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"
@@ -140,28 +157,30 @@ def _install_loss_log(args: Namespace) -> Any:
     return log
 
 
-def _stock_parts(args: Namespace) -> tuple[Any, Callable, Callable]:
+def _stock_parts(args: Namespace, _: Any, own_data: Callable | None) -> tuple[Any, Callable, Callable]:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron_magi.mcore.data import make_dataset_provider
     from megatron_magi.mcore.stock_step import StockForwardStep, reads_data
 
-    return gpt_config_from_args(args), make_dataset_provider(reads_data), StockForwardStep(args)
+    return gpt_config_from_args(args), make_dataset_provider(reads_data, own=own_data), StockForwardStep(args)
 
 
-def _magi_parts(args: Namespace, loss_log: Any) -> tuple[Any, Callable, Callable]:
+def _magi_parts(args: Namespace, loss_log: Any, own_data: Callable | None) -> tuple[Any, Callable, Callable]:
     from megatron.training.argument_utils import gpt_config_from_args
 
-    from megatron_magi.mcore import mtp
+    from megatron_magi.mcore import experts, mtp
     from megatron_magi.mcore.data import make_dataset_provider
     from megatron_magi.mcore.forward_step import MagiForwardStep
     from megatron_magi.mcore.model import MagiGPTModelConfig
 
     mtp.install()
+    experts.install()
     model_config = gpt_config_from_args(args, model_config_cls=MagiGPTModelConfig)
     forward_step = MagiForwardStep(lambda: _make_dispatcher(args), loss_log)
     # Every rank needs the plan of a batch, so every rank reads it.
-    return model_config, make_dataset_provider(lambda vp_stage: True, forward_step.prepare), forward_step
+    provider = make_dataset_provider(lambda vp_stage: True, forward_step.prepare, own_data)
+    return model_config, provider, forward_step
 
 
 def _make_dispatcher(args: Namespace) -> Any:
@@ -170,7 +189,7 @@ def _make_dispatcher(args: Namespace) -> Any:
 
     from megatron_magi.mcore.batch import BatchDispatcher
     from megatron_magi.mcore.groups import make_agreement_group
-    from megatron_magi.mcore.settings import magi_config, primary_window
+    from megatron_magi.mcore.settings import layer_masks, magi_config
 
     environment = envs.load()
     config = magi_config(args, environment.default_config())
@@ -178,7 +197,8 @@ def _make_dispatcher(args: Namespace) -> Any:
     readers = get_tensor_and_context_parallel_group()
     return BatchDispatcher(
         config,
-        primary=primary_window(args, args.num_layers),
+        masks=layer_masks(args),
+        own_positions=args.magi_mask is not None or args.magi_layer_masks is not None,
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
         cp_group=get_context_parallel_group(),
         agreement_group=make_agreement_group(readers) if config.comm.verify else None,

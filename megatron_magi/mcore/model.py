@@ -48,15 +48,36 @@ class MagiModelMixin:
             if isinstance(module, MultiLatentAttention):
                 LatentRotary(module)
 
-    def _preprocess(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> tuple:
+    def _preprocess(
+        self,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple:
         params = carrier_of(packed_seq_params, type(self).__name__)
         out = list(super()._preprocess(*args, packed_seq_params=params, **kwargs))
         if out[_ROTARY] is not None and self.position_embedding_type != "mrope":
             out[_ROTARY] = select_positions(out[_ROTARY], params.layout)
-        if out[_PADDING_MASK] is not None and self.config.sequence_parallel and not self.pre_process:
-            # The first stage has split it over tensor-parallel ranks, the others forget to.
-            out[_PADDING_MASK] = _split_sequence(out[_PADDING_MASK], self.pg_collection.tp)
+        if padding_mask is not None and self.config.sequence_parallel:
+            # Megatron's first stage splits it over the global tensor-parallel group, the others forget to.
+            padding_mask = _split_sequence(padding_mask, self.pg_collection.tp)
+        out[_PADDING_MASK] = padding_mask
         return tuple(out)
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """As in Megatron, which takes gathered logits for a part of the vocabulary and returns a wrong loss.
+
+        Raises:
+            ValueError: the logits are those of the whole vocabulary, the loss needs this rank's part.
+        """
+        part = self.vocab_size // self.pg_collection.tp.size()
+        if logits.shape[-1] != part:
+            raise ValueError(
+                f"parallel_output, runtime_gather_output: the loss needs the {part} logits of a tensor-parallel rank, "
+                f"got {logits.shape[-1]}; leave logits sharded where there are labels"
+            )
+        return super().compute_language_model_loss(labels, logits)
 
 
 def _split_sequence(mask: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:

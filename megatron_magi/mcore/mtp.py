@@ -1,27 +1,74 @@
-"""Multi-token prediction: the shift by one token, in the order in which tokens were dispatched."""
+"""Multi-token prediction of dispatched tokens: the shift by one token, and the mean over all ranks' tokens."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer import multi_token_prediction
-from megatron.training import get_args
 
 from megatron_magi.comm.dispatch import roll
 from megatron_magi.mcore.carrier import MagiSeqParams
 
 _stock_roll = multi_token_prediction.roll_tensor
+_stock_loss = multi_token_prediction.process_mtp_loss
 
 
 def install() -> None:
-    """Lets Megatron's multi-token prediction shift dispatched tensors. Idempotent.
+    """Lets Megatron's multi-token prediction work on dispatched tensors. Idempotent.
 
-    All of it goes through one function of one module; without a `MagiSeqParams` it does
-    what it did.
+    Without a `MagiSeqParams` both functions do what they did.
     """
     multi_token_prediction.roll_tensor = roll_tensor
+    gpt_model.process_mtp_loss = process_mtp_loss
+
+
+def process_mtp_loss(
+    *,
+    config: Any,
+    loss_mask: torch.Tensor | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    packed_seq_params: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Megatron's function of this name, with the loss of a depth averaged over the tokens of all ranks.
+
+    Megatron divides by the tokens that count on this rank, and in per-token mode multiplies by those that
+    counted before the shift: on a rank where none did, the loss of tokens shifted there would be lost.
+    Here the loss mask enters multiplied by the number of ranks and the divisor is the count over all of
+    them, so the mean over ranks that follows is the mean over tokens. Per-token mode sums over ranks
+    and divides by the tokens of the batch: there the weight makes up for it.
+
+    Args:
+        config: Megatron's.
+        loss_mask: ``[batch_size, seqlen]``, this rank's.
+        cp_group: context-parallel ranks.
+        packed_seq_params: the carrier; with anything else this is Megatron's own function.
+        **kwargs: passed on.
+
+    Raises:
+        ValueError: there is a carrier and no loss mask or group.
+    """
+    if not isinstance(packed_seq_params, MagiSeqParams):
+        kwargs |= {"loss_mask": loss_mask, "cp_group": cp_group, "packed_seq_params": packed_seq_params}
+        return _stock_loss(config=config, **kwargs)
+    if loss_mask is None or cp_group is None:
+        raise ValueError("loss_mask, cp_group: multi-token prediction of dispatched tokens needs both")
+    cp_size = cp_group.size()
+    if config.calculate_per_token_loss:
+        config = copy.copy(config)
+        config.calculate_per_token_loss = False
+        config.mtp_loss_scaling_factor *= packed_seq_params.num_loss_tokens / cp_size
+    return _stock_loss(
+        config=config,
+        loss_mask=loss_mask * cp_size,
+        cp_group=cp_group,
+        packed_seq_params=packed_seq_params,
+        **kwargs,
+    )
 
 
 def roll_tensor(
@@ -33,6 +80,9 @@ def roll_tensor(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Each token's successor; 0 at the end of a sequence (or of a document, with ``cu_seqlens``).
 
+    A bool tensor is a padding mask. It comes back as it is, also when sequence parallelism has split it:
+    padding has no successor and is nobody's, and what is no padding stays a token.
+
     Args:
         tensor: ``[batch_size, seqlen]``, this rank's; None gives ``(None, None)``.
         shifts, dims: -1 and the last dimension, the only ones that Megatron uses.
@@ -40,10 +90,8 @@ def roll_tensor(
         packed_seq_params: the carrier; anything else goes to Megatron's own function.
 
     Returns:
-        ``(rolled, count)``. Megatron divides a rank's loss by the count and then combines the
-        ranks, so the count is this rank's fair share of the rolled tensor's global sum: the part
-        with which the ranks combine to the mean over the microbatch. (In per-token mode a rank
-        of which no token counts contributes nothing, as in stock Megatron.)
+        ``(rolled, count)``. Of a loss mask, the one tensor here that is floating point and comes from
+        `process_mtp_loss`, the count is the mean over ranks of its sum.
 
     Raises:
         ValueError: another shift or dimension.
@@ -54,21 +102,15 @@ def roll_tensor(
         return _stock_roll(tensor, shifts, dims, cp_group, packed_seq_params)
     if shifts != -1 or dims not in (-1, tensor.dim() - 1):
         raise ValueError(f"shifts, dims: expected -1 and the last dimension, got {shifts} and {dims}")
+    if tensor.dtype == torch.bool:
+        return tensor, tensor.sum()
     layout = packed_seq_params.layout
     rows = tensor.reshape(-1)
     rolled = roll(rows, packed_seq_params.plans.successors(rows.device), cp_group)
     rolled = torch.where(layout.roll_keeps, rolled, torch.zeros_like(rolled)).view_as(tensor)
-    return rolled, _fair_share(rolled, packed_seq_params, cp_group)
-
-
-def _fair_share(rolled: torch.Tensor, params: MagiSeqParams, cp_group: dist.ProcessGroup) -> torch.Tensor:
     count = rolled.sum()
-    if not rolled.is_floating_point():
-        # Token ids: nobody divides by their sum, so it is not worth a reduction.
-        return count
-    dist.all_reduce(count, group=cp_group)
-    if not get_args().calculate_per_token_loss:
-        return count / cp_group.size()
-    # Megatron multiplies a rank's loss by its own number of tokens over the count, and divides by
-    # the global number at the end.
-    return count * (params.num_local_loss_tokens / max(params.num_loss_tokens, 1.0))
+    if rolled.is_floating_point():
+        # Nobody divides by a sum of token ids, so only this one is worth a reduction.
+        dist.all_reduce(count, group=cp_group)
+        count = count / cp_group.size()
+    return rolled, count

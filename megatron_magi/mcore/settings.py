@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask.builders import causal
+from megatron_magi.mask.source import LayerMasks, MaskSource, load_function
 from megatron_magi.mcore.carrier import Window
 from megatron_magi.mcore.core_attention import layer_window
 from megatron_magi.plan import make_dispatch
@@ -62,12 +64,47 @@ def padded_seq_length(args: Namespace, config: DispatchConfig) -> int:
     return dispatch.padded_seqlen // args.micro_batch_size
 
 
-def primary_window(config: object, num_layers: int) -> Window:
-    """Window of the layers that cost most, for which tokens are balanced: full attention if any layer has it.
+def layer_masks(args: Namespace) -> LayerMasks:
+    """Which layer attends by which mask.
 
     Args:
-        config: Megatron's transformer configuration, or arguments with the same names.
-        num_layers: layers of the model.
+        args: a validated command line.
+
+    Raises:
+        ValueError: a mask that is asked for does not exist or does not fit the other arguments.
     """
-    windows = [layer_window(config, number + 1) for number in range(num_layers)]
-    return None if None in windows else windows[0]
+    windows = [layer_window(args, number + 1) for number in range(args.num_layers)]
+    default = MaskSource.parse(args.magi_mask or "documents", "magi_mask")
+    layers: list[MaskSource | None] = [None] * args.num_layers
+    if args.magi_layer_masks is not None:
+        choose = load_function(args.magi_layer_masks, "magi_layer_masks")
+        layers = [_mask_of_layer(choose, number + 1, args.magi_layer_masks) for number in range(args.num_layers)]
+    _check_masks(args, default, [own for own in layers if own is not None], windows)
+    return LayerMasks(default, layers, windows)
+
+
+def _mask_of_layer(choose: Callable, number: int, text: str) -> MaskSource | None:
+    found = choose(number)
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise ValueError(
+            f"magi_layer_masks: {text!r} returned a {type(found).__name__} for layer {number}, expected a text as "
+            "--magi-mask takes it, or None"
+        )
+    return MaskSource.parse(found, "magi_layer_masks")
+
+
+def _check_masks(args: Namespace, default: MaskSource, layers: list[MaskSource], windows: list[Window]) -> None:
+    has_window = any(window is not None for window in windows)
+    if has_window and (layers or default != MaskSource("documents")):
+        raise ValueError(
+            "window_size: its layers have windows inside documents and not the mask of --magi-mask; drop it and name "
+            "sliding_window for these layers by --magi-layer-masks"
+        )
+    names = {source.text for source in (default, *layers)}
+    if args.mtp_num_layers and "prefix_tree" in names:
+        raise ValueError(
+            "mtp_num_layers: multi-token prediction takes the next row for the next token, which in a prefix_tree "
+            "may be another sample's"
+        )

@@ -62,7 +62,8 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
         loaded = next(data_iterator)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         batch = dict.fromkeys((*_SEQUENCES, *_OPTIONAL))
-        batch |= {name: value.to(device, non_blocking=True) for name, value in loaded.items()}
+        # A user's data set may have fields that Megatron does not know.
+        batch |= {name: loaded[name].to(device, non_blocking=True) for name in batch if name in loaded}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=_has_cu_seqlens(args),

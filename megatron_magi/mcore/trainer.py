@@ -60,14 +60,14 @@ def _with_length(schedule: Callable, length: int) -> Callable:
 
 
 def check_padding(args: Namespace, seq_length: int) -> None:
-    """Refuses padding where Megatron sizes further buffers by ``args.seq_length``.
+    """Refuses padding where Megatron sizes further buffers by ``args.seq_length``, or counts it.
 
     Args:
         args: a validated command line.
         seq_length: as in `dispatched_training`.
 
     Raises:
-        ValueError: an option has buffers of its own and the length is padded.
+        ValueError: an option has buffers or means of its own and the length is padded.
     """
     if seq_length == args.seq_length:
         return
@@ -76,3 +76,8 @@ def check_padding(args: Namespace, seq_length: int) -> None:
         raise ValueError(f"tp_comm_overlap: its buffers do not know that {advice}")
     if args.cuda_graph_impl == "transformer_engine":
         raise ValueError(f"cuda_graph_impl: transformer_engine captures without knowing that {advice}")
+    if args.num_experts and args.moe_z_loss_coeff and not args.calculate_per_token_loss:
+        raise ValueError(
+            f"moe_z_loss_coeff: Megatron weighs ranks alike, which padding makes unequal; {advice}, "
+            "or --calculate-per-token-loss"
+        )

@@ -16,6 +16,17 @@ def validate_arguments(args: Namespace) -> None:
     _check_schedule(args)
 
 
+def check_unused(args: Namespace) -> None:
+    """Refuses masks that another attention backend would ignore.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name in ("magi_mask", "magi_layer_masks"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"{name}: needs --attention-backend magi")
+
+
 def settle_arguments(args: Namespace) -> list[str]:
     """Gives up, in place, what only makes things faster and does not fit dispatched tokens.
 

@@ -2,12 +2,14 @@
 
 from megatron_magi.plan.cache import PlanCache
 from megatron_magi.plan.plan import Plan, PlanStats, dispatch_from_chunks, make_dispatch, make_plan
+from megatron_magi.plan.plan_set import PlanSet
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, Step, StepKind, Transfer
 
 __all__ = [
     "Dispatch",
     "Plan",
     "PlanCache",
+    "PlanSet",
     "PlanStats",
     "RankPlan",
     "Schedule",

@@ -33,6 +33,19 @@ def large_sinks(workdir: Path) -> None:
     _add_model_hook(functools.partial(_set_sinks, workdir=workdir))
 
 
+def sinks_alone(workdir: Path) -> None:
+    """As `large_sinks`, and nothing else is trained, so the gradient norm is that of the sinks."""
+    large_sinks(workdir)
+    _add_model_hook(_freeze_all_but_sinks)
+
+
+def _freeze_all_but_sinks(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(name.endswith("softmax_offset"))
+    return chunks
+
+
 def _set_sinks(chunks: list[torch.nn.Module], workdir: Path) -> list[torch.nn.Module]:
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -78,6 +91,22 @@ def count_operations(workdir: Path) -> None:
     training.consume_seqlen_stats_in_iteration = consume
 
 
+def few_loss_tokens(workdir: Path) -> None:
+    """Losses count as in fine-tuning: at one token of a sample, at none, or at a short run."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    original = GPTDataset.__getitem__
+
+    def getitem(self: GPTDataset, index: int | None) -> dict[str, torch.Tensor]:
+        sample = original(self, index)
+        mask = torch.zeros_like(sample["loss_mask"])
+        kind, start = (index or 0) % 3, 5 + 31 * (index or 0) % (len(mask) - 25)
+        mask[start : start + (1, 0, 20)[kind]] = 1.0
+        return {**sample, "loss_mask": mask}
+
+    GPTDataset.__getitem__ = getitem
+
+
 def teacher_without_files(workdir: Path) -> None:
     """A distillation loss of the student's logits alone, so that no teacher has to be saved."""
     from megatron.training.distillation import cached_logits_loss
@@ -107,4 +136,5 @@ def different_data(workdir: Path) -> None:
 def _add_model_hook(hook: Any) -> None:
     from megatron_magi.mcore import entry
 
-    entry.main = functools.partial(entry.main, pre_wrap_hooks=[hook])
+    hooks = getattr(entry.main, "keywords", {}).get("pre_wrap_hooks", [])
+    entry.main = functools.partial(entry.main, pre_wrap_hooks=[*hooks, hook])

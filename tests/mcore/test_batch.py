@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask.source import LayerMasks, MaskSource
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, _checksum
 
 EOD = 99
@@ -32,7 +33,7 @@ def _shards(batch: dict, cp_size: int, alignment: int = 1, eod: int | None = EOD
     shards = []
     for rank in range(cp_size):
         group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: cp_size)
-        dispatcher = BatchDispatcher(config, primary=None, eod=eod, cp_group=group, agreement_group=None)
+        dispatcher = BatchDispatcher(config, eod=eod, cp_group=group, agreement_group=None)
         shards.append(dispatcher.dispatch(batch))
     return shards
 
@@ -64,13 +65,10 @@ def test_every_token_is_on_one_rank_with_its_label_mask_and_position(
         assert (shard.padding_mask is None) == (real.all() and all((s.labels > 0).all() for s in shards))
 
 
-def test_loss_tokens_are_counted_here_and_over_all_ranks() -> None:
+def test_loss_tokens_are_counted_over_all_ranks() -> None:
     batch = _batch(2, 50)
-    shards = _shards(batch, 3)
     total = float(batch["loss_mask"].sum())
-    assert [shard.params.num_loss_tokens for shard in shards] == [total] * 3
-    assert [shard.params.num_local_loss_tokens for shard in shards] == [float(s.loss_mask.sum()) for s in shards]
-    assert sum(shard.params.num_local_loss_tokens for shard in shards) == total
+    assert [shard.params.num_loss_tokens for shard in _shards(batch, 3)] == [total] * 3
 
 
 def test_documents_end_at_eod_and_at_the_end_of_a_sequence() -> None:
@@ -140,23 +138,87 @@ def test_plan_is_a_function_of_the_batch() -> None:
 
 def test_windows_share_the_dispatch_of_their_microbatch() -> None:
     plans = _shards(_batch(1, 64), 2)[0].params.plans
-    windowed = plans.for_window((4, 0))
-    assert windowed is plans.for_window((4, 0))
-    assert windowed.num_rows == plans.for_window(None).num_rows
-    assert windowed.area < plans.for_window(None).area
+    windowed = plans.for_layer(1, (4, 0))
+    assert windowed is plans.for_layer(3, (4, 0))
+    assert windowed.num_rows == plans.for_layer(2, None).num_rows
+    assert windowed.area < plans.for_layer(2, None).area
+
+
+def _dispatch_alone(batch: dict, *masks: str, **options: object) -> LocalBatch:
+    layers = LayerMasks(*(MaskSource.parse(text, "magi_mask") for text in masks))
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    return BatchDispatcher(
+        MagiConfig(), masks=layers, eod=None, cp_group=group, agreement_group=None, **options
+    ).dispatch(batch)
+
+
+def test_own_positions_turn_rows_and_may_pass_the_length_of_the_sequence() -> None:
+    batch = _batch(1, 16)
+    batch["position_ids"] = torch.arange(16)[None].flip(1) + 5
+    own = _dispatch_alone(batch, own_positions=True).params
+    assert own.layout.positions.tolist() == batch["position_ids"][0].tolist()
+    assert own.max_seqlen_q == own.max_seqlen_kv == 21
+    assert _dispatch_alone(batch).params.layout.positions.tolist() == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": None}, "dataset_provider: its items have no labels, only"),
+        ({"loss_mask": torch.ones(1, 15)}, r"loss_mask: expected shape \[1, 16\], got \[1, 15\]"),
+        ({"position_ids": torch.full((1, 16), -1)}, "position_ids: must not be negative, got -1"),
+        ({"cu_seqlens": torch.tensor([[0, 17]])}, "cu_seqlens: the bounds of sequence 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_items_of_a_data_set_that_do_not_fit_are_named(change: dict, message: str) -> None:
+    batch = {name: value for name, value in (_batch(1, 16) | change).items() if value is not None}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        _dispatch_alone(batch, own_positions=True)
+
+
+def test_padded_bounds_of_documents_go_before_those_without_padding() -> None:
+    bounds = {"cu_seqlens": torch.tensor([[0, 7, 12]]), "cu_seqlens_padded": torch.tensor([[0, 8, 16]])}
+    mask = _dispatch_alone(_batch(1, 16, **bounds)).params.plans.plan.mask
+    assert [tuple(s.q_range) for s in mask.slices] == [(0, 8), (8, 16)]
+
+
+def test_conversations_of_megatrons_data_set_are_taken_as_they_are() -> None:
+    """Packed conversations of 5, 4 and 3 tokens on three ranks: nothing is padded to a multiple."""
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    class Tokenizer:
+        eod, pad = 90, 91
+
+        def tokenize_conversation(self, turns: list, **_: object) -> tuple:
+            tokens = np.arange(int(turns[0]["content"])) + 10
+            return tokens, np.where(tokens < 12, -100, tokens)
+
+    data = SFTDataset.__new__(SFTDataset)
+    data.config = SimpleNamespace(
+        tokenizer=Tokenizer(),
+        sequence_length=16,
+        context_parallel_size=1,
+        reset_position_ids=False,
+        create_attention_mask=False,
+        reset_attention_mask=False,
+    )
+    data.dataset, data.indices = [[{"role": "system", "content": n} for n in (5, 4, 3)]], np.array([0])
+    batch = torch.utils.data.default_collate([data[0]])
+    shards = _shards(batch, 3, eod=None)
+    assert [tuple(s.q_range) for s in shards[0].params.plans.plan.mask.slices] == [(0, 5), (5, 9), (9, 16)]
+    assert sum(float(shard.loss_mask.sum()) for shard in shards) == float(batch["loss_mask"].sum()) > 0
 
 
 def test_a_batch_of_another_length_is_refused() -> None:
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    dispatcher = BatchDispatcher(
-        MagiConfig(), primary=None, eod=None, cp_group=group, agreement_group=None, seq_length=64
-    )
+    dispatcher = BatchDispatcher(MagiConfig(), eod=None, cp_group=group, agreement_group=None, seq_length=64)
     dispatcher.dispatch(_batch(1, 64))
     with pytest.raises(ValueError, match="tokens: 1 sequences of 60 become 60"):
         dispatcher.dispatch(_batch(1, 60))
 
 
-@pytest.mark.parametrize("name", ["tokens", "labels", "loss_mask"])
+@pytest.mark.parametrize("name", ["tokens", "labels", "loss_mask", "position_ids"])
 def test_checksum_tells_batches_with_the_same_documents_apart(name: str) -> None:
     batch = _batch(2, 40)
     other = {**batch, name: batch[name].flip(1)}

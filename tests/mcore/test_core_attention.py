@@ -23,7 +23,7 @@ def _params(batch_size: int, seed: int = 0) -> MagiSeqParams:
     ids = torch.zeros_like(tokens)
     batch = {"tokens": tokens, "labels": ids, "position_ids": ids, "loss_mask": torch.ones(tokens.shape)}
     config = MagiConfig(dispatch=DispatchConfig(alignment=batch_size))
-    dispatcher = BatchDispatcher(config, primary=None, eod=5, cp_group=ONE_RANK, agreement_group=None)
+    dispatcher = BatchDispatcher(config, eod=5, cp_group=ONE_RANK, agreement_group=None)
     return dispatcher.dispatch(batch).params
 
 

@@ -58,11 +58,21 @@ def test_arguments_keep_the_length_of_the_data(monkeypatch: pytest.MonkeyPatch) 
     ("name", "value"), [("tp_comm_overlap", True), ("cuda_graph_impl", "transformer_engine")], ids=str
 )
 def test_buffers_that_do_not_know_the_padding_are_refused_by_name(name: str, value: object) -> None:
-    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none")
+    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=None)
     check_padding(args, 126)
     setattr(args, name, value)
     check_padding(args, 125)
     with pytest.raises(ValueError, match=f"^{name}: .* give --seq-length 126"):
+        check_padding(args, 126)
+
+
+def test_padding_that_a_loss_of_experts_would_weigh_wrongly_is_refused_by_name() -> None:
+    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
+    args.moe_z_loss_coeff, args.calculate_per_token_loss = 1e-3, True
+    check_padding(args, 126)
+    args.calculate_per_token_loss = False
+    check_padding(args, 125)
+    with pytest.raises(ValueError, match=r"^moe_z_loss_coeff: .* give --seq-length 126, or --calculate-per-token-loss"):
         check_padding(args, 126)
 
 

@@ -9,7 +9,8 @@ import pytest
 from megatron.training import arguments
 
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
-from megatron_magi.mcore.validate import settle_arguments, validate_arguments
+from megatron_magi.mcore.settings import layer_masks
+from megatron_magi.mcore.validate import check_unused, settle_arguments, validate_arguments
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
@@ -65,6 +66,55 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
 def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         _validate(monkeypatch, *extra)
+
+
+WINDOW = ["--window-size", "8,0"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        (["--magi-mask", "causal", *WINDOW], "window_size"),
+        (["--magi-layer-masks", f"{__name__}:first_layer_in_blocks", *WINDOW], "window_size"),
+        (["--magi-mask", "prefix_tree", "--mtp-num-layers", "1"], "mtp_num_layers"),
+        (["--magi-mask", "nothing"], "magi_mask"),
+        (["--magi-layer-masks", "nothing"], "magi_layer_masks"),
+        (["--magi-layer-masks", f"{__name__}:no_text"], "magi_layer_masks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_masks_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        layer_masks(_parse(monkeypatch, *extra))
+
+
+def first_layer_in_blocks(layer_number: int) -> str | None:
+    """For `--magi-layer-masks`."""
+    return "block_causal:block_size=4" if layer_number == 1 else None
+
+
+def no_text(layer_number: int) -> int:
+    """Not what `--magi-layer-masks` wants."""
+    return layer_number
+
+
+def test_masks_are_those_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = layer_masks(_parse(monkeypatch, "--magi-layer-masks", f"{__name__}:first_layer_in_blocks"))
+    assert [source.text for source in masks.sources] == ["documents", "block_causal:block_size=4"]
+    assert masks.of(1).text == "block_causal:block_size=4"
+    windows = layer_masks(_parse(monkeypatch, *WINDOW, "--window-attn-skip-freq", "2"))
+    assert [source.text for source in windows.sources] == ["documents", "sliding_window:left=8,right=0"]
+    every = layer_masks(_parse(monkeypatch, *WINDOW, "--magi-mask", "documents"))
+    assert every.primary.text == "sliding_window:left=8,right=0"
+
+
+@pytest.mark.parametrize("name", ["magi_mask", "magi_layer_masks"])
+def test_masks_need_this_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    args = _parse(monkeypatch)
+    check_unused(args)
+    setattr(args, name, "causal")
+    with pytest.raises(ValueError, match=f"^{name}: needs --attention-backend magi"):
+        check_unused(args)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Known silent errors of Megatron's parallelism: each is absent with `--attention-backend magi`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.e2e.parity import NORM_TOLERANCE, Case, Runs, assert_same_curve
+from tests.e2e.test_loss_parity import ODD_LENGTH, SINK_TP2, TENSOR
+
+FEW_TOKENS = "tests.e2e.hooks:few_loss_tokens"
+MTP = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "1.0")
+
+
+@pytest.mark.parametrize("mode", ["mean_of_microbatches", "per_token"])
+def test_losses_of_few_tokens_weigh_the_same_on_whatever_rank_they_are(mode: str, runs: Runs) -> None:
+    """Also those that multi-token prediction shifts to a rank where no token counted before."""
+    model = (*MTP, *(["--calculate-per-token-loss"] if mode == "per_token" else []))
+    case = Case(model, ("--magi-chunk-size", "4"), before=FEW_TOKENS)
+    expected, got = runs.stock(case), runs.magi(case)
+    assert_same_curve(got, expected)
+    for want, record in zip(expected.records, got.records, strict=True):
+        names = {name for name in want if name.startswith("mtp")}
+        for name in names:
+            assert record[name] == pytest.approx(want[name], rel=1e-5), name
+
+
+def test_padding_is_no_token_to_any_loss_of_the_router(runs: Runs) -> None:
+    """Neither in load balancing per token, nor in the bias, nor in layers of multi-token prediction."""
+    losses = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    balancing = ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *["1e-2"] * 3)
+    bias = ("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias")
+    router = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-z-loss-coeff", "1e-2", *balancing, *bias)
+    case = Case(
+        (*router, *ODD_LENGTH, "--mtp-num-layers", "1", "--calculate-per-token-loss"),
+        (*TENSOR, "--expert-model-parallel-size", "2"),
+        num_ranks=4,
+        same_weights=True,
+    )
+    assert_same_curve(runs.magi(case), runs.stock(case))
+
+
+@pytest.mark.parametrize("parallel", [TENSOR, TENSOR[:2]], ids=["sequence_parallel", "without"])
+def test_norms_of_queries_and_keys_get_the_gradient_of_all_heads(parallel: tuple[str, ...], runs: Runs) -> None:
+    case = Case(("--qk-layernorm",), parallel, num_ranks=4)
+    assert_same_curve(runs.magi(case), runs.stock(case))
+
+
+def test_gradient_norm_has_the_sinks_of_all_heads(runs: Runs) -> None:
+    case = replace(SINK_TP2, before="tests.e2e.hooks:sinks_alone")
+    expected, got = runs.stock(case), runs.magi(case)
+    assert_same_curve(got, expected)
+    parts = [torch.load(got.workdir / f"sink_grads{rank}.pt") for rank in range(2)]
+    norms = [sum(float(grad.square().sum()) for grad in part.values()) ** 0.5 for part in parts]
+    assert got.grad_norms[1] == pytest.approx((norms[0] ** 2 + norms[1] ** 2) ** 0.5, rel=NORM_TOLERANCE)
+    assert min(norms) > 0.1 * max(norms), "without one of them the norm would be the same"
+
+
+def test_multi_token_prediction_in_packed_documents_is_that_of_one_rank(runs: Runs) -> None:
+    options = ("--dataloader-inter-document-masking", *MTP, "--attention-backend", "magi", "--magi-chunk-size", "4")
+    without = ("--reset-attention-mask",)
+    one = runs.magi(Case(parallel=options, num_ranks=1, cp_size=1, without=without))
+    assert_same_curve(runs.magi(Case(parallel=options, num_ranks=3, cp_size=3, without=without)), one)

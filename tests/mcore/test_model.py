@@ -1,0 +1,59 @@
+"""What the model refuses, and how multi-token prediction shifts what it is given."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_magi.config import MagiConfig
+from megatron_magi.mcore.batch import BatchDispatcher
+from megatron_magi.mcore.carrier import MagiSeqParams
+from megatron_magi.mcore.model import MagiModelMixin
+from megatron_magi.mcore.mtp import process_mtp_loss, roll_tensor
+
+
+class _Losses:
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.sum(-1)
+
+
+class _Model(MagiModelMixin, _Losses):
+    def __init__(self, tp_size: int) -> None:
+        self.vocab_size = 8
+        self.pg_collection = SimpleNamespace(tp=SimpleNamespace(size=lambda: tp_size))
+
+
+def test_a_loss_of_gathered_logits_is_refused() -> None:
+    """Megatron would take them for a tensor-parallel rank's part and add the logarithm of the number of ranks."""
+    labels = torch.zeros(1, 4, dtype=torch.int64)
+    assert _Model(1).compute_language_model_loss(labels, torch.ones(4, 1, 8)).eq(8).all()
+    assert _Model(2).compute_language_model_loss(labels, torch.ones(4, 1, 4)).eq(4).all()
+    with pytest.raises(ValueError, match=r"^parallel_output, runtime_gather_output: .* the 4 logits .* got 8"):
+        _Model(2).compute_language_model_loss(labels, torch.ones(4, 1, 8))
+
+
+def test_a_padding_mask_is_not_shifted_also_when_it_is_a_part_of_the_shard() -> None:
+    mask = torch.tensor([[False, False, True]])
+    shifted, count = roll_tensor(mask, packed_seq_params=MagiSeqParams(), cp_group=None)
+    assert torch.equal(shifted, mask)
+    assert count == 1
+
+
+def test_a_shift_ends_with_the_document_of_the_data_loader_or_else_with_the_sequence() -> None:
+    one_rank = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    dispatcher = BatchDispatcher(MagiConfig(), eod=3, cp_group=one_rank, agreement_group=None)
+    tokens = torch.arange(1, 9).view(1, 8)
+    batch = dict.fromkeys(("tokens", "labels", "position_ids"), tokens) | {"loss_mask": torch.ones(1, 8)}
+    for more, expected in (
+        ({}, [2, 3, 4, 5, 6, 7, 8, 0]),
+        ({"cu_seqlens": torch.tensor([[0, 3, 5, 8, 8]])}, [2, 3, 0, 5, 0, 7, 8, 0]),
+    ):
+        params = dispatcher.dispatch(batch | more).params
+        assert roll_tensor(tokens, packed_seq_params=params, cp_group=one_rank)[0].tolist() == [expected]
+
+
+def test_multi_token_prediction_without_a_loss_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^loss_mask, cp_group: "):
+        process_mtp_loss(config=SimpleNamespace(), packed_seq_params=MagiSeqParams())

@@ -1,0 +1,44 @@
+"""Several masks over one dispatch."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_magi.config import MagiConfig
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask.builders import causal, full, sliding_window
+from megatron_magi.plan import PlanCache, PlanSet
+
+MASKS = {"causal": causal(64), "full": full(64), "window": sliding_window(64, left=3, right=0)}
+
+
+def _set(*keys: str, made: list | None = None, cache: PlanCache | None = None) -> PlanSet[str]:
+    def make(key: str) -> AttnMask:
+        if made is not None:
+            made.append(key)
+        return MASKS[key]
+
+    return PlanSet(make, keys, MagiConfig(), 0, 2, PlanCache() if cache is None else cache)
+
+
+def test_masks_are_made_at_once_and_share_the_dispatch_of_the_first() -> None:
+    made: list[str] = []
+    cache = PlanCache(8)
+    plans = _set("causal", "window", made=made, cache=cache)
+    assert made == ["causal", "window"]
+    assert plans.plan.mask == MASKS["causal"]
+    assert plans.of("window") is cache.get(MASKS["window"], MagiConfig(), 2, plans.dispatch).for_rank(0)
+    assert plans.of("full").area > plans.of("causal").area > plans.of("window").area
+    assert made == ["causal", "window", "full"]
+
+
+def test_fingerprint_knows_every_mask() -> None:
+    prints = {_set(*keys).fingerprint for keys in (["causal"], ["causal", "full"], ["causal", "window"], ["full"])}
+    assert len(prints) == 4
+    assert _set("causal", "full").fingerprint in prints
+    assert all(0 <= value < 1 << 63 for value in prints)
+
+
+def test_a_mask_that_cannot_be_made_is_told_at_once() -> None:
+    with pytest.raises(KeyError):
+        _set("causal", "nothing")
