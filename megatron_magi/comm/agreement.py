@@ -63,10 +63,10 @@ class Agreement:
         try:
             done.wait()
         except RuntimeError as error:
-            text = log.explanation(self._call)
-            if text is None:
+            text, absent = log.explanation(self._call)
+            if text is None and not absent:
                 raise
-            raise RuntimeError(text) from error
+            raise RuntimeError(text or f"{self._what}: {absent} did not take part: {error}") from error
 
 
 def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> Agreement:

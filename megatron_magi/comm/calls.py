@@ -86,6 +86,7 @@ class CallLog:
         self._phase = _Phase.OVER
         self._records: deque[tuple[int, NamedTuple, int]] = deque(maxlen=_NUM_RECORDS)
         self._failures: set[int] = set()
+        self._unsettled: int | None = None  # the last failure, until it is known what the others made of it
         self._broken: str | None = None
         self._known: set[tuple[NamedTuple | None, NamedTuple]] = set()
         self._last: NamedTuple | None = None
@@ -102,6 +103,8 @@ class CallLog:
         self._thread.start()
 
     def __enter__(self) -> CallLog:
+        if self._unsettled is not None:
+            self._settle(self._unsettled)
         if self._broken is not None:
             raise RuntimeError(self._broken)
         self._count += 1
@@ -109,12 +112,14 @@ class CallLog:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception):
-            self._fail(error)
-        self._phase = _Phase.OVER
+        try:
+            if isinstance(error, Exception):
+                self._fail(error)
+        finally:
+            self._phase = _Phase.OVER
 
     def agree(self, record: NamedTuple, plan: int = 0, always: bool = False) -> None:
-        """Says what this call is; compares it with the other ranks' if it does not follow the last one as often before.
+        """Says what this call is; compares it with the other ranks' if it follows the last one for the first time.
 
         Args:
             record: equal on all ranks if they agree; the first field is ``operation``. Kept.
@@ -163,25 +168,20 @@ class CallLog:
                     return
             time.sleep(min(max(waited / 10, 1e-4), self._longest_pause_s))
 
-    def explanation(self, call: int) -> str | None:
-        """Why a collective failed, if other ranks know: what was concluded, or who does something else, or nothing."""
-        inquiry = None
+    def explanation(self, call: int) -> tuple[str | None, str]:
+        """Why a collective failed: what the ranks disagree in, None if in nothing, and those that told nothing."""
+        inquiry = _Inquiry(self, self._board, call, time.monotonic(), self._timeout_s)
         end = time.monotonic() + EXPLAIN_S
-        with suppress(RuntimeError):
-            while self._broken is None and time.monotonic() < end:
-                text = self._board.conclusion(call)
-                if text is not None:
-                    return text
-                inquiry = inquiry or _Inquiry(self, self._board, call, time.monotonic(), self._timeout_s)
-                try:
-                    if inquiry.look():
-                        return None
-                except RuntimeError as error:
-                    return str(error)
-                time.sleep(BUSY_S)
-            if inquiry is not None and self._broken is None and inquiry.missing:
-                return f"{self.operation(call)}: {self.names(inquiry.missing)} did not take part"
-        return self._broken
+        while self._broken is None and time.monotonic() < end:
+            try:
+                if inquiry.look():
+                    break
+            except dist.DistError:
+                raise
+            except RuntimeError as error:
+                return str(error), ""
+            time.sleep(BUSY_S)
+        return self._broken, self.names(inquiry.missing)
 
     def _compare(self, record: NamedTuple, plan: int) -> None:
         call = self._count
@@ -198,20 +198,39 @@ class CallLog:
     def _fail(self, error: Exception) -> None:
         """Tells the others that this rank has raised an error, or raises theirs if that is why."""
         call, phase = self._count, self._phase
-        if phase is _Phase.COMPARING:
-            self._failures.add(call)  # the others know
-            return
         if phase is _Phase.RUNNING and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
-            text = self.explanation(call)
-            if text is not None:
-                self._broken = text
-                raise RuntimeError(text) from error
+            with suppress(dist.DistError):  # from the store: there is nobody to ask
+                text, absent = self.explanation(call)
+                if text is not None:
+                    self._broken = text
+                    raise RuntimeError(text) from error
+                if absent:
+                    error.add_note(f"{self.operation(call)}: {absent} did not take part")
         self._failures.add(call)
+        self._unsettled = call
         text = f"raised {type(error).__name__}: {error}"
         with suppress(RuntimeError):
             self._lingers_until = time.monotonic() + 2 * LOOK_S
             self._board.answer(call, {"failed": text})
-            self._board.post({"kind": "failed", "call": call, "text": text})
+            if phase is not _Phase.COMPARING:  # there it is a conclusion, of which the others know
+                self._board.post({"kind": "failed", "call": call, "text": text})
+
+    def _settle(self, call: int) -> None:
+        """Before the next call: all ranks have failed in that one, or this rank would run ahead of the others."""
+        began = time.monotonic()
+        failed: dict[int, dict[str, Any]] = {}
+        while self._broken is None and len(failed) < self._board.size:
+            found = dict(failed)
+            self._board.answers(call, found)
+            failed = {rank: answer for rank, answer in found.items() if "failed" in answer}
+            waited = time.monotonic() - began
+            if waited > self._timeout_s:
+                others = [rank for rank in range(self._board.size) if rank not in failed]
+                self.conclude(
+                    call, f"{self.operation(call)}: {self.names(others)} did not fail as others did", ends=True
+                )
+            time.sleep(min(max(waited / 10, 1e-4), self._longest_pause_s))
+        self._unsettled = None
 
     # What follows is also called by the thread.
 
@@ -223,7 +242,7 @@ class CallLog:
 
     def tell(self, call: int) -> None:
         """Answers what a call is on this rank, if that is known still."""
-        for number, record, plan in reversed(self._records):
+        for number, record, plan in reversed(list(self._records)):  # the other thread may add to them
             if number == call:
                 fields = {name: str(value) for name, value in record._asdict().items()}
                 if plan:
@@ -289,7 +308,7 @@ class CallLog:
 
     def operation(self, call: int) -> str:
         """What this rank does in a call, by name."""
-        return next((record[0] for number, record, _ in reversed(self._records) if number == call), "call")
+        return next((record[0] for number, record, _ in list(self._records) if number == call), "call")
 
     def names(self, ranks: Iterable[int]) -> str:
         """Ranks in words."""
@@ -430,7 +449,8 @@ def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: flo
             return
         try:
             busy = log.look()
-        except RuntimeError:  # the store is gone, as it is when a job ends
+        except RuntimeError:
+            _log.debug("the store is gone, as it is when a job ends", exc_info=True)
             return
         del log
 
