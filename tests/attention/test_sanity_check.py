@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi import slice_attention
-from megatron_magi.api import flex_flash_attn_func
+from megatron_magi import api, slice_attention
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import calls
 from megatron_magi.config import AttendConfig, DispatchConfig, MagiConfig, OverlapConfig
@@ -75,7 +74,7 @@ def test_ranges_and_compiled_functions_are_checked_too(fresh_compiler):
     ranges = torch.tensor([[0, 12]]), torch.tensor([[0, 14]])
     compiled = torch.compile(slice_attention, backend="eager", fullgraph=True)
     for call in (
-        lambda: flex_flash_attn_func(x["q"], x["k"], x["v"], *ranges, sanity_check=True),
+        lambda: api.flex_flash_attn_func(x["q"], x["k"], x["v"], *ranges, sanity_check=True),
         lambda: compiled(x["q"], x["k"], x["v"], MASK, sanity_check=True),
     ):
         with pytest.raises(ValueError, match="v: row 15 holds nan; it is hidden: no query sees it"):
@@ -92,6 +91,19 @@ def test_without_the_check_nothing_is_looked_at(monkeypatch):
     both_passes(tensors(16), lambda q, k, v, sink: distributed_attention(q, k, v, plan, None, sink=sink))
     with pytest.raises(AssertionError):
         one_device(tensors(16))
+
+
+def test_the_variable_switches_it_on_for_keys(monkeypatch):
+    x = tensors(16)
+    x["v"][15] = torch.nan
+
+    def attend():
+        return api.calc_attn(x["q"], x["k"], x["v"], api.magi_attn_flex_key([[0, 12]], [[0, 14]], "full", 16, 16))
+
+    assert attend()[0].isfinite().all()
+    monkeypatch.setenv("MAGI_ATTENTION_SANITY_CHECK", "1")
+    with pytest.raises(ValueError, match="v: row 15 holds nan; it is hidden: no query sees it, on rank 0 of the group"):
+        attend()
 
 
 CASES = {
