@@ -261,11 +261,12 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
 
     Raises:
         ValueError: ``x`` has another number of rows than this rank's shard.
-        RuntimeError: the ranks' keys disagree.
+        RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = _RUNTIMES.get(key).agreed()
     args = runtime.shard.undispatch_args(x.device)
-    return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad)
+    verify = key.config.comm.verify
+    return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
 
 
 @torch.compiler.disable
@@ -284,11 +285,12 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
 
     Raises:
         ValueError: ``x`` has no dimension ``dim``, or another number of rows than this rank's shard.
-        RuntimeError: the ranks' keys disagree.
+        RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = _RUNTIMES.get(key).agreed()
     args = runtime.shard.roll_args(integer(shift, "shift"), x.device)
-    return _dispatch.roll(x, args, runtime.group, dim=dim, impl=key.config.comm.impl)
+    comm = key.config.comm
+    return _dispatch.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 
 
 @torch.compiler.disable
@@ -328,7 +330,7 @@ def calc_attn(
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        RuntimeError: the ranks' keys disagree.
+        RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = _RUNTIMES.get(key).agreed()
     out, meta = distributed_attention(

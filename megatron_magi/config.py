@@ -128,12 +128,15 @@ class AttendConfig:
         impl: implementation of `slice_attention`; ``auto`` chooses by device.
         deterministic: bitwise repeatable results.
         forward_sm_margin, backward_sm_margin: streaming multiprocessors left to communication.
+        sanity_check: in each pass look for NaN and inf in q, k, v, sink and the gradient of the output, rows that
+            the mask hides and padding too, and compare every call with the other ranks'. Slow.
     """
 
     impl: AttendImpl = "auto"
     deterministic: bool = False
     forward_sm_margin: int = 0
     backward_sm_margin: int = 0
+    sanity_check: bool = False
 
     def __post_init__(self) -> None:
         known = ("auto", "reference", "torch", "ffa")
@@ -152,7 +155,8 @@ class CommConfig:
         backward_high_precision_reduce: partial dk and dv travel in fp32, at twice the bytes.
         dsink_all_reduce: reduction of the sink's gradient over the CP group inside the
             operator: ``none`` leaves it to the framework.
-        verify: compare plan hashes over the CP group before a plan is first used.
+        verify: compare plan hashes over the CP group before a plan is first used, and operations, dtypes, widths
+            and options of calls where they change; an error on one rank becomes one on all.
     """
 
     impl: CommImpl = "auto"

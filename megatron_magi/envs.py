@@ -210,8 +210,13 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "attend.impl",
             field_value="reference",
         ),
-        _unneeded(
-            PREFIX + "SANITY_CHECK", "Masks, arguments and the agreement of all ranks' plans are always checked."
+        _toggle(
+            "SANITY_CHECK",
+            "Each pass of attention looks for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the "
+            "output, also in rows that the mask hides and in padding, and compares the call with the other ranks'. An "
+            "error names tensor, row and rank. Slow. (Masks, arguments, and plans and calls that change are always "
+            "checked.)",
+            "attend.sanity_check",
         ),
         _unavailable("PROFILE_MODE", "Timing inside kernels is not available yet; torch's profiler works as it is."),
     ),

@@ -81,6 +81,7 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
     "name, text, part, field, value",
     [
         ("DETERMINISTIC_MODE", "1", "attend", "deterministic", True),
+        ("SANITY_CHECK", "1", "attend", "sanity_check", True),
         ("SDPA_BACKEND", "1", "attend", "impl", "reference"),
         ("SDPA_BACKEND", "0", "attend", "impl", "auto"),
         ("FFA_FORWARD_SM_MARGIN", "0", "attend", "forward_sm_margin", 0),

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_magi.attention.calls import AttentionCall, describe_row
 from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.config import MagiConfig
+from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, make_options
@@ -77,29 +80,58 @@ def distributed_attention(
         differentiable. Rows that see no key: out 0, lse -inf.
 
     Raises:
-        ValueError: shapes, dtypes or the group do not fit the plan.
+        ValueError: shapes, dtypes or the group do not fit the plan; with ``config.attend.sanity_check`` a row is
+            not finite, in the backward too.
+        RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = MagiConfig() if config is None else config
-    # Before anything is sent: a rank that fails later would leave the others waiting.
-    _check_inputs(q, k, v, rank_plan, group)
-    _check_sink(sink, sink_layout, q)
-    attend = config.attend
-    # Where nothing is fetched, no collective runs beside attention.
-    margins = (attend.forward_sm_margin, attend.backward_sm_margin) if rank_plan.degree else (0, 0)
-    options = [make_options(q, softmax_scale, softcap, attend.deterministic, margin) for margin in margins]
-    call = _Call(
-        plan=rank_plan,
-        casts=plan_casts(rank_plan, q.device),
-        group=group,
-        config=config,
-        module=resolve_impl(attend.impl, q, v, options[0].deterministic),
-        forward_options=options[0],
-        backward_options=options[1],
-        sink_layout=sink_layout,
-        return_max_logits=return_max_logits,
-    )
-    out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call)
+    with _calls(group, rank_plan, config) as calls:
+        _check_inputs(q, k, v, rank_plan, group)
+        _check_sink(sink, sink_layout, q)
+        attend = config.attend
+        # Where nothing is fetched, no collective runs beside attention.
+        margins = (attend.forward_sm_margin, attend.backward_sm_margin) if rank_plan.degree else (0, 0)
+        options = [make_options(q, softmax_scale, softcap, attend.deterministic, margin) for margin in margins]
+        call = _Call(
+            plan=rank_plan,
+            casts=plan_casts(rank_plan, q.device),
+            group=group,
+            config=config,
+            module=resolve_impl(attend.impl, q, v, options[0].deterministic),
+            forward_options=options[0],
+            backward_options=options[1],
+            sink_layout=sink_layout,
+            return_max_logits=return_max_logits,
+        )
+        _agree(calls, "attention", (q, k, v, sink), call)
+        out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+
+
+def _calls(group: dist.ProcessGroup | None, plan: RankPlan, config: MagiConfig) -> CallLog | NoCalls:
+    return calls_of(group, plan.cp_size, config.comm.verify or config.attend.sanity_check)
+
+
+def _agree(
+    calls: CallLog | NoCalls, operation: str, qkv_sink: tuple, call: _Call, dout: torch.Tensor | None = None
+) -> None:
+    """Before anything is sent: the ranks mean the same, and where that was asked for tensors are finite."""
+    checks = call.config.attend.sanity_check
+    if checks:
+        tensors = dict(zip(("q", "k", "v", "sink", "dout"), (*qkv_sink, dout), strict=True))
+        require_finite(tensors, describe_row(call.plan))
+    if isinstance(calls, NoCalls):
+        return
+    record = AttentionCall.of(
+        operation,
+        *qkv_sink,
+        sink_layout=call.sink_layout,
+        softmax_scale=call.forward_options.softmax_scale,
+        softcap=call.forward_options.softcap,
+        max_logits=call.return_max_logits,
+        sanity_check=checks,
+    )
+    calls.agree(record, call.plan.plan_hash, always=checks)
 
 
 def _check_inputs(
@@ -156,11 +188,13 @@ class _DistributedAttention(torch.autograd.Function):
         if dout is None:
             # Nothing depends on the output here, but other ranks' keys may need this rank to take part.
             dout = torch.zeros_like(out)
-        delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
-        dsink = None
-        if sink is not None and ctx.needs_input_grad[3]:
-            dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
-        dq, dk, dv = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
+        with _calls(call.group, call.plan, call.config) as calls:
+            _agree(calls, "attention backward", (q, k, v, sink), call, dout)
+            delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
+            dsink = None
+            if sink is not None and ctx.needs_input_grad[3]:
+                dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
+            dq, dk, dv = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
         return dq, dk, dv, dsink, None
 
 

@@ -1,12 +1,24 @@
-"""A check that all ranks mean the same: a disagreement becomes a message, not a hang."""
+"""A check that all ranks mean the same value, such as a plan: a disagreement becomes a message, not a hang.
+
+What ranks mean with a call is compared in `megatron_magi.comm.calls`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from megatron_magi.comm.calls import CallLog, log_of
+
+
+class _Comparison(NamedTuple):
+    """What the ranks that wait for each other must have in common: all wait for the same comparison."""
+
+    operation: str
 
 
 class Agreement:
@@ -18,25 +30,43 @@ class Agreement:
         values: torch.Tensor,
         group: dist.ProcessGroup | None,
         what: str,
+        log: CallLog | None = None,
+        call: int = 0,
     ) -> None:
         self._done = done
         self._values = values
         self._group = group
         self._what = what
+        self._log = log
+        self._call = call
 
     def wait(self) -> None:
         """Waits for all ranks' values. The host blocks; on GPUs the compute that is queued there does not matter.
 
         Raises:
-            RuntimeError: the values differ. All ranks raise, with the same message.
+            RuntimeError: the values differ. All ranks raise, with the same message. Or some ranks did something
+                else, or did not come within the time-out of the group; the message names them.
         """
-        if isinstance(self._done, torch.cuda.Event):
-            self._done.synchronize()
-        elif self._done is not None:
-            self._done.wait()
+        if self._log is not None:
+            self._await(self._log)
         values = self._values.tolist()
         if len(set(values)) > 1:
             raise RuntimeError(_message(values, self._group, self._what))
+
+    def _await(self, log: CallLog) -> None:
+        done = self._done
+        if isinstance(done, torch.cuda.Event):
+            log.wait(self._call, done.query)
+            return
+        assert done is not None
+        log.wait(self._call, done.is_completed)
+        try:
+            done.wait()
+        except RuntimeError as error:
+            text, absent = log.explanation(self._call)
+            if text is None and not absent:
+                raise
+            raise RuntimeError(text or f"{self._what}: {absent} did not take part: {error}") from error
 
 
 def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> Agreement:
@@ -56,13 +86,19 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
         raise ValueError(f"value: expected 63 bits, got {value}")
     if group is None and not dist.is_initialized():
         return Agreement(None, torch.tensor([value]), group, what)
+    num_ranks = dist.get_world_size(group)
+    if num_ranks == 1:
+        return Agreement(None, torch.tensor([value]), group, what)
+    log = log_of(dist.group.WORLD if group is None else group)
+    call = log.begin(_Comparison(what))
     on_gpu = _needs_gpu(group)
     mine = torch.tensor([value], dtype=torch.int64, pin_memory=on_gpu)
-    values = torch.empty(dist.get_world_size(group), dtype=torch.int64, pin_memory=on_gpu)
-    if not on_gpu:
-        # The work keeps both tensors.
-        return Agreement(dist.all_gather_into_tensor(values, mine, group=group, async_op=True), values, group, what)
-    return Agreement(_gather_aside(values, mine, group), values, group, what)
+    values = torch.empty(num_ranks, dtype=torch.int64, pin_memory=on_gpu)
+    if on_gpu:
+        return Agreement(_gather_aside(values, mine, group), values, group, what, log, call)
+    # The work keeps both tensors.
+    work = dist.all_gather_into_tensor(values, mine, group=group, async_op=True)
+    return Agreement(work, values, group, what, log, call)
 
 
 def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.cuda.Event:

@@ -7,15 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
 from megatron_magi.mask.documents import integer
 from megatron_magi.upload import upload
+
+
+class RowsCall(NamedTuple):
+    """What ranks must agree on to move rows."""
+
+    operation: str
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+    gradient: bool = False
+    is_partial_grad: bool = False
+    shift: int = 0
+
+    @classmethod
+    def of(cls, operation: str, x: torch.Tensor, dim: int = 0, **options: Any) -> RowsCall:
+        """For a tensor whose rows lie along ``dim``."""
+        gradient = x.requires_grad and torch.is_grad_enabled()
+        return cls(operation, x.dtype, (*x.shape[:dim], *x.shape[dim + 1 :]), gradient, **options)
 
 
 def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: float = 0) -> torch.Tensor:
@@ -105,6 +123,7 @@ def undispatch(
     *,
     dim: int = 0,
     is_partial_grad: bool = False,
+    verify: bool = True,
 ) -> torch.Tensor:
     """The global tensor from all ranks' shards, on every rank.
 
@@ -116,6 +135,7 @@ def undispatch(
         is_partial_grad: False when every rank has the whole gradient of the result (all compute
             the same from it): each takes its rows. True when each rank has a part: parts are
             summed over the ranks.
+        verify: ranks that disagree get a message, see `megatron_magi.comm.calls`.
 
     Returns:
         ``[..., total_seqlen, ...]``.
@@ -123,14 +143,17 @@ def undispatch(
     Raises:
         ValueError: ``x_local`` has no dimension ``dim`` or not ``num_rows`` rows along it, or
             ``args`` is for another number of ranks.
+        RuntimeError: the ranks disagree in dtype, width or ``is_partial_grad``.
     """
-    dim = _dimension(dim, x_local)
     num_ranks, num_rows = len(args.shard_lengths), args.shard_lengths[args.cp_rank]
-    if num_ranks > 1 and num_ranks != dist.get_world_size(group):
-        raise ValueError(f"args: for {num_ranks} ranks, group has {dist.get_world_size(group)}")
-    if x_local.shape[dim] != num_rows:
-        raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {num_rows}")
-    return _Undispatch.apply(x_local.movedim(dim, 0), args, group, is_partial_grad).movedim(0, dim)
+    with calls_of(group, num_ranks, verify) as calls:
+        dim = _dimension(dim, x_local)
+        if num_ranks > 1 and num_ranks != dist.get_world_size(group):
+            raise ValueError(f"args: for {num_ranks} ranks, group has {dist.get_world_size(group)}")
+        if x_local.shape[dim] != num_rows:
+            raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {num_rows}")
+        calls.agree(RowsCall.of("undispatch", x_local, dim, is_partial_grad=is_partial_grad))
+        return _Undispatch.apply(x_local.movedim(dim, 0), args, group, is_partial_grad, verify).movedim(0, dim)
 
 
 def _dimension(dim: int, x: torch.Tensor) -> int:
@@ -145,9 +168,14 @@ class _Undispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_local: torch.Tensor, args: UndispatchArgs, group: dist.ProcessGroup | None, is_partial_grad: bool
+        ctx: Any,
+        x_local: torch.Tensor,
+        args: UndispatchArgs,
+        group: dist.ProcessGroup | None,
+        is_partial_grad: bool,
+        verify: bool,
     ) -> torch.Tensor:
-        ctx.args, ctx.group, ctx.is_partial_grad = args, group, is_partial_grad
+        ctx.args, ctx.group, ctx.is_partial_grad, ctx.verify = args, group, is_partial_grad, verify
         if len(args.shard_lengths) == 1:
             return x_local.index_select(0, args.gathered_index)
         send = x_local.contiguous()
@@ -159,15 +187,17 @@ class _Undispatch(torch.autograd.Function):
         return gathered.index_select(0, args.gathered_index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         args: UndispatchArgs = ctx.args
         if not ctx.is_partial_grad or len(args.shard_lengths) == 1:
-            return dispatch(grad, args.local_index), None, None, None
-        parts = grad.new_zeros(len(args.shard_lengths) * args.longest, *grad.shape[1:])
-        parts.index_copy_(0, args.gathered_index, grad)
-        mine = grad.new_empty(args.longest, *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, parts, group=ctx.group)
-        return mine[: args.shard_lengths[args.cp_rank]], None, None, None
+            return dispatch(grad, args.local_index), None, None, None, None
+        with calls_of(ctx.group, len(args.shard_lengths), ctx.verify) as calls:
+            calls.agree(RowsCall.of("undispatch backward", grad))
+            parts = grad.new_zeros(len(args.shard_lengths) * args.longest, *grad.shape[1:])
+            parts.index_copy_(0, args.gathered_index, grad)
+            mine = grad.new_empty(args.longest, *grad.shape[1:])
+            dist.reduce_scatter_tensor(mine, parts, group=ctx.group)
+        return mine[: args.shard_lengths[args.cp_rank]], None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +205,7 @@ class RollArrays:
     """What one rank does to roll the global sequence, int64 arrays on the CPU.
 
     Attributes:
+        shift: places that tokens move towards the end.
         num_rows: rows of the shard.
         local_from: row whose content row i takes; i itself where it comes from another rank.
         local_to: row that takes the content of row i; i itself where another rank takes it.
@@ -184,6 +215,7 @@ class RollArrays:
         recv_splits: how many from each.
     """
 
+    shift: int
     num_rows: int
     local_from: np.ndarray
     local_to: np.ndarray
@@ -219,6 +251,7 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
     received = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=False)
     sent = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=True)
     return RollArrays(
+        shift=shift,
         num_rows=len(mine),
         local_from=received[0],
         local_to=sent[0],
@@ -258,6 +291,7 @@ def _counts(ranks: np.ndarray, num_ranks: int) -> tuple[int, ...]:
 class RollArgs:
     """`RollArrays` on a device: there and back."""
 
+    shift: int
     num_rows: int
     local_from: torch.Tensor
     local_to: torch.Tensor
@@ -270,6 +304,7 @@ class RollArgs:
         a = arrays
         local_from, local_to = upload([a.local_from, a.local_to], device)
         return cls(
+            shift=a.shift,
             num_rows=a.num_rows,
             local_from=local_from,
             local_to=local_to,
@@ -280,7 +315,7 @@ class RollArgs:
     @property
     def inverse(self) -> RollArgs:
         """The roll by the opposite shift."""
-        return RollArgs(self.num_rows, self.local_to, self.local_from, self.backward, self.forward)
+        return RollArgs(-self.shift, self.num_rows, self.local_to, self.local_from, self.backward, self.forward)
 
 
 def roll(
@@ -290,6 +325,7 @@ def roll(
     *,
     dim: int = 0,
     impl: str = "auto",
+    verify: bool = True,
 ) -> torch.Tensor:
     """Rolls the global sequence of a dispatched tensor, as `torch.roll` would roll the whole.
 
@@ -301,6 +337,7 @@ def roll(
         group: the ranks.
         dim: dimension of the sequence.
         impl: see `megatron_magi.comm.group_collective.group_cast`.
+        verify: ranks that disagree get a message, see `megatron_magi.comm.calls`.
 
     Returns:
         A new tensor of the shape of ``x_local``; padding rows are unchanged.
@@ -308,11 +345,14 @@ def roll(
     Raises:
         ValueError: ``x_local`` has no dimension ``dim``, or not the number of rows along it that
             ``args`` was made for.
+        RuntimeError: the ranks disagree in dtype, width or shift.
     """
-    dim = _dimension(dim, x_local)
-    if x_local.shape[dim] != args.num_rows:
-        raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {args.num_rows}")
-    return _Roll.apply(x_local.movedim(dim, 0), args, group, impl).movedim(0, dim)
+    with calls_of(group, len(args.forward.send_splits), verify) as calls:
+        dim = _dimension(dim, x_local)
+        if x_local.shape[dim] != args.num_rows:
+            raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {args.num_rows}")
+        calls.agree(RowsCall.of("roll", x_local, dim, shift=args.shift))
+        return _Roll.apply(x_local.movedim(dim, 0), args, group, impl, verify).movedim(0, dim)
 
 
 class _Roll(torch.autograd.Function):
@@ -320,14 +360,17 @@ class _Roll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_local: torch.Tensor, args: RollArgs, group: dist.ProcessGroup | None, impl: str
+        ctx: Any, x_local: torch.Tensor, args: RollArgs, group: dist.ProcessGroup | None, impl: str, verify: bool
     ) -> torch.Tensor:
-        ctx.args, ctx.group, ctx.impl = args, group, impl
+        ctx.args, ctx.group, ctx.impl, ctx.verify = args, group, impl, verify
         return _roll_rows(x_local, args, group, impl)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _roll_rows(grad, ctx.args.inverse, ctx.group, ctx.impl), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        args: RollArgs = ctx.args.inverse
+        with calls_of(ctx.group, len(args.forward.send_splits), ctx.verify) as calls:
+            calls.agree(RowsCall.of("roll backward", grad, shift=args.shift))
+            return _roll_rows(grad, args, ctx.group, ctx.impl), None, None, None, None
 
 
 def _roll_rows(x_local: torch.Tensor, args: RollArgs, group: dist.ProcessGroup | None, impl: str) -> torch.Tensor:

@@ -44,6 +44,7 @@ def flex_flash_attn_func(
     sparse_load: bool = False,
     swap_bwd_qk_loop: bool = False,
     return_max_logits: bool = False,
+    sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Attention in which queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as type ``attn_type_map[i]``. Autograd.
@@ -67,6 +68,7 @@ def flex_flash_attn_func(
         deterministic: bitwise repeatable results.
         sm_margin: streaming multiprocessors left to communication, for kernels that can.
         return_max_logits: fill ``meta.max_logits``.
+        sanity_check: see `megatron_magi.slice_attention`.
         impl: ``auto`` or the name of an implementation, which never falls back.
         disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction, ref_block_size,
             max_seqlen_q, max_seqlen_k, auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load,
@@ -96,13 +98,13 @@ def flex_flash_attn_func(
         return slice_attention_traced(
             q, k, v, [_as_tensor(x) for x in ranges],
             sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
-            deterministic=deterministic, sm_margin=sm_margin, impl=impl,
+            deterministic=deterministic, sm_margin=sm_margin, sanity_check=sanity_check, impl=impl,
         )  # fmt: skip
     check_qkv(q, k, v)
     if sink is not None:
         check_sink(sink, q)
     bands = _mask(ranges, q.shape[0], k.shape[0]).bands
-    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     return attend(q, k, v, sink, bands, options, impl, return_max_logits)
 
 

@@ -28,12 +28,14 @@ class AttnOptions:
         softcap: 0 for none; else logits become ``softcap * tanh(logit / softcap)``.
         deterministic: bitwise repeatable results.
         sm_margin: streaming multiprocessors left to communication.
+        sanity_check: look for NaN and inf in the tensors of each pass.
     """
 
     softmax_scale: float
     softcap: float = 0.0
     deterministic: bool = False
     sm_margin: int = 0
+    sanity_check: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
@@ -44,7 +46,14 @@ class AttnOptions:
             raise ValueError(f"sm_margin: must not be negative, got {self.sm_margin}")
 
 
-def make_options(q: Tensor, softmax_scale: float | None, softcap: float, deterministic: bool, sm_margin: int):
+def make_options(
+    q: Tensor,
+    softmax_scale: float | None,
+    softcap: float,
+    deterministic: bool,
+    sm_margin: int,
+    sanity_check: bool = False,
+):
     """`AttnOptions` with the default scale, ``1 / sqrt(head_dim)``.
 
     Results are deterministic also where ``torch.use_deterministic_algorithms`` asks for it.
@@ -52,12 +61,12 @@ def make_options(q: Tensor, softmax_scale: float | None, softcap: float, determi
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[-1])
     deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
-    return _options(float(softmax_scale), float(softcap), deterministic, int(sm_margin))
+    return _options(float(softmax_scale), float(softcap), deterministic, int(sm_margin), bool(sanity_check))
 
 
 @lru_cache(maxsize=256)
-def _options(softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int) -> AttnOptions:
-    return AttnOptions(softmax_scale, softcap, deterministic, sm_margin)
+def _options(softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, sanity_check: bool):
+    return AttnOptions(softmax_scale, softcap, deterministic, sm_margin, sanity_check)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
+from megatron_magi.ops.finite import describe_by_bands, require_finite
 from megatron_magi.ops.mask_tensors import bands_of
 from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -291,6 +292,8 @@ class _SliceAttention(torch.autograd.Function):
         if dout is None:
             return (None,) * 8
         q, k, v, sink, out, lse = ctx.saved_tensors
+        if ctx.options.sanity_check:
+            require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(ctx.bands))
         delta = row_delta(dout, out, ctx.impl, ctx.options.deterministic)
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
@@ -315,6 +318,7 @@ def slice_attention(
     return_max_logits: bool = False,
     deterministic: bool = False,
     sm_margin: int = 0,
+    sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Attention with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
@@ -324,19 +328,22 @@ def slice_attention(
 
     Args:
         mask_or_bands: an `AttnMask` over ``num_rows`` x ``num_keys`` tokens, or a table of bands.
+        sanity_check: look for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the output, hidden rows
+            too, in both passes: a pass over memory and a wait for the device each.
 
     Returns:
         ``(out, meta)``: out ``[num_rows, num_heads_q, head_dim_v]`` in the dtype of q.
 
     Raises:
-        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value; with ``sanity_check`` a row
+            is not finite, in the backward too.
     """
     if torch.compiler.is_compiling():
         table = mask_or_bands.packed if isinstance(mask_or_bands, AttnMask) else mask_or_bands
         return slice_attention_traced(
             q, k, v, [torch.from_numpy(table)],
             sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
-            deterministic=deterministic, sm_margin=sm_margin, impl=impl,
+            deterministic=deterministic, sm_margin=sm_margin, sanity_check=sanity_check, impl=impl,
         )  # fmt: skip
     check_qkv(q, k, v)
     if isinstance(mask_or_bands, AttnMask):
@@ -349,7 +356,7 @@ def slice_attention(
         bands = mask.bands
     else:
         bands = check_bands(mask_or_bands, q.shape[0], k.shape[0])
-    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     return attend(q, k, v, sink, bands, options, impl, return_max_logits)
 
 
@@ -364,6 +371,8 @@ def attend(
     return_max_logits: bool,
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`slice_attention` of q, k, v and bands that are known to fit together."""
+    if options.sanity_check:
+        require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     if wanted and torch.is_grad_enabled():
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
@@ -377,7 +386,7 @@ def attend(
 # graph holds no mask; max_logits and dsink are empty where they are not asked for, as operators return no None.
 # A captured CUDA graph would replay the launch of one mask for all.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
-_OPTIONS = "float softmax_scale, float softcap, bool deterministic, int sm_margin, str impl"
+_OPTIONS = "float softmax_scale, float softcap, bool deterministic, int sm_margin, bool sanity_check, str impl"
 
 
 @torch.library.custom_op(
@@ -387,9 +396,14 @@ _OPTIONS = "float softmax_scale, float softcap, bool deterministic, int sm_margi
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] mask, bool return_max_logits, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
 )
-def _forward_operator(q, k, v, sink, mask, return_max_logits, softmax_scale, softcap, deterministic, sm_margin, impl):
+def _forward_operator(
+    q, k, v, sink, mask, return_max_logits, softmax_scale, softcap, deterministic, sm_margin, sanity_check, impl
+):
+    bands = bands_of(mask, q.shape[0], k.shape[0])
+    if sanity_check:
+        require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
     out, lse, max_logits = slice_attention_forward(
-        q, k, v, bands_of(mask, q.shape[0], k.shape[0]),
+        q, k, v, bands,
         softmax_scale=softmax_scale, softcap=softcap, sink=sink, return_max_logits=return_max_logits,
         deterministic=deterministic, sm_margin=sm_margin, impl=impl,
     )  # fmt: skip
@@ -411,10 +425,15 @@ def _(q, k, v, sink, mask, return_max_logits, *_options):
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, Tensor[] mask, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward_operator(dout, q, k, v, sink, out, lse, mask, softmax_scale, softcap, deterministic, sm_margin, impl):
+def _backward_operator(
+    dout, q, k, v, sink, out, lse, mask, softmax_scale, softcap, deterministic, sm_margin, sanity_check, impl
+):
+    bands = bands_of(mask, q.shape[0], k.shape[0])
+    if sanity_check:
+        require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
     delta = row_delta(dout, out, impl, deterministic)
     dq, dk, dv = slice_attention_backward(
-        dout, q, k, v, lse, delta, bands_of(mask, q.shape[0], k.shape[0]),
+        dout, q, k, v, lse, delta, bands,
         softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, impl=impl,
     )  # fmt: skip
     return dq, dk, dv, lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta)
@@ -458,6 +477,7 @@ def slice_attention_traced(
     return_max_logits: bool,
     deterministic: bool,
     sm_margin: int,
+    sanity_check: bool,
     impl: str,
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`slice_attention` as one operator of a graph; arguments are checked when it runs.
@@ -468,16 +488,7 @@ def slice_attention_traced(
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[-1])
     out, lse, max_logits = _forward_operator(
-        q,
-        k,
-        v,
-        sink,
-        list(mask),
-        return_max_logits,
-        float(softmax_scale),
-        float(softcap),
-        deterministic,
-        sm_margin,
-        impl,
-    )
+        q, k, v, sink, list(mask), return_max_logits,
+        float(softmax_scale), float(softcap), deterministic, sm_margin, sanity_check, impl,
+    )  # fmt: skip
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)

@@ -89,6 +89,7 @@ class Plan:
                 schedule=self.schedule,
                 plan_hash=self.plan_hash,
                 area=int(sum(bd.areas(b).sum() for b in bands)),
+                num_tokens=int((self.dispatch.global_index(cp_rank) < self.dispatch.total_seqlen).sum()),
             )
         return self._rank_plans[cp_rank]
 

@@ -125,6 +125,7 @@ class RankPlan(_SetOnce):
     schedule: Schedule
     plan_hash: int
     area: int
+    num_tokens: int  # rows that are tokens; those after them pad the sequence
     runtime: dict = field(default_factory=dict, repr=False)  # device copies, owned by `attention`
 
     def __getstate__(self) -> dict:

@@ -1,0 +1,82 @@
+"""What a call of distributed attention is: compared with other ranks', and checked where that was asked for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_magi.ops.finite import Describe, is_visible, kind_of_row
+from megatron_magi.plan import RankPlan
+
+
+class AttentionCall(NamedTuple):
+    """What ranks must agree on to attend, beside the plan. Rows differ with the rank; the plan says how many.
+
+    Attributes:
+        sink: layout, number of sinks, and whether its gradient is wanted.
+        gradient: there will be a backward, which is collective.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    sink: tuple[str, int, bool] | None
+    softmax_scale: float
+    softcap: float
+    max_logits: bool
+    gradient: bool
+    sanity_check: bool
+
+    @classmethod
+    def of(
+        cls,
+        operation: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        *,
+        sink_layout: str,
+        softmax_scale: float,
+        softcap: float,
+        max_logits: bool,
+        sanity_check: bool,
+    ) -> AttentionCall:
+        """The call with these tensors, whose shapes have been checked."""
+        wants = sink is not None and sink.requires_grad
+        (_, num_heads_q, head_dim), (_, num_heads_kv, head_dim_v) = q.shape, v.shape
+        return cls(
+            operation,
+            q.dtype,
+            num_heads_q,
+            num_heads_kv,
+            head_dim,
+            head_dim_v,
+            None if sink is None else (sink_layout, sink.shape[-2], wants),
+            softmax_scale,
+            softcap,
+            max_logits,
+            torch.is_grad_enabled() and (wants or q.requires_grad or k.requires_grad or v.requires_grad),
+            sanity_check,
+        )
+
+
+def describe_row(plan: RankPlan) -> Describe:
+    """What a row of this rank's shard is: padding, visible in the whole mask, or hidden by it."""
+
+    def describe(name: str, row: int) -> str:
+        rank = f", on rank {plan.cp_rank} of the group"
+        if name == "sink":
+            return rank.removeprefix(", ")
+        if row >= plan.num_tokens:
+            return f"it is padding{rank}"
+        if name in ("k", "v"):
+            sent = any((transfer.send_index == row).any() for transfer in plan.transfers)
+            return kind_of_row(name, sent or is_visible(plan.bands[0], row, by_key=True)) + rank
+        return kind_of_row(name, any(is_visible(bands, row, by_key=False) for bands in plan.bands)) + rank
+
+    return describe

@@ -1,0 +1,92 @@
+"""What the ranks of a group tell each other beside their collectives: entries in the group's store.
+
+No entry is waited for here, so a rank can always look, whatever the others are doing.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+_PREFIX = "megatron_magi/calls"
+
+
+class Board:
+    """The entries of one group, as one rank sees them.
+
+    Raises:
+        RuntimeError: from every method, when the store cannot be reached or the group is gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Not kept alive: with the group goes the store, which may be a server with a port.
+        self._group = weakref.ref(group)
+        self.rank, self.size = group.rank(), group.size()
+        self._num_read = 0
+
+    def _store(self) -> dist.Store:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("group: does not exist any more")
+        return dist.PrefixStore(_PREFIX, group.get_group_store())
+
+    def vote(self, call: int, digest: str) -> bool:
+        """Counts this rank among those for which call number ``call`` is ``digest``; True when that is every rank."""
+        store = self._store()
+        if store.add(f"{call}/{digest}", 1) < self.size:
+            return False
+        store.set(f"{call}/agreed", "")
+        return True
+
+    def is_agreed(self, call: int) -> bool:
+        """Whether all ranks have voted for the same."""
+        return self._store().check([f"{call}/agreed"])
+
+    def forget(self, call: int, digest: str) -> None:
+        """Removes what `vote` left of a call that every rank is done with."""
+        store = self._store()
+        for name in (digest, "agreed"):
+            store.delete_key(f"{call}/{name}")
+
+    def answer(self, call: int, content: dict[str, Any]) -> None:
+        """Tells what the call is on this rank."""
+        self._store().set(f"{call}/{self.rank}", json.dumps(content))
+
+    def answers(self, call: int, known: dict[int, dict[str, Any]]) -> None:
+        """Adds to ``known`` what further ranks have told of a call, by rank."""
+        store = self._store()
+        for rank in range(self.size):
+            if rank not in known and store.check([f"{call}/{rank}"]):
+                known[rank] = json.loads(store.get(f"{call}/{rank}"))
+
+    def ask(self, call: int) -> None:
+        """Asks all ranks, once for all that ask, to tell what a call is when they have come to it."""
+        if self._store().add(f"{call}/asked", 1) == 1:
+            self.post({"kind": "question", "call": call})
+
+    def conclude(self, call: int, text: str) -> str:
+        """Makes ``text`` the conclusion about a call unless another rank was first; returns that which holds."""
+        return self._store().compare_set(f"{call}/conclusion", "", text).decode()
+
+    def conclusion(self, call: int) -> str | None:
+        """What was concluded about a call, None as long as nothing was."""
+        store, key = self._store(), f"{call}/conclusion"
+        return store.get(key).decode() if store.check([key]) else None
+
+    def post(self, event: dict[str, Any]) -> None:
+        """Tells all ranks; see `unread`."""
+        store = self._store()
+        store.set(f"event/{store.add('events', 1)}", json.dumps({**event, "rank": self.rank}))
+
+    def unread(self) -> list[dict[str, Any]]:
+        """Events of other ranks that this method has not returned yet, in the order of `post`."""
+        store, events = self._store(), []
+        while store.check([f"event/{self._num_read + 1}"]):
+            self._num_read += 1
+            event = json.loads(store.get(f"event/{self._num_read}"))
+            if event["rank"] != self.rank:
+                events.append(event)
+        return events

@@ -1,0 +1,483 @@
+"""The calls of collective operations on a group: ranks that disagree in one get a message, not a hang or wrong numbers.
+
+Each rank numbers its calls on a group and keeps a record of each: operation, dtype, widths, options. A record that
+follows the last one for the first time is compared with the other ranks' before anything is sent; one that has
+followed it before costs a look into a set, no communication, and no wait for a GPU.
+
+So a rank may be comparing while others, to whom the call is nothing new, are in its collective already. They hear of
+it by a thread that looks at the group's store once a second and tells what call this was. If that
+differs, or a rank has raised an error in a call that others take part in, the thread ends the
+group's communication, and all ranks raise the same message. The same is asked of all ranks when a collective fails.
+
+Not found at once: two records of which each has followed the last one before, on different ranks, for one call. There
+``always=True`` helps, which compares every call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_magi.comm.board import Board
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often the thread looks at the store; less often in jobs of more than a thousand ranks, which share one store."""
+BUSY_S = 0.1
+"""The same while something is to be answered or decided."""
+ASK_S = 1.0
+"""How long a rank waits for the others before it asks what they are doing."""
+GRACE_S = 2.0
+"""How long ranks that take part in a call wait, after another has raised an error in it, to raise one of their own."""
+EXPLAIN_S = 3 * LOOK_S
+"""How long a rank whose collective has failed waits for an explanation."""
+WARN_S = 30.0
+"""How long a rank waits for the others before it says so in the log."""
+
+_NUM_RECORDS = 1024
+_MAX_KNOWN = 4096
+_POISON_TAG = 0x6D616769
+
+
+class _Phase(Enum):
+    """Where this rank is in its last call."""
+
+    CHECKING = 1  # its own arguments
+    COMPARING = 2  # them with other ranks'
+    RUNNING = 3
+    OVER = 4
+
+
+class _Alarm(NamedTuple):
+    """What ends a call for those that take part in it: a conclusion, or the error of ``rank``."""
+
+    call: int
+    text: str
+    rank: int | None = None
+
+
+class CallLog:
+    """The calls on one group. ``with log:`` is one of them, in which `agree` comes before anything is sent.
+
+    A call that raises on one rank alone becomes an error on the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._world_ranks = dist.get_process_group_ranks(group)
+        self._timeout_s = _timeout_s(group)
+        self._board = Board(group)
+        self._count = 0
+        self._phase = _Phase.OVER
+        self._records: deque[tuple[int, NamedTuple, int]] = deque(maxlen=_NUM_RECORDS)
+        self._failures: set[int] = set()
+        self._unsettled: int | None = None  # the last failure, until it is known what the others made of it
+        self._broken: str | None = None
+        self._known: set[tuple[NamedTuple | None, NamedTuple]] = set()
+        self._last: NamedTuple | None = None
+        self._voted: tuple[int, str] | None = None
+        self._questions: set[int] = set()
+        self._alarms: dict[_Alarm, float | None] = {}
+        self._lingers_until = 0.0
+        self._stop = threading.Event()
+        crowd = max(1.0, dist.get_world_size() / 1000)  # all ranks of a job share one store
+        self._longest_pause_s = 0.05 * crowd
+        self._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._stop, LOOK_S * crowd), daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> CallLog:
+        if self._unsettled is not None:
+            self._settle(self._unsettled)
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        self._count += 1
+        self._phase = _Phase.CHECKING
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        try:
+            if isinstance(error, Exception):
+                self._fail(error)
+        finally:
+            self._phase = _Phase.OVER
+
+    def agree(self, record: NamedTuple, plan: int = 0, always: bool = False) -> None:
+        """Says what this call is; compares it with the other ranks' if it follows the last one for the first time.
+
+        Args:
+            record: equal on all ranks if they agree; the first field is ``operation``. Kept.
+            plan: identifies what else they must agree on, of which a change alone is not compared.
+            always: compare even if nothing has changed.
+
+        Raises:
+            RuntimeError: the ranks disagree, or some did not come within the time-out of the group.
+        """
+        self._records.append((self._count, record, plan))
+        step = (self._last, record)
+        if always or step not in self._known:
+            self._compare(record, plan)
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known.add(step)
+        self._last = record
+        self._phase = _Phase.RUNNING
+
+    def begin(self, record: NamedTuple) -> int:
+        """A call that is itself a comparison, to be finished by `wait`; its number."""
+        with self:
+            self._records.append((self._count, record, 0))
+        return self._count
+
+    def wait(self, call: int, done: Callable[[], bool], *, alike_is_done: bool = False) -> None:
+        """Returns when ``done()``, which must not block; asks the other ranks what they do if that takes long.
+
+        Args:
+            call: the number of the call that is waited for.
+            done: asked again and again.
+            alike_is_done: it is enough to have heard that the call is the same on all ranks.
+
+        Raises:
+            RuntimeError: the ranks disagree, or some did not come within the time-out of the group.
+        """
+        began = time.monotonic()
+        inquiry: _Inquiry | None = None
+        while not done():
+            waited = time.monotonic() - began
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
+            if waited >= ASK_S:
+                inquiry = inquiry or _Inquiry(self, self._board, call, began, self._timeout_s)
+                if inquiry.look() and alike_is_done:
+                    return
+            time.sleep(min(max(waited / 10, 1e-4), self._longest_pause_s))
+
+    def explanation(self, call: int) -> tuple[str | None, str]:
+        """Why a collective failed: what the ranks disagree in, None if in nothing, and those that told nothing."""
+        inquiry = _Inquiry(self, self._board, call, time.monotonic(), self._timeout_s)
+        end = time.monotonic() + EXPLAIN_S
+        while self._broken is None and time.monotonic() < end:
+            try:
+                if inquiry.look():
+                    break
+            except dist.DistError:
+                raise
+            except RuntimeError as error:
+                return str(error), ""
+            time.sleep(BUSY_S)
+        return self._broken, self.names(inquiry.missing)
+
+    def _compare(self, record: NamedTuple, plan: int) -> None:
+        call = self._count
+        self._phase = _Phase.COMPARING
+        digest = hashlib.blake2b(repr((record, plan)).encode(), digest_size=8).hexdigest()
+        if self._board.vote(call, digest):
+            # All have come here, so none looks at the entries of the comparison before any more.
+            if self._voted is not None:
+                self._board.forget(*self._voted)
+        else:
+            self.wait(call, lambda: self._board.is_agreed(call), alike_is_done=True)
+        self._voted = (call, digest)
+
+    def _fail(self, error: Exception) -> None:
+        """Tells the others that this rank has raised an error, or raises theirs if that is why."""
+        call, phase = self._count, self._phase
+        if phase is _Phase.RUNNING and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
+            with suppress(dist.DistError):  # from the store: there is nobody to ask
+                text, absent = self.explanation(call)
+                if text is not None:
+                    self._broken = text
+                    raise RuntimeError(text) from error
+                if absent:
+                    error.add_note(f"{self.operation(call)}: {absent} did not take part")
+        self._failures.add(call)
+        self._unsettled = call
+        text = f"raised {type(error).__name__}: {error}"
+        with suppress(RuntimeError):
+            self._lingers_until = time.monotonic() + 2 * LOOK_S
+            self._board.answer(call, {"failed": text})
+            if phase is not _Phase.COMPARING:  # there it is a conclusion, of which the others know
+                self._board.post({"kind": "failed", "call": call, "text": text})
+
+    def _settle(self, call: int) -> None:
+        """Before the next call: all ranks have failed in that one, or this rank would run ahead of the others."""
+        began = time.monotonic()
+        failed: dict[int, dict[str, Any]] = {}
+        while self._broken is None and len(failed) < self._board.size:
+            found = dict(failed)
+            self._board.answers(call, found)
+            failed = {rank: answer for rank, answer in found.items() if "failed" in answer}
+            waited = time.monotonic() - began
+            if waited > self._timeout_s:
+                others = [rank for rank in range(self._board.size) if rank not in failed]
+                self.conclude(
+                    call, f"{self.operation(call)}: {self.names(others)} did not fail as others did", ends=True
+                )
+            time.sleep(min(max(waited / 10, 1e-4), self._longest_pause_s))
+        self._unsettled = None
+
+    # What follows is also called by the thread.
+
+    def has_begun(self, call: int) -> bool:
+        """Whether this rank takes part in a call, or has, beyond comparing it."""
+        if call in self._failures or call > self._count:
+            return False
+        return call < self._count or self._phase in (_Phase.RUNNING, _Phase.OVER)
+
+    def tell(self, call: int) -> None:
+        """Answers what a call is on this rank, if that is known still."""
+        for number, record, plan in reversed(list(self._records)):  # the other thread may add to them
+            if number == call:
+                fields = {name: str(value) for name, value in record._asdict().items()}
+                if plan:
+                    fields["plan"] = f"{plan:#018x}"
+                self._board.answer(call, {"fields": fields, "begun": self.has_begun(call)})
+                return
+
+    def look(self) -> bool:
+        """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
+        for event in self._board.unread():
+            if event["kind"] == "question":
+                self._questions.add(event["call"])
+            elif event["kind"] == "failed":
+                self._alarms[_Alarm(event["call"], event["text"], event["rank"])] = None
+            elif event["ends"] and event["call"] in self._failures:
+                self._broken = event["text"]  # it has raised already, but the others are lost to it
+                self._abort()
+            else:
+                self._alarms[_Alarm(event["call"], event["text"])] = None
+        for call in [call for call in self._questions if self.has_begun(call)]:
+            self.tell(call)
+            self._questions.remove(call)
+        for alarm, since in list(self._alarms.items()):
+            if alarm.call in self._failures or self._broken is not None:
+                del self._alarms[alarm]
+            elif self.has_begun(alarm.call):
+                now = time.monotonic()
+                self._alarms[alarm] = since = now if since is None else since
+                if alarm.rank is None:
+                    self._end(alarm.call, alarm.text)
+                elif now - since >= GRACE_S:
+                    self._end(alarm.call, self._failure({alarm.rank: {"failed": alarm.text}}, alarm.call))
+        return bool(self._questions or self._alarms)
+
+    def _end(self, call: int, text: str) -> None:
+        """Makes this rank raise a conclusion, wherever it is."""
+        _log.error(self.conclude(call, text, ends=True))
+        self._abort()
+
+    def _abort(self) -> None:
+        group = self._group()
+        if group is not None:
+            _abort(group)
+
+    def conclude(self, call: int, text: str, *, ends: bool) -> str:
+        """Makes ``text`` what all ranks raise, unless there is a text already, which is returned.
+
+        Args:
+            ends: some rank has begun the call, so communication on the group is out of step for good.
+        """
+        text = self._board.conclude(call, text)
+        self._board.post({"kind": "conclusion", "call": call, "text": text, "ends": ends})
+        self._lingers_until = time.monotonic() + 2 * LOOK_S
+        if ends:
+            self._broken = text
+        return text
+
+    def close(self) -> None:
+        """Ends the thread; before that gives others the time to read, as the store may end with this process."""
+        time.sleep(max(0.0, self._lingers_until - time.monotonic()))
+        self._stop.set()
+        self._thread.join(2 * LOOK_S)
+
+    def operation(self, call: int) -> str:
+        """What this rank does in a call, by name."""
+        return next((record[0] for number, record, _ in list(self._records) if number == call), "call")
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Ranks in words."""
+        return ", ".join(f"rank {rank} of the group (global rank {self._world_ranks[rank]})" for rank in ranks)
+
+    def _failure(self, answers: dict[int, dict[str, Any]], call: int) -> str | None:
+        failed = [f"{self.names([rank])} {a['failed']}" for rank, a in sorted(answers.items()) if "failed" in a]
+        return f"{self.operation(call)}: {'; '.join(failed)}" if failed else None
+
+    def difference(self, answers: dict[int, dict[str, Any]], call: int) -> str | None:
+        """What is wrong with a call, None if the answers are alike."""
+        failure = self._failure(answers, call)
+        if failure is not None:
+            return failure
+        fields = {rank: answers[rank]["fields"] for rank in sorted(answers)}
+        texts = {rank: json.dumps(f) for rank, f in fields.items()}
+        counts = Counter(texts.values())
+        # Of two that are as common, that of the lowest rank.
+        first = max(texts, key=lambda rank: counts[texts[rank]])
+        expected = fields[first]
+        differ = [
+            f"{self.names([rank])} has {_differences(found, expected)}"
+            for rank, found in fields.items()
+            if found != expected
+        ]
+        if not differ:
+            return None
+        agree = [rank for rank in fields if fields[rank] == expected]
+        return f"{expected['operation']}: ranks disagree: {'; '.join(differ)}, as ranks {agree} of the group have"
+
+
+class _Inquiry:
+    """What one rank finds out about a call that takes long."""
+
+    def __init__(self, log: CallLog, board: Board, call: int, began: float, timeout_s: float) -> None:
+        self._log, self._board, self._call, self._began, self._timeout_s = log, board, call, began, timeout_s
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._last = 0.0
+        self._differ_since: float | None = None
+        self._has_warned = False
+        log.tell(call)
+        board.ask(call)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not told what the call is."""
+        return [rank for rank in range(self._board.size) if rank not in self._answers]
+
+    def look(self) -> bool:
+        """Whether the call is known to be the same on all ranks.
+
+        Raises:
+            RuntimeError: it is not, or ranks did not come in time.
+        """
+        now = time.monotonic()
+        if now - self._last < max(BUSY_S, BUSY_S * self._board.size / 100):
+            return False
+        self._last = now
+        text = self._board.conclusion(self._call)
+        if text is not None:
+            raise RuntimeError(text)
+        self._board.answers(self._call, self._answers)
+        text = self._log.difference(self._answers, self._call)
+        if text is None:
+            if self.missing:
+                self._warn(now - self._began)
+            return not self.missing
+        self._differ_since = now if self._differ_since is None else self._differ_since
+        # The message is better with all of them, but one may never come.
+        if not self.missing or now - self._differ_since >= ASK_S:
+            self._raise(text)
+        return False
+
+    def _warn(self, waited: float) -> None:
+        operation, names = self._log.operation(self._call), self._log.names(self.missing)
+        if waited >= self._timeout_s:
+            self._raise(f"{operation}: {names} did not come within {self._timeout_s:g} s")
+        if waited >= WARN_S and not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s: waiting for %s for %.0f s", operation, names, waited)
+
+    def _raise(self, text: str) -> None:
+        ends = any(answer.get("begun") for answer in self._answers.values())
+        raise RuntimeError(self._log.conclude(self._call, text, ends=ends))
+
+
+class NoCalls:
+    """Stands for a `CallLog` where there is nobody to agree with, or nobody wants to know."""
+
+    def __enter__(self) -> NoCalls:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def agree(self, record: NamedTuple, plan: int = 0, always: bool = False) -> None:
+        """Nothing."""
+
+
+_NO_CALLS = NoCalls()
+_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.WeakKeyDictionary()
+"""One a group, as long as the group is there: all callers must number their calls together."""
+
+
+def calls_of(group: dist.ProcessGroup | None, num_ranks: int, verify: bool = True) -> CallLog | NoCalls:
+    """Where the calls on a group are told and compared; nothing for one rank, or without ``verify``.
+
+    Args:
+        group: the ranks; the default group when None.
+        num_ranks: how many of them take part.
+    """
+    if num_ranks == 1 or not verify:
+        return _NO_CALLS
+    group = dist.group.WORLD if group is None else group
+    return _NO_CALLS if group is None else log_of(group)
+
+
+def log_of(group: dist.ProcessGroup) -> CallLog:
+    """The one log of a group of several ranks."""
+    log = _logs.get(group)
+    if log is None:
+        log = _logs[group] = CallLog(group)
+    return log
+
+
+@atexit.register
+def _close_logs() -> None:
+    for log in list(_logs.values()):
+        log.close()
+
+
+def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: float) -> None:
+    """What the thread of a log does. It ends with the log, or with the store."""
+    busy = False
+    while not stop.wait(BUSY_S if busy else interval_s):
+        log = log_ref()
+        if log is None or not dist.is_initialized():
+            return
+        try:
+            busy = log.look()
+        except RuntimeError:
+            _log.debug("the store is gone, as it is when a job ends", exc_info=True)
+            return
+        del log
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """Ends what is under way on a group, and whatever is started after: it raises on this rank and on its peers."""
+    with suppress(RuntimeError):
+        group.abort()
+    # gloo cannot be told to; but a receive that times out closes its connection, and all that wait for it raise.
+    with suppress(RuntimeError, ValueError):
+        if "gloo" not in dist.get_backend_config(group):
+            return
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
+
+
+def _differences(found: dict[str, str], expected: dict[str, str]) -> str:
+    """Where two records differ, in words; in the operation alone if in that."""
+    if found["operation"] != expected["operation"]:
+        return f"operation {found['operation']} instead of {expected['operation']}"
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    return " and ".join(f"{name} {found.get(name)} instead of {expected.get(name)}" for name in names)
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """How long collectives of a group wait."""
+    device = next(iter(dist.get_backend_config(group).split(","))).split(":")[0]
+    return group._get_backend(torch.device(device)).options._timeout.total_seconds()

@@ -1,0 +1,309 @@
+"""Ranks that disagree in a call get one message, within seconds, that names them and what differs; nobody hangs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_magi import api
+from megatron_magi.comm import calls
+from megatron_magi.comm.board import Board
+from megatron_magi.config import CommConfig, MagiConfig
+from megatron_magi.testing.spawn import run_ranks
+
+TOTAL = 48
+ODD = 1
+"""The rank that does something else."""
+
+
+def be_quick():
+    """Shorter waits, in this process alone: the tests are many."""
+    calls.LOOK_S, calls.ASK_S, calls.BUSY_S, calls.GRACE_S = 0.1, 0.1, 0.02, 0.3
+
+
+def new_key(group):
+    return api.magi_attn_varlen_key([0, 20, TOTAL], [0, 20, TOTAL], causal=True, cp_group_or_mesh=group)
+
+
+def attend(
+    key, *, dtype=torch.float32, heads_q=4, heads_kv=2, dim=8, dim_v=8, grad=False, rows=None, sink=False, **more
+):
+    rows = len(api.get_position_ids(key)) if rows is None else rows
+    q, k, v = (torch.ones(rows, *shape, dtype=dtype) for shape in ((heads_q, dim), (heads_kv, dim), (heads_kv, dim_v)))
+    sink = torch.zeros(1, heads_q) if sink else None
+    return api.calc_attn(q.requires_grad_(grad), k, v, key, sink=sink, **more)[0]
+
+
+def undispatch(key, width=3, **more):
+    return api.undispatch(torch.ones(len(api.get_position_ids(key)), width), key, **more)
+
+
+def roll(key, shift=-1):
+    return api.roll(torch.ones(len(api.get_position_ids(key)), 2), shift, 0, key)
+
+
+CASES = {
+    "dtype": (attend, {"dtype": torch.float16}, "attention: .* has dtype torch.float16 instead of torch.float32"),
+    "heads_kv": (attend, {"heads_kv": 4}, "has num_heads_kv 4 instead of 2"),
+    "heads_q": (attend, {"heads_q": 8}, "has num_heads_q 8 instead of 4"),
+    "dim": (attend, {"dim": 16, "softmax_scale": 1 / math.sqrt(8)}, "has head_dim 16 instead of 8"),
+    "dim_v": (attend, {"dim_v": 4}, "has head_dim_v 4 instead of 8"),
+    "grad": (attend, {"grad": True}, "has gradient True instead of False"),
+    "max_logits": (attend, {"return_max_logits": True}, "has max_logits True instead of False"),
+    "sink": (attend, {"sink": True}, r"has sink \('sh', 1, False\) instead of None"),
+    "softcap": (attend, {"softcap": 2.0}, "has softcap 2.0 instead of 0.0"),
+    "scale": (attend, {"softmax_scale": 0.5}, "has softmax_scale 0.5 instead of 0.35"),
+    "two": (attend, {"dim_v": 4, "softcap": 2.0}, "has head_dim_v 4 instead of 8 and softcap 2.0 instead of 0.0"),
+    "rows": (attend, {"rows": 7}, r"raised ValueError: q: expected \[\d+, heads, dim\]"),
+    "width": (undispatch, {"width": 4}, r"undispatch: .* has row_shape \(4,\) instead of \(3,\)"),
+    "partial": (undispatch, {"is_partial_grad": True}, "has is_partial_grad True instead of False"),
+    "shift": (roll, {"shift": 2}, "roll: .* has shift 2 instead of -1"),
+}
+
+
+def outcome(function, *args, **options):
+    """``(message, seconds)`` of a call that should raise."""
+    began = time.monotonic()
+    try:
+        function(*args, **options)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "no error", time.monotonic() - began
+
+
+def disagree(rank, num_ranks, num_before):
+    be_quick()
+    found = {}
+    for name, (function, change, _) in CASES.items():
+        group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=40))
+        key = new_key(group)
+        for _ in range(num_before):
+            function(key)
+        found[name] = (*outcome(function, key, **change if rank == ODD else {}), outcome(function, key)[0])
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_before", [0, 2], ids=["first call", "to the others nothing is new"])
+def test_a_call_that_differs_on_one_rank_is_a_message_on_all(ranks, num_ranks, num_before):
+    results = ranks(num_ranks, disagree, num_before)
+    for name, (_, _, expected) in CASES.items():
+        for rank, found in enumerate(results):
+            message, seconds, then = found[name]
+            where = f"{name}, rank {rank}: {message} after {seconds:.1f} s"
+            assert seconds < 10, where
+            # Where no rank had begun to send the next call is as good as any.
+            assert (then == "no error") == (num_before == 0), f"{where}; then {then}"
+            if name == "rows" and rank == ODD:
+                assert message.startswith("ValueError: q: expected"), where
+                continue
+            names = "rank 1 of the group (global rank 1) "
+            # Of two ranks neither is in the majority: the lower one is taken to be right.
+            assert message.startswith("RuntimeError: ") and names in message, where
+            assert re.search(expected, message), where
+
+
+def raise_inside(rank, num_ranks, fails_on):
+    """A rank fails when others wait for its keys already; messages of this call and the next."""
+    be_quick()
+    key = api.magi_attn_varlen_key([0, TOTAL], [0, TOTAL], cp_group_or_mesh=dist.group.WORLD)
+    attend(key)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in fails_on:
+
+            def no_memory(*_args, **_options):
+                raise MemoryError("none left")
+
+            patch.setattr("megatron_magi.attention.distributed.group_cast", no_memory)
+        first = outcome(attend, key)
+    return first, outcome(attend, key)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_error_half_way_on_one_rank_is_raised_by_all(ranks, num_ranks):
+    for rank, (first, second) in enumerate(ranks(num_ranks, raise_inside, [ODD])):
+        if rank == ODD:
+            assert first[0] == "MemoryError: none left"
+        else:
+            assert "attention: rank 1 of the group (global rank 1) raised MemoryError: none left" in first[0]
+            assert first[1] < 10 and second[0] == first[0], "the group is out of step for good"
+
+
+def test_an_error_on_all_ranks_is_each_ones_own_and_the_group_goes_on(ranks):
+    assert [(first[0], second[0]) for first, second in ranks(2, raise_inside, [0, 1])] == [
+        ("MemoryError: none left", "no error")
+    ] * 2
+
+
+def wrong_rows_everywhere(rank, num_ranks):
+    be_quick()
+    key = new_key(dist.group.WORLD)
+    first = outcome(attend, key, rows=7)[0]
+    time.sleep(0.5 * rank)
+    attend(key)
+    time.sleep(1.0)
+    return first, outcome(attend, key, dtype=torch.float16)[0]
+
+
+def test_ranks_may_be_refused_together_and_go_on_at_different_times(ranks):
+    for first, then in ranks(2, wrong_rows_everywhere):
+        assert first.startswith("ValueError: q: expected") and then == "no error"
+
+
+def other_operation(rank, num_ranks):
+    be_quick()
+    key = new_key(dist.group.WORLD)
+    found = []
+    for _ in range(2):
+        attend(key)
+        roll(key)
+    if rank == ODD:
+        found = outcome(new_key, dist.group.WORLD), outcome(attend, key)
+        return found[1]
+    return outcome(attend, key)
+
+
+def test_a_rank_that_makes_a_key_while_others_attend_is_named(ranks):
+    for message, seconds in ranks(2, other_operation):
+        assert "has operation" in message and "global rank 1" in message and seconds < 10, message
+        assert "operation plan instead of attention" in message
+
+
+def no_group(rank, num_ranks):
+    be_quick()
+    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=3))
+    key = new_key(None if rank == ODD else group)
+    return outcome(attend, key)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_without_a_group_is_named_when_the_time_of_the_group_is_up(ranks, num_ranks):
+    for rank, (message, seconds) in enumerate(ranks(num_ranks, no_group)):
+        assert seconds < 10
+        if rank == ODD:
+            assert message == "no error"
+        else:
+            assert re.search(r"plan: rank 1 of the group \(global rank 1\) did not (come|take part)", message), message
+
+
+def count_entries(rank, num_ranks):
+    """Looks at the store and waits of the main thread in calls that follow each other as before."""
+    be_quick()
+    key = new_key(dist.group.WORLD)
+
+    def step(grad):
+        out = attend(key, grad=grad)
+        attend(key, grad=grad, dim_v=4)
+        roll(key)
+        undispatch(key)
+        if grad:
+            out.sum().backward()
+
+    for _ in range(3):
+        step(True)
+        step(False)
+    entries, main = [], threading.get_ident()
+    with pytest.MonkeyPatch.context() as patch:
+        store = Board._store
+
+        def counted(board):
+            if threading.get_ident() == main:
+                entries.append(board)
+            return store(board)
+
+        patch.setattr(Board, "_store", counted)
+        for _ in range(5):
+            step(True)
+            step(False)
+        unchanged = len(entries)
+        attend(key, heads_q=8)
+    return unchanged, len(entries) > 0
+
+
+def test_calls_that_follow_each_other_as_before_compare_nothing(ranks):
+    assert ranks(2, count_entries) == [(0, True)] * 2
+
+
+def come_late(rank, num_ranks):
+    be_quick()
+    key = new_key(dist.group.WORLD)
+    attend(key)
+    if rank == ODD:
+        time.sleep(1.5)
+    attend(key, softcap=1.0)
+    if rank == ODD:
+        time.sleep(1.5)
+    new_key(dist.group.WORLD)
+    return outcome(attend, key)[0]
+
+
+def test_a_rank_that_is_late_is_waited_for(ranks):
+    assert ranks(3, come_late) == ["no error"] * 3
+
+
+def trust(rank, num_ranks):
+    config = MagiConfig(comm=CommConfig(verify=False))
+    key = api.magi_attn_varlen_key([0, TOTAL], [0, TOTAL], cp_group_or_mesh=dist.group.WORLD, dist_attn_config=config)
+    out = attend(key, softcap=float(rank))
+    undispatch(key)
+    roll(key)
+    return out.shape[1:] == (4, 8) and not calls._logs
+
+
+def test_without_verify_nothing_is_compared(ranks):
+    assert ranks(2, trust) == [True, True]
+
+
+def leave_group(rank, num_ranks):
+    be_quick()
+    group = dist.new_group([0, 1])
+    attend(new_key(group))
+    log = calls.log_of(group)
+    thread, log = log._thread, weakref.ref(log)
+    api.clear_cache()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    thread.join(5.0)
+    return thread.is_alive(), log() is None
+
+
+def test_the_thread_ends_with_its_group(ranks):
+    assert ranks(2, leave_group) == [(False, True)] * 2
+
+
+def disagree_on_gpus(rank, num_ranks, change):
+    key = new_key(dist.group.WORLD)
+    rows = len(api.get_position_ids(key))
+
+    def call(**options):
+        q, k, v = (torch.ones(rows, heads, 64, dtype=torch.float16, device=f"cuda:{rank}") for heads in (4, 2, 2))
+        api.calc_attn(q[: options.pop("rows", rows)], k, v, key, **options)
+        torch.cuda.synchronize()
+
+    call()
+    message, seconds = outcome(call, **change if rank == ODD else {})
+    # A host does not wait for NCCL: where the first call did not raise, what it had queued has been given up.
+    return message if message != "no error" else outcome(call)[0], seconds
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "change, expected", [({"softcap": 2.0}, "has softcap 2.0"), ({"rows": 7}, "raised ValueError")]
+)
+def test_a_collective_of_nccl_is_given_up_for_a_message(change, expected):
+    results = run_ranks(disagree_on_gpus, 2, change, backend="nccl", timeout_s=120)
+    for rank, (message, seconds) in enumerate(results):
+        assert seconds < 30
+        if rank != ODD or "rows" not in change:
+            assert "rank 1 of the group (global rank 1)" in message and expected in message, message
