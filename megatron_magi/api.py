@@ -298,6 +298,7 @@ def dispatch(
     Raises:
         ValueError: ``x`` has another number of rows than the sequence has tokens, or its dtype cannot hold
             ``pad_value``.
+        RuntimeError: the ranks' keys disagree, noticed here only where the gradient is to be gathered.
     """
     runtime = _RUNTIMES.get(key)
     total_seqlen = key.mask.total_seqlen_q

@@ -35,10 +35,10 @@ class AttnMaskType(Enum):
         Raises:
             ValueError: not 0, 1, 2 or 3.
         """
-        number = integer(int_type, "int_type")
-        if not 0 <= number <= 3:
-            raise ValueError(f"int_type: expected 0, 1, 2 or 3, got {number}")
-        return _NAME_OF[MaskType(number)]
+        known = integer(int_type, "int_type")
+        if not 0 <= known <= 3:
+            raise ValueError(f"int_type: expected 0, 1, 2 or 3, got {known}")
+        return _NAME_OF[MaskType(known)]
 
 
 _NUMBER_OF = {

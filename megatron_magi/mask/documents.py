@@ -42,7 +42,7 @@ def int_array(values: IntArrayLike, name: str, ndim: int = 1) -> IntArray:
         ValueError: not integers, or not of ``ndim`` dimensions.
     """
     if hasattr(values, "detach"):
-        if values.is_meta:
+        if getattr(values, "is_meta", False):
             raise ValueError(f"{name}: expected integers, got a tensor on the meta device")
         values = values.detach().cpu()
     elif isinstance(values, list | tuple) and bool in map(type, values):
