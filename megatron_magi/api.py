@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_magi import envs
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as _dispatch
-from megatron_magi.compat import exports
+from megatron_magi.compat import arguments, exports
 from megatron_magi.compat.exports import *  # noqa: F403, every name of its `__all__`, and of no other, is ours too
 from megatron_magi.compat.exports import (
     AttnForwardMeta,
@@ -37,11 +35,10 @@ from megatron_magi.compat.exports import (
     GeneralAttnMaskType,
     MagiConfig,
 )
-from megatron_magi.compat.masks import mask_from_cu_seqlens, mask_from_ranges
-from megatron_magi.compat.runtime import KeyRuntime, RuntimeCache, cp_group_of, default_device
-from megatron_magi.compat.types import AttnShape, magi_config, with_attn_shape
-from megatron_magi.mask import AttnMask
-from megatron_magi.mask.documents import IntArrayLike, int_at_least, integer
+from megatron_magi.compat.keys import new_key, new_mask_key
+from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
+from megatron_magi.compat.runtime import RuntimeCache, cp_group_of, default_device
+from megatron_magi.mask.documents import IntArrayLike, integer
 
 __all__ = [
     "calc_attn",
@@ -77,7 +74,7 @@ def magi_attn_flex_key(
     num_heads_q: int | None = None,
     num_heads_kv: int | None = None,
     head_dim: int | None = None,
-    pad_size: int = 0,
+    pad_size: int | None = None,
     chunk_size: int | None = None,
     cp_group_or_mesh: Group = None,
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
@@ -94,7 +91,9 @@ def magi_attn_flex_key(
             `AttnMaskType`; one for each slice, or one for all.
         total_seqlen_q, total_seqlen_k: tokens of the sequence, without padding.
         num_heads_q, num_heads_kv, head_dim: shape of the attention, for the cost model only.
-        pad_size: not needed: the padding is computed, see ``key.pad_size``.
+        pad_size: tokens of padding; computed when None, see ``key.pad_size``. A number is used exactly or
+            refused: with it the length must divide by the number of ranks times ``chunk_size`` (on one
+            rank any number will do, 0 too).
         chunk_size: tokens a chunk, the grain of load balance; chosen when None.
         cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None.
         dist_attn_config: everything else; what it leaves open comes from the environment
@@ -108,11 +107,13 @@ def magi_attn_flex_key(
     Raises:
         ValueError: an argument, named in the message, is wrong; two slices overlap (both are named).
     """
-    _check_flags(pad_size, is_same_source=is_same_source, is_q_permutable=is_q_permutable,
-                 is_k_permutable=is_k_permutable)  # fmt: skip
+    flags = {"is_same_source": is_same_source, "is_q_permutable": is_q_permutable, "is_k_permutable": is_k_permutable}
+    for name, value in flags.items():
+        if value is not True:
+            raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
     mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
     shape = (num_heads_q, num_heads_kv, head_dim)
-    return _new_key(mask, shape, chunk_size, cp_group_or_mesh, dist_attn_config)
+    return new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
 @torch.compiler.disable
@@ -122,7 +123,7 @@ def magi_attn_varlen_key(
     num_heads_q: int | None = None,
     num_heads_kv: int | None = None,
     head_dim: int | None = None,
-    pad_size: int = 0,
+    pad_size: int | None = None,
     chunk_size: int | None = None,
     cp_group_or_mesh: Group = None,
     causal: bool = False,
@@ -139,9 +140,9 @@ def magi_attn_varlen_key(
     Raises:
         ValueError: an argument, named in the message, is wrong.
     """
-    _check_flags(pad_size)
-    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
-    return _new_key(mask, (num_heads_q, num_heads_kv, head_dim), chunk_size, cp_group_or_mesh, dist_attn_config)
+    mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    shape = (num_heads_q, num_heads_kv, head_dim)
+    return new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
 @torch.compiler.disable
@@ -149,6 +150,7 @@ def magi_attn_flex_dispatch(
     x: torch.Tensor,
     *args: object,
     cp_group: Group = None,
+    is_partial_grad: bool = False,
     **kwargs: object,
 ) -> tuple[torch.Tensor, DistAttnRuntimeKey]:
     """Deprecated: `magi_attn_flex_key` and `dispatch` in one call.
@@ -157,11 +159,12 @@ def magi_attn_flex_dispatch(
         x: ``[total_seqlen, ...]``, the same on all ranks.
         *args, **kwargs: those of `magi_attn_flex_key`.
         cp_group: older name of ``cp_group_or_mesh``.
+        is_partial_grad: see `dispatch`.
 
     Returns:
         ``(local_x, key)``.
     """
-    return _dispatched(x, magi_attn_flex_key, args, kwargs, cp_group)
+    return _dispatched(x, magi_attn_flex_key, args, kwargs, cp_group, is_partial_grad)
 
 
 @torch.compiler.disable
@@ -169,10 +172,11 @@ def magi_attn_varlen_dispatch(
     x: torch.Tensor,
     *args: object,
     cp_group: Group = None,
+    is_partial_grad: bool = False,
     **kwargs: object,
 ) -> tuple[torch.Tensor, DistAttnRuntimeKey]:
     """Deprecated: `magi_attn_varlen_key` and `dispatch` in one call; see `magi_attn_flex_dispatch`."""
-    return _dispatched(x, magi_attn_varlen_key, args, kwargs, cp_group)
+    return _dispatched(x, magi_attn_varlen_key, args, kwargs, cp_group, is_partial_grad)
 
 
 @torch.compiler.disable
@@ -197,11 +201,10 @@ def make_flex_key_for_new_mask_after_dispatch(
     Raises:
         ValueError: an argument, named in the message, is wrong.
     """
-    if not isinstance(key_for_dispatch, DistAttnRuntimeKey):
-        raise ValueError(f"key_for_dispatch: expected a DistAttnRuntimeKey, got {type(key_for_dispatch).__name__}")
+    arguments.instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
     mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
-    return _new_mask_key(mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
+    return new_mask_key(_RUNTIMES, mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
 
 
 @torch.compiler.disable
@@ -219,31 +222,45 @@ def make_varlen_key_for_new_mask_after_dispatch(
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
         key_for_dispatch, dist_attn_config: see `make_flex_key_for_new_mask_after_dispatch`.
     """
-    if not isinstance(key_for_dispatch, DistAttnRuntimeKey):
-        raise ValueError(f"key_for_dispatch: expected a DistAttnRuntimeKey, got {type(key_for_dispatch).__name__}")
-    mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size)
-    return _new_mask_key(mask, (None, None, None), key_for_dispatch, dist_attn_config)
+    arguments.instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
+    total_seqlen = key_for_dispatch.mask.total_seqlen_q
+    mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size, total_seqlen)
+    return new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
 
 
 @torch.compiler.disable
-def dispatch(x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> torch.Tensor:
+def dispatch(
+    x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0, is_partial_grad: bool = False
+) -> torch.Tensor:
     """This rank's rows of a global tensor. Differentiable.
 
     Args:
         x: ``[total_seqlen, ...]`` without padding, the same on all ranks.
         key: who holds which rows.
-        pad_value: what padding rows hold.
+        pad_value: what padding rows hold. For labels give the value that the loss ignores.
+        is_partial_grad: the gradient of ``x`` is only this rank's part, zero in the rows of other ranks, to be
+            summed over the ranks; nothing is sent for it. False: every rank gets the whole gradient, each row's
+            from the rank that holds it. It is gathered, so the backward is collective: ``x`` must need a
+            gradient on all ranks or on none, and all must run it.
 
     Returns:
-        ``[num_rows, ...]``, the rows of this rank in the order of `get_position_ids`.
+        ``[num_rows, ...]``, the rows of this rank in the order of `get_position_ids`, its padding last.
 
     Raises:
-        ValueError: ``x`` has another number of rows than the sequence has tokens.
+        ValueError: ``x`` has another number of rows than the sequence has tokens, or its dtype cannot hold
+            ``pad_value``.
+        RuntimeError: the ranks' keys disagree, noticed here only where the gradient is to be gathered.
     """
     runtime = _RUNTIMES.get(key)
-    if x.shape[0] != key.mask.total_seqlen_q:
-        raise ValueError(f"x: {x.shape[0]} rows, the sequence has {key.mask.total_seqlen_q} tokens")
-    return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
+    total_seqlen = key.mask.total_seqlen_q
+    arguments.rows(x, "x", total_seqlen, f"the sequence has {total_seqlen} tokens")
+    arguments.check_pad_value(pad_value, x.dtype)
+    arguments.flag(is_partial_grad, "is_partial_grad")
+    if is_partial_grad or not (x.requires_grad and torch.is_grad_enabled()):
+        return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
+    runtime.agreed()
+    args, verify = runtime.shard.undispatch_args(x.device), key.config.comm.verify
+    return _dispatch.dispatch_replicated(x, args, runtime.group, pad_value=pad_value, verify=verify)
 
 
 @torch.compiler.disable
@@ -253,8 +270,9 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
     Args:
         x: ``[num_rows, ...]``, this rank's rows.
         key: who holds which rows.
-        is_partial_grad: the gradient that will arrive is only this rank's part, to be summed over
-            the ranks; False when all ranks compute the same from the result.
+        is_partial_grad: the gradient that arrives is only this rank's part, as each rank computes something
+            else from the result; parts are summed over the ranks. False: all ranks compute the same, so each has
+            the whole gradient and takes its rows of it.
 
     Returns:
         ``[total_seqlen, ...]``, the same on all ranks.
@@ -263,10 +281,13 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
         ValueError: ``x`` has another number of rows than this rank's shard.
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
+    arguments.tensor(x, "x", "[num_rows, ...]")
+    arguments.flag(is_partial_grad, "is_partial_grad")
     runtime = _RUNTIMES.get(key).agreed()
     args = runtime.shard.undispatch_args(x.device)
-    verify = key.config.comm.verify
-    return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
+    with arguments.renamed("x_local", "x"):
+        verify = key.config.comm.verify
+        return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
 
 
 @torch.compiler.disable
@@ -287,10 +308,14 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
         ValueError: ``x`` has no dimension ``dim``, or another number of rows than this rank's shard.
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
+    arguments.tensor(x, "x", "of this rank's rows")
     runtime = _RUNTIMES.get(key).agreed()
-    args = runtime.shard.roll_args(integer(shift, "shift"), x.device)
+    # Shifts by whole sequences are none, and one shift has one plan.
+    shift = integer(shift, "shift") % max(key.mask.total_seqlen_q, 1)
+    args = runtime.shard.roll_args(shift, x.device)
     comm = key.config.comm
-    return _dispatch.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
+    with arguments.renamed("x_local", "x"):
+        return _dispatch.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 
 
 @torch.compiler.disable
@@ -333,6 +358,7 @@ def calc_attn(
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = _RUNTIMES.get(key).agreed()
+    arguments.flag(return_max_logits, "return_max_logits")
     out, meta = distributed_attention(
         q,
         k,
@@ -354,10 +380,13 @@ def calc_attn(
 def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     """Global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
 
-    Padding rows have positions from ``total_seqlen`` on. On the GPU where the group is for GPUs.
+    Padding rows repeat the position of the last token, so that tables as long as the sequence can be indexed
+    with it. (To find them: ``dispatch(torch.ones(total_seqlen), key)`` is 0 there.) On the GPU where the group
+    is for GPUs.
     """
     # A copy: callers may edit what they get, and the shard's own tensor decides who gets what.
-    return _RUNTIMES.get(key).shard.rows(default_device(key.cp_group)).clone()
+    rows = _RUNTIMES.get(key).shard.rows(default_device(key.cp_group))
+    return rows.clamp(max=max(key.mask.total_seqlen_q - 1, 0))
 
 
 @torch.compiler.disable
@@ -367,74 +396,21 @@ def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
     Raises:
         ValueError: no key was made for the group.
     """
-    return _RUNTIMES.most_recent(cp_group_of(cp_group))
+    return _RUNTIMES.most_recent(cp_group_of(cp_group, "cp_group"))
 
 
 @torch.compiler.disable
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
-    _RUNTIMES.clear(cp_group_of(cp_group))
+    _RUNTIMES.clear(cp_group_of(cp_group, "cp_group"))
 
 
-def _check_flags(pad_size: int, **flags: bool) -> None:
-    int_at_least(pad_size, "pad_size", 0)
-    for name, value in flags.items():
-        if not value:
-            raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
-
-
-def _new_key(
-    mask: AttnMask,
-    shape: AttnShape,
-    chunk_size: int | None,
-    cp_group_or_mesh: Group,
-    given: DistAttnConfig | MagiConfig | None,
-) -> DistAttnRuntimeKey:
-    environment = envs.load()
-    config = magi_config(given, environment.default_config(), chunk_size, shape)
-    return _registered(
-        DistAttnRuntimeKey(mask, *shape, cp_group=cp_group_of(cp_group_or_mesh), config=config), environment
-    )
-
-
-def _new_mask_key(
-    mask: AttnMask,
-    shape: AttnShape,
-    key: DistAttnRuntimeKey,
-    given: DistAttnConfig | MagiConfig | None,
-) -> DistAttnRuntimeKey:
-    """The key of ``mask`` over the tokens as ``key`` distributes them."""
-    environment = envs.load()
-    # A shape that is not given is in the inherited configuration already.
-    config = with_attn_shape(key.config, shape)
-    inherited = (key.num_heads_q, key.num_heads_kv, key.head_dim)
-    shape = tuple(old if new is None else new for new, old in zip(shape, inherited, strict=True))
-    if given is not None:
-        config = magi_config(given, environment.default_config(), None, shape)
-        config = replace(config, dispatch=key.config.dispatch)
-    # All masks over one dispatch share the key that made it, whichever of them was named.
-    first = key if key.key_for_dispatch is None else key.key_for_dispatch
-    return _registered(
-        DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first), environment
-    )
-
-
-def _registered(key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:
-    """``key`` with its lengths filled in, planned, and being compared over its group."""
-    dispatch_ = _RUNTIMES.get(key).plan.dispatch
-    padding = dispatch_.padded_seqlen - dispatch_.total_seqlen
-    key = replace(key, total_seqlen=dispatch_.padded_seqlen, pad_size=padding)
-    runtime: KeyRuntime = _RUNTIMES.register(key, environment.plan_cache_size)
-    # Also when the plan was there already: on another rank the same call may bring a new one.
-    if key.config.comm.verify and runtime.plan.cp_size > 1:
-        runtime.compare()
-    return key
-
-
-def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group):
+def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group, is_partial_grad: bool):
     name = make_key.__name__
     warnings.warn(f"{name.replace('_key', '_dispatch')}: use {name} and dispatch", DeprecationWarning, stacklevel=3)
     if cp_group is not None:
+        if kwargs.get("cp_group_or_mesh") is not None:
+            raise ValueError("cp_group: cp_group_or_mesh is given too")
         kwargs["cp_group_or_mesh"] = cp_group
     key = make_key(*args, **kwargs)
-    return dispatch(x, key), key
+    return dispatch(x, key, is_partial_grad=is_partial_grad), key

@@ -10,9 +10,32 @@ CommImpl = Literal["auto", "reference", "all_to_all"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa"]
 
 
+_MOST = (1 << 31) - 1
+
+
 def _check_count(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+        raise ValueError(f"{name}: expected a whole number of at least {least} and below 2**31, got {value!r}")
+
+
+def _check_flags(part: object, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(part, name), bool):
+            raise ValueError(f"{name}: expected True or False, got {getattr(part, name)!r}")
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+
+def _check_part(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name}: expected {wanted.__name__}, got {type(value).__name__}")
+
+
+def _is_number(value: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
 
 
 @dataclass(frozen=True)
@@ -25,6 +48,8 @@ class DispatchConfig:
             ``sorted_sequential`` deals the chunks, sorted by area, to and fro;
             ``sequential`` gives every rank one contiguous piece.
         chunk_size: tokens a chunk; chosen from the length and the number of ranks when None.
+        pad_size: tokens of padding at the end of the sequence, exactly so many or an error; as few
+            as make all shards equally long when None, on one rank none.
         uneven_shard: shards may differ in length and nothing is padded. False pads the
             sequence at its end so that all shards are equally long.
         alignment: shard lengths are multiples of this (tensor-parallel ranks with sequence
@@ -37,16 +62,18 @@ class DispatchConfig:
     uneven_shard: bool = False
     alignment: int = 1
     balance_tolerance: float = 1.01
+    pad_size: int | None = None
 
     def __post_init__(self) -> None:
-        known = ("affinity", "min_heap", "sorted_sequential", "sequential")
-        if self.algorithm not in known:
-            raise ValueError(f"algorithm: expected one of {', '.join(known)}, got {self.algorithm!r}")
+        _check_choice("algorithm", self.algorithm, ("affinity", "min_heap", "sorted_sequential", "sequential"))
+        _check_flags(self, "uneven_shard")
         if self.chunk_size is not None:
             _check_count("chunk_size", self.chunk_size, 1)
+        if self.pad_size is not None:
+            _check_count("pad_size", self.pad_size, 0)
         _check_count("alignment", self.alignment, 1)
-        if not self.balance_tolerance >= 1.0:
-            raise ValueError(f"balance_tolerance: expected a ratio of at least 1, got {self.balance_tolerance}")
+        if not _is_number(self.balance_tolerance) or not self.balance_tolerance >= 1.0:
+            raise ValueError(f"balance_tolerance: expected a ratio of at least 1, got {self.balance_tolerance!r}")
 
 
 @dataclass(frozen=True)
@@ -72,10 +99,10 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("tflops", "gbytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected a positive rate, got {getattr(self, name)}")
-        if not self.stage_latency_us >= 0:
-            raise ValueError(f"stage_latency_us: must not be negative, got {self.stage_latency_us}")
+            if not _is_number(getattr(self, name)) or not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected a positive rate, got {getattr(self, name)!r}")
+        if not _is_number(self.stage_latency_us) or not self.stage_latency_us >= 0:
+            raise ValueError(f"stage_latency_us: expected a number that is not negative, got {self.stage_latency_us!r}")
         for name in ("num_heads_q", "num_heads_kv", "head_dim", "element_bytes"):
             _check_count(name, getattr(self, name), 1)
         if self.head_dim_v is not None:
@@ -118,6 +145,8 @@ class OverlapConfig:
         if self.degree is not None:
             _check_count("degree", self.degree, 0)
         _check_count("max_degree", self.max_degree, 1)
+        _check_flags(self, "hide_tail_reduce")
+        _check_part("cost", self.cost, CostModel)
 
 
 @dataclass(frozen=True)
@@ -139,9 +168,8 @@ class AttendConfig:
     sanity_check: bool = False
 
     def __post_init__(self) -> None:
-        known = ("auto", "reference", "torch", "ffa")
-        if self.impl not in known:
-            raise ValueError(f"impl: expected one of {', '.join(known)}, got {self.impl!r}")
+        _check_choice("impl", self.impl, ("auto", "reference", "torch", "ffa"))
+        _check_flags(self, "deterministic")
         for name in ("forward_sm_margin", "backward_sm_margin"):
             _check_count(name, getattr(self, name), 0)
 
@@ -165,12 +193,9 @@ class CommConfig:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("impl", ("auto", "reference", "all_to_all")),
-            ("dsink_all_reduce", ("none", "sum", "avg")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        _check_choice("impl", self.impl, ("auto", "reference", "all_to_all"))
+        _check_choice("dsink_all_reduce", self.dsink_all_reduce, ("none", "sum", "avg"))
+        _check_flags(self, "backward_high_precision_reduce", "verify")
 
 
 @dataclass(frozen=True)
@@ -181,3 +206,9 @@ class MagiConfig:
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     attend: AttendConfig = field(default_factory=AttendConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+
+    def __post_init__(self) -> None:
+        _check_part("dispatch", self.dispatch, DispatchConfig)
+        _check_part("overlap", self.overlap, OverlapConfig)
+        _check_part("attend", self.attend, AttendConfig)
+        _check_part("comm", self.comm, CommConfig)

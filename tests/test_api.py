@@ -63,7 +63,6 @@ def block_causal_key(group, total=96, chunk_size=8, **options):
         attn_mask_type=[api.AttnMaskType.FULL] * blocks,
         total_seqlen_q=total,
         total_seqlen_k=total,
-        pad_size=0,
         chunk_size=chunk_size,
         cp_group_or_mesh=group,
         **SHAPE,
@@ -111,7 +110,7 @@ def test_flex_flash_attn_func_as_in_the_quick_start():
 
 
 def run_quick_start(rank, num_ranks):
-    """Token embeddings to a loss and back; gradients summed over ranks, as a framework would."""
+    """Embeddings to a loss and back; gradients of parameters summed over ranks, as a framework would."""
     torch.manual_seed(0)
     total_seqlen, embed_dim = 96, 16
     x = torch.randn(total_seqlen, embed_dim, dtype=torch.float64, requires_grad=True)
@@ -125,12 +124,12 @@ def run_quick_start(rank, num_ranks):
     local_out, meta = api.calc_attn(q=local_q, k=local_k, v=local_v, key=key, sink=sink, return_max_logits=True)
     total_out = api.undispatch(x=local_out, key=key)
     (total_out * weight).sum().backward()
-    grads = [x.grad, sink.grad, *(p.weight.grad for p in projections)]
+    grads = [sink.grad, *(p.weight.grad for p in projections)]
     if num_ranks > 1:
         for grad in grads:
             dist.all_reduce(grad)
     lse = api.undispatch(meta.lse, key)
-    return [t.detach() for t in (total_out, lse, meta.max_logits, *grads)]
+    return [t.detach() for t in (total_out, lse, meta.max_logits, x.grad, *grads)]
 
 
 def expected_quick_start():
@@ -310,7 +309,7 @@ def test_a_third_mask_may_be_made_from_the_key_of_the_second():
 
 
 def test_a_key_shows_its_mask_and_its_padding():
-    key = block_causal_key(None, chunk_size=40)
+    key = block_causal_key(None, chunk_size=40, pad_size=24)
     assert (key.total_seqlen_q, key.total_seqlen_k, key.pad_size, key.chunk_size) == (120, 120, 24, 40)
     assert key.q_ranges.to_naive_ranges()[1] == (24, 48)
     assert key.k_ranges.to_naive_ranges()[1] == (0, 48)
@@ -411,7 +410,10 @@ def test_names_of_mask_types_and_small_functions():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: api.magi_attn_flex_key([[0, 9]], [[0, 8]], "full", 8, 8), "q_range of slice 0"),
+        (
+            lambda: api.magi_attn_flex_key([[0, 9]], [[0, 8]], "full", 8, 8),
+            r"^q_ranges\[0\]: expected 0 <= start <= end <= 8, got \[0, 9\)",
+        ),
         (lambda: api.magi_attn_flex_key([[0, 8]] * 2, [[0, 8]] * 2, "full", 8, 8), "slice 0 .* slice 1 .* overlap"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 8]], "diagonal", 8, 8), "attn_mask_type"),
         (lambda: api.magi_attn_flex_key([[0, 8]], [[0, 8]], ["full"] * 2, 8, 8), "attn_mask_type: 2 types for 1"),
@@ -432,7 +434,7 @@ def test_names_of_mask_types_and_small_functions():
         (lambda: api.magi_attn_varlen_key([0, 5, 3], [0, 5, 3]), "cu_seqlens"),
         (lambda: api.magi_attn_varlen_key([0, 5], [0, 5], causal=True, window_size=(2, 0)), "window_size"),
         (lambda: api.dispatch(torch.zeros(7, 1), block_causal_key(None)), "x: 7 rows, the sequence has 96"),
-        (lambda: api.undispatch(torch.zeros(7, 1), block_causal_key(None)), "x_local"),
+        (lambda: api.undispatch(torch.zeros(7, 1), block_causal_key(None)), "^x: 7 rows"),
         (lambda: api.calc_attn(*random_qkv(0, 7), block_causal_key(None)), "q: expected"),
         (lambda: api.calc_attn(*random_qkv(0, 7), None), "key"),
         (lambda: api.make_flex_key_for_new_mask_after_dispatch([], [], [], None), "key_for_dispatch"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,26 @@ from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchCo
         (lambda: AttendConfig(forward_sm_margin=-4), "forward_sm_margin"),
         (lambda: CommConfig(impl="nccl"), "impl"),
         (lambda: CommConfig(dsink_all_reduce="max"), "dsink_all_reduce"),
+        (lambda: DispatchConfig(algorithm=["affinity"]), "algorithm"),
+        (lambda: DispatchConfig(chunk_size=True), "chunk_size"),
+        (lambda: DispatchConfig(chunk_size=2**63), "chunk_size"),
+        (lambda: DispatchConfig(pad_size=-1), "pad_size"),
+        (lambda: DispatchConfig(uneven_shard="no"), "uneven_shard"),
+        (lambda: DispatchConfig(balance_tolerance="1.01"), "balance_tolerance"),
+        (lambda: DispatchConfig(balance_tolerance=True), "balance_tolerance"),
+        (lambda: CostModel(tflops="fast"), "tflops"),
+        (lambda: CostModel(stage_latency_us=None), "stage_latency_us"),
+        (lambda: CostModel(num_heads_q=10**400), "num_heads_q"),
+        (lambda: OverlapConfig(hide_tail_reduce=1), "hide_tail_reduce"),
+        (lambda: OverlapConfig(cost=None), "cost"),
+        (lambda: AttendConfig(impl=None), "impl"),
+        (lambda: AttendConfig(deterministic="yes"), "deterministic"),
+        (lambda: CommConfig(verify=None), "verify"),
+        (lambda: MagiConfig(None), "dispatch"),
+        (lambda: MagiConfig(dispatch=OverlapConfig(), overlap=DispatchConfig()), "dispatch"),
+        (lambda: MagiConfig(overlap={}), "overlap"),
+        (lambda: MagiConfig(attend=CommConfig()), "attend"),
+        (lambda: MagiConfig(comm=AttendConfig), "comm"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(make, name) -> None:

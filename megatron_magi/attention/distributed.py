@@ -18,7 +18,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, make_options
+from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, check_tensor, make_options
 from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
 
@@ -138,6 +138,7 @@ def _check_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RankPlan, group: dist.ProcessGroup | None
 ) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
         if x.dim() != 3 or x.shape[0] != plan.num_rows:
             raise ValueError(
                 f"{name}: expected [{plan.num_rows}, heads, dim], the rows of this rank's shard, got {list(x.shape)}"
@@ -160,6 +161,7 @@ def _check_sink(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None
         raise ValueError(f"sink_layout: expected one of {', '.join(dims)}, got {layout!r}")
     if sink is None:
         return
+    check_tensor("sink", sink)
     if sink.dim() != dims[layout]:
         raise ValueError(
             f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}"

@@ -41,7 +41,7 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
 
     The gradient of ``x`` is this rank's alone: zero for the rows of other ranks. Where ``x`` is a
     parameter or was computed from one, the caller's reduction of parameter gradients over the
-    context-parallel ranks sums the parts.
+    context-parallel ranks sums the parts. `dispatch_replicated` gathers the whole instead.
 
     Args:
         x: global tensor, the same on all ranks, ``[..., total_seqlen, ...]``.
@@ -116,6 +116,47 @@ class UndispatchArgs:
         return max(self.shard_lengths)
 
 
+def dispatch_replicated(
+    x: torch.Tensor,
+    args: UndispatchArgs,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dim: int = 0,
+    pad_value: float = 0,
+    verify: bool = True,
+) -> torch.Tensor:
+    """`dispatch`, but with the whole gradient of ``x`` on every rank: that of each row from the rank that holds it.
+
+    The backward is collective: either all ranks run it or none. The gradient of padding rows is dropped.
+
+    Args:
+        x: global tensor, the same on all ranks, ``[..., total_seqlen, ...]``.
+        args: made by `UndispatchArgs.build`, on the device of ``x``.
+        group: the ranks.
+        dim, pad_value: as in `dispatch`.
+        verify: ranks that disagree, also in whether they want a gradient, get a message, see
+            `megatron_magi.comm.calls`.
+
+    Returns:
+        ``[..., num_rows, ...]``.
+
+    Raises:
+        ValueError: ``x`` has no dimension ``dim`` or not ``total_seqlen`` rows along it, or ``args``
+            is for another number of ranks.
+    """
+    dim = _dimension(dim, x)
+    _check_ranks(args, group)
+    if x.shape[dim] != args.gathered_index.numel():
+        raise ValueError(f"x: {x.shape[dim]} rows along dim {dim}, but args is for {args.gathered_index.numel()}")
+    rows = x.movedim(dim, 0)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return dispatch(rows, args.local_index, pad_value=pad_value).movedim(0, dim)
+    with calls_of(group, len(args.shard_lengths), verify) as calls:
+        # There will be a collective, on all ranks or on none.
+        calls.agree(RowsCall.of("dispatch", x, dim))
+        return _DispatchReplicated.apply(rows, args, group, pad_value, verify).movedim(0, dim)
+
+
 def undispatch(
     x_local: torch.Tensor,
     args: UndispatchArgs,
@@ -134,7 +175,7 @@ def undispatch(
         dim: dimension of the sequence.
         is_partial_grad: False when every rank has the whole gradient of the result (all compute
             the same from it): each takes its rows. True when each rank has a part: parts are
-            summed over the ranks.
+            summed over the ranks, which makes the backward collective.
         verify: ranks that disagree get a message, see `megatron_magi.comm.calls`.
 
     Returns:
@@ -148,8 +189,7 @@ def undispatch(
     num_ranks, num_rows = len(args.shard_lengths), args.shard_lengths[args.cp_rank]
     with calls_of(group, num_ranks, verify) as calls:
         dim = _dimension(dim, x_local)
-        if num_ranks > 1 and num_ranks != dist.get_world_size(group):
-            raise ValueError(f"args: for {num_ranks} ranks, group has {dist.get_world_size(group)}")
+        _check_ranks(args, group)
         if x_local.shape[dim] != num_rows:
             raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {num_rows}")
         calls.agree(RowsCall.of("undispatch", x_local, dim, is_partial_grad=is_partial_grad))
@@ -161,6 +201,32 @@ def _dimension(dim: int, x: torch.Tensor) -> int:
     if not -x.dim() <= integer(dim, "dim") < x.dim():
         raise ValueError(f"dim: {dim} is not a dimension of a tensor of shape {list(x.shape)}")
     return dim % x.dim()
+
+
+def _check_ranks(args: UndispatchArgs, group: dist.ProcessGroup | None) -> None:
+    num_ranks = len(args.shard_lengths)
+    if num_ranks > 1 and num_ranks != dist.get_world_size(group):
+        raise ValueError(f"args: for {num_ranks} ranks, group has {dist.get_world_size(group)}")
+
+
+class _DispatchReplicated(torch.autograd.Function):
+    """`dispatch_replicated` along dimension 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        args: UndispatchArgs,
+        group: dist.ProcessGroup | None,
+        pad_value: float,
+        verify: bool,
+    ) -> torch.Tensor:
+        ctx.args, ctx.group, ctx.verify = args, group, verify
+        return dispatch(x, args.local_index, pad_value=pad_value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return undispatch(grad, ctx.args, ctx.group, verify=ctx.verify), None, None, None, None
 
 
 class _Undispatch(torch.autograd.Function):

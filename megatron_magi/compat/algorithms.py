@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from megatron_magi.compat.arguments import flag, number
+from megatron_magi.mask.documents import integer
+
 
 class DispatchAlgType(Enum):
     """Names of dispatch algorithms, as in `DispatchAlg.type`."""
@@ -86,6 +89,9 @@ class ToppHeapDispatchAlg(DispatchAlg):
     type = DispatchAlgType.TOPP_HEAP
     is_affinity_considered = True
 
+    def __post_init__(self) -> None:
+        number(self.top_p, "top_p", 0.0)
+
 
 @dataclass(frozen=True)
 class SequentialDispatchAlg(DispatchAlg):
@@ -100,6 +106,9 @@ class SortedSequentialSelectAlg(DispatchAlg):
 
     allocation_ratio: float = 1.0
     type = DispatchAlgType.SORTED_SEQUENTIAL_SELECT
+
+    def __post_init__(self) -> None:
+        number(self.allocation_ratio, "allocation_ratio", 0.0)
 
 
 ALGORITHM_OF = {
@@ -138,6 +147,11 @@ class UniformOverlapAlg(OverlapAlg):
     random_costs: bool = False
     random_seed: int | None = None
     type = OverlapAlgType.UNIFORM
+
+    def __post_init__(self) -> None:
+        flag(self.random_costs, "random_costs")
+        if self.random_seed is not None:
+            integer(self.random_seed, "random_seed")
 
 
 @dataclass(frozen=True)

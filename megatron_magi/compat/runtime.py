@@ -101,8 +101,12 @@ class DistAttnRuntimeKey:
         return self.config.dispatch.chunk_size
 
 
-def cp_group_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+def cp_group_of(
+    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None, name: str = "cp_group_or_mesh"
+) -> dist.ProcessGroup | None:
     """The group behind a group, or a mesh of one or two dimensions, or nothing (one rank).
+
+    ``name`` is what a message calls the argument.
 
     Raises:
         ValueError: anything else.
@@ -114,12 +118,10 @@ def cp_group_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist
             return cp_group_or_mesh.get_group()
         if cp_group_or_mesh.ndim == 2:
             if cp_group_or_mesh.mesh_dim_names is None:
-                raise ValueError("cp_group_or_mesh: a mesh of two dimensions needs mesh_dim_names to become one group")
+                raise ValueError(f"{name}: a mesh of two dimensions needs mesh_dim_names to become one group")
             return cp_group_or_mesh._flatten().get_group()
-        raise ValueError(f"cp_group_or_mesh: expected one or two dimensions, got {cp_group_or_mesh.ndim}")
-    raise ValueError(
-        f"cp_group_or_mesh: expected a ProcessGroup, a DeviceMesh or None, got {type(cp_group_or_mesh).__name__}"
-    )
+        raise ValueError(f"{name}: expected one or two dimensions, got {cp_group_or_mesh.ndim}")
+    raise ValueError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(cp_group_or_mesh).__name__}")
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:

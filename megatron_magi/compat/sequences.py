@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_magi.mask.documents import int_at_least
+from megatron_magi.compat.arguments import tensor
+from megatron_magi.mask.documents import MAX_TOKENS, int_at_least
 
 
 def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
@@ -20,15 +21,33 @@ def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
 
 
 def squash_batch_dim(x: torch.Tensor) -> torch.Tensor:
-    """``[batch_size, seqlen, ...]`` to ``[batch_size * seqlen, ...]``: sequences one after the other."""
+    """``[batch_size, seqlen, ...]`` to ``[batch_size * seqlen, ...]``: sequences one after the other.
+
+    Raises:
+        ValueError: ``x`` is no tensor of two or more dimensions.
+    """
+    tensor(x, "x", "[batch_size, seqlen, ...]")
+    if x.dim() < 2:
+        raise ValueError(f"x: expected [batch_size, seqlen, ...], got shape {list(x.shape)}")
     return x.flatten(0, 1)
 
 
 def infer_varlen_mask_from_batch(
     batch_size: int, seq_len: int, device: torch.device | str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cumulative lengths of equally long sequences, for queries and keys, int32 ``[batch_size + 1]`` each."""
-    cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_len
+    """Cumulative lengths of equally long sequences, for queries and keys, int32 ``[batch_size + 1]`` each.
+
+    Raises:
+        ValueError: a number is no integer or negative, the tokens are too many for int32, or there is no
+            such device.
+    """
+    batch_size, seq_len = int_at_least(batch_size, "batch_size", 0), int_at_least(seq_len, "seq_len", 0)
+    if batch_size * seq_len > MAX_TOKENS:
+        raise ValueError(f"batch_size: {batch_size} sequences of {seq_len} tokens are more than {MAX_TOKENS} tokens")
+    try:
+        cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_len
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"device: {str(error).splitlines()[0]}") from None
     return cu_seqlens, cu_seqlens
 
 

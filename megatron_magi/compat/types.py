@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 from megatron_magi.compat.algorithms import (
@@ -13,10 +13,11 @@ from megatron_magi.compat.algorithms import (
     OverlapAlgType,
     UniformOverlapAlg,
 )
+from megatron_magi.compat.arguments import flag, instance
 from megatron_magi.compat.cost_factors import cost_factors, with_cost_factors
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.config import CostModel, MagiConfig
-from megatron_magi.mask import MaskType
+from megatron_magi.mask import AttnRange, MaskType
 from megatron_magi.mask.documents import int_array, int_at_least, integer
 
 
@@ -39,7 +40,10 @@ class AttnMaskType(Enum):
         Raises:
             ValueError: not 0, 1, 2 or 3.
         """
-        return _NAME_OF[MaskType(int_type)]
+        known = integer(int_type, "int_type")
+        if not 0 <= known <= 3:
+            raise ValueError(f"int_type: expected 0, 1, 2 or 3, got {known}")
+        return _NAME_OF[MaskType(known)]
 
 
 _NUMBER_OF = {
@@ -57,6 +61,8 @@ AnyMaskType = str | int | AttnMaskType | MaskType
 GeneralAttnMaskType = AnyMaskType | Sequence[AnyMaskType]
 AttnShape = tuple[int | None, int | None, int | None]  # num_heads_q, num_heads_kv, head_dim
 
+_SHAPE_NAMES = ("num_heads_q", "num_heads_kv", "head_dim")
+
 
 def mask_types(attn_mask_type: GeneralAttnMaskType, num_slices: int) -> list[int]:
     """Numbers of the mask types, one a slice; a single type stands for all slices.
@@ -67,7 +73,7 @@ def mask_types(attn_mask_type: GeneralAttnMaskType, num_slices: int) -> list[int
     if hasattr(attn_mask_type, "tolist"):
         attn_mask_type = int_array(attn_mask_type, "attn_mask_type", ndim=attn_mask_type.ndim).tolist()
     if isinstance(attn_mask_type, str | int | AttnMaskType):
-        attn_mask_type = [attn_mask_type] * num_slices
+        return [_mask_type(attn_mask_type)] * num_slices
     if not isinstance(attn_mask_type, Sequence):
         raise ValueError(f"attn_mask_type: expected a type or a list of types, got {attn_mask_type!r}")
     if len(attn_mask_type) != num_slices:
@@ -91,7 +97,11 @@ def as_ranges(ranges: Iterable, name: str) -> AttnRanges:
     Raises:
         ValueError: anything else, called ``name`` in the message.
     """
-    return ranges if isinstance(ranges, AttnRanges) else AttnRanges.from_ranges(ranges, name=name)
+    if isinstance(ranges, AttnRanges) and all(isinstance(r, AttnRange) for r in ranges):
+        return ranges
+    if isinstance(ranges, str | bytes | Mapping | Set):
+        raise ValueError(f"{name}: expected pairs (start, end), got {ranges!r}")
+    return AttnRanges.from_ranges(ranges, name=name)
 
 
 class AttnOverlapMode(Enum):
@@ -119,6 +129,9 @@ class DispatchConfig:
         if self.alg is not None and type(self.alg) not in ALGORITHM_OF:
             known = ", ".join(c.__name__ for c in ALGORITHM_OF)
             raise ValueError(f"alg: expected an instance of one of {known}, got {self.alg!r}")
+        if self.chunk_size is not None:
+            object.__setattr__(self, "chunk_size", int_at_least(self.chunk_size, "chunk_size", 1))
+        flag(self.uneven_shard, "uneven_shard")
 
 
 @dataclass(frozen=True)
@@ -147,14 +160,18 @@ class OverlapConfig:
     comm_cost_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        flag(self.enable, "enable")
+        instance(self.mode, "mode", AttnOverlapMode)
         if self.enable and (self.mode is AttnOverlapMode.STATIC) != (self.degree is not None):
             raise ValueError(
                 f"degree: a number with mode STATIC, None with DYNAMIC, got {self.degree} with {self.mode}"
             )
-        if self.degree is not None and self.degree < 0:
-            raise ValueError(f"degree: expected at least 0, got {self.degree}")
-        if self.dynamic_max_degree is not None and self.dynamic_max_degree < 1:
-            raise ValueError(f"dynamic_max_degree: expected at least 1 or None, got {self.dynamic_max_degree}")
+        if self.degree is not None:
+            int_at_least(self.degree, "degree", 0)
+        if self.dynamic_max_degree is not None:
+            int_at_least(self.dynamic_max_degree, "dynamic_max_degree", 1)
+        for name in ("min_chunk_size", "max_num_chunks"):
+            int_at_least(getattr(self, name), name, 1)
         for name in ("calc_cost_factor", "comm_cost_factor"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}: expected a positive number of microseconds, got {getattr(self, name)}")
@@ -178,6 +195,10 @@ class GrpCollConfig:
     num_nvl_bytes: int = int(2e9)
     num_rdma_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            int_at_least(getattr(self, f.name), f.name, 0, most=1 << 62)
+
 
 @dataclass(frozen=True)
 class DistAttnConfig:
@@ -188,29 +209,49 @@ class DistAttnConfig:
     overlap_config: OverlapConfig = field(default_factory=_chosen_overlap)
     grpcoll_config: GrpCollConfig = field(default_factory=GrpCollConfig)
 
+    def __post_init__(self) -> None:
+        instance(self.dispatch_config, "dispatch_config", DispatchConfig)
+        instance(self.overlap_config, "overlap_config", OverlapConfig)
+        instance(self.grpcoll_config, "grpcoll_config", GrpCollConfig)
+
 
 def magi_config(
     given: DistAttnConfig | MagiConfig | None,
     default: MagiConfig,
     chunk_size: int | None,
+    pad_size: int | None,
     attn_shape: AttnShape,
 ) -> MagiConfig:
     """The configuration that ``given`` stands for.
 
     Args:
-        given: a `MagiConfig` is used as it is, but for the chunk size.
+        given: a `MagiConfig` is used as it is, but for chunk size and padding.
         default: what fields have that ``given`` does not know.
         chunk_size: tokens a chunk, the argument of a key.
+        pad_size: tokens of padding, the argument of a key.
         attn_shape: query heads, key heads and head dimension, for the cost model; None is unknown.
 
     Raises:
-        ValueError: ``chunk_size`` was given twice, differently.
+        ValueError: ``chunk_size`` or ``pad_size`` was given twice, differently.
     """
-    if isinstance(given, MagiConfig):
-        return _with_chunk_size(given, chunk_size)
     given = DistAttnConfig() if given is None else given
-    if not isinstance(given, DistAttnConfig):
+    if isinstance(given, MagiConfig):
+        config = given
+    elif isinstance(given, DistAttnConfig):
+        config = _from_compat(given, default, attn_shape)
+    else:
         raise ValueError(f"dist_attn_config: expected DistAttnConfig or MagiConfig, got {type(given).__name__}")
+    for name, value, least in (("chunk_size", chunk_size, 1), ("pad_size", pad_size, 0)):
+        if value is None:
+            continue
+        value = int_at_least(value, name, least)
+        if getattr(config.dispatch, name) not in (None, value):
+            raise ValueError(f"{name}: {value}, but the configuration says {getattr(config.dispatch, name)}")
+        config = replace(config, dispatch=replace(config.dispatch, **{name: value}))
+    return config
+
+
+def _from_compat(given: DistAttnConfig, default: MagiConfig, attn_shape: AttnShape) -> MagiConfig:
     tokens, stages = given.dispatch_config, given.overlap_config
     dispatch = replace(default.dispatch, chunk_size=tokens.chunk_size, uneven_shard=tokens.uneven_shard)
     if tokens.alg is not None:
@@ -221,7 +262,7 @@ def magi_config(
     config = with_attn_shape(replace(default, dispatch=dispatch, overlap=overlap), attn_shape)
     # Factors are times of the whole shape, so they become rates after it is known.
     cost = with_cost_factors(config.overlap.cost, stages.calc_cost_factor, stages.comm_cost_factor)
-    return _with_chunk_size(replace(config, overlap=replace(config.overlap, cost=cost)), chunk_size)
+    return replace(config, overlap=replace(config.overlap, cost=cost))
 
 
 def dist_attn_config_of(config: MagiConfig) -> DistAttnConfig:
@@ -243,16 +284,19 @@ def dist_attn_config_of(config: MagiConfig) -> DistAttnConfig:
 
 def with_attn_shape(config: MagiConfig, attn_shape: AttnShape) -> MagiConfig:
     """``config`` with the numbers of ``attn_shape`` that are not None in its cost model."""
-    shape = dict(zip(("num_heads_q", "num_heads_kv", "head_dim"), attn_shape, strict=True))
-    given = {name: int_at_least(n, name, 1) for name, n in shape.items() if n is not None}
+    given = {name: n for name, n in zip(_SHAPE_NAMES, attn_shape, strict=True) if n is not None}
     cost: CostModel = replace(config.overlap.cost, **given)
     return replace(config, overlap=replace(config.overlap, cost=cost))
 
 
-def _with_chunk_size(config: MagiConfig, chunk_size: int | None) -> MagiConfig:
-    if chunk_size is None:
-        return config
-    chunk_size = int_at_least(chunk_size, "chunk_size", 1)
-    if config.dispatch.chunk_size not in (None, chunk_size):
-        raise ValueError(f"chunk_size: {chunk_size}, but the configuration says {config.dispatch.chunk_size}")
-    return replace(config, dispatch=replace(config.dispatch, chunk_size=chunk_size))
+def attn_shape_of(num_heads_q: int | None, num_heads_kv: int | None, head_dim: int | None) -> AttnShape:
+    """The three numbers as int; None is unknown.
+
+    Raises:
+        ValueError: one is no positive integer, or ``num_heads_kv`` does not divide ``num_heads_q``.
+    """
+    given = zip(_SHAPE_NAMES, (num_heads_q, num_heads_kv, head_dim), strict=True)
+    shape = tuple(None if n is None else int_at_least(n, name, 1) for name, n in given)
+    if shape[0] is not None and shape[1] is not None and shape[0] % shape[1]:
+        raise ValueError(f"num_heads_q: expected a multiple of num_heads_kv, {shape[1]}, got {shape[0]}")
+    return shape

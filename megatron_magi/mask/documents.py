@@ -12,6 +12,9 @@ from megatron_magi.mask.bands import IntArray
 IntArrayLike = Sequence[int] | np.ndarray | Any
 """A list, a numpy array, or anything that converts to one, such as a tensor on any device."""
 
+MAX_TOKENS = (1 << 31) - 1
+"""Tokens of a sequence, and any other count: their products, which areas are, fit 64 bits."""
+
 
 class Documents(NamedTuple):
     """Query and key bounds of each document, int64 ``[num_documents]`` each, half-open."""
@@ -39,7 +42,11 @@ def int_array(values: IntArrayLike, name: str, ndim: int = 1) -> IntArray:
         ValueError: not integers, or not of ``ndim`` dimensions.
     """
     if hasattr(values, "detach"):
+        if getattr(values, "is_meta", False):
+            raise ValueError(f"{name}: expected integers, got a tensor on the meta device")
         values = values.detach().cpu()
+    elif isinstance(values, list | tuple) and bool in map(type, values):
+        raise ValueError(f"{name}: expected integers, got {values!r}")
     try:
         array = np.asarray(values)
     except (ValueError, TypeError):
@@ -48,32 +55,38 @@ def int_array(values: IntArrayLike, name: str, ndim: int = 1) -> IntArray:
         return array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name}: expected integers, got {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
+        raise ValueError(f"{name}: expected integers below 2**63, got {array.max()}")
     if array.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {list(array.shape)}")
     return array.astype(np.int64)
 
 
 def integer(value: Any, name: str) -> int:
-    """``value`` as int; a number with a fraction is refused, not cut off.
+    """``value`` as int; a number with a fraction is refused, not cut off, and True is no number.
 
     Raises:
         ValueError: not an integer, nor an array or tensor of one.
     """
     try:
+        if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+            raise TypeError
         return int(value.__index__())
     except (AttributeError, TypeError):
         raise ValueError(f"{name}: expected an integer, got {value!r}") from None
 
 
-def int_at_least(value: Any, name: str, least: int) -> int:
+def int_at_least(value: Any, name: str, least: int, most: int = MAX_TOKENS) -> int:
     """``value`` as int.
 
     Raises:
-        ValueError: not an integer, or smaller than ``least``.
+        ValueError: not an integer, smaller than ``least`` or larger than ``most``.
     """
     number = integer(value, name)
     if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name}: expected at most {most}, got {number}")
     return number
 
 
@@ -81,7 +94,7 @@ def cumulative(cu_seqlens: IntArrayLike, name: str) -> IntArray:
     """Checked cumulative lengths, int64 ``[num_documents + 1]``.
 
     Raises:
-        ValueError: empty, not starting at 0, or decreasing somewhere.
+        ValueError: empty, not starting at 0, decreasing somewhere, or of too many tokens.
     """
     cu = int_array(cu_seqlens, name)
     if not len(cu) or cu[0] != 0:
@@ -90,6 +103,8 @@ def cumulative(cu_seqlens: IntArrayLike, name: str) -> IntArray:
     if len(falls):
         i = int(falls[0])
         raise ValueError(f"{name}: must not decrease, got {cu[i]} then {cu[i + 1]} at index {i + 1}")
+    if cu[-1] > MAX_TOKENS:
+        raise ValueError(f"{name}: expected at most {MAX_TOKENS} tokens, got {cu[-1]}")
     return cu
 
 
@@ -103,6 +118,8 @@ def lengths_to_cumulative(doc_lengths: IntArrayLike, name: str) -> IntArray:
     bad = np.flatnonzero(lengths < 0)
     if len(bad):
         raise ValueError(f"{name}: must not be negative, got {lengths[bad[0]]} at index {int(bad[0])}")
+    if len(lengths) and (lengths.max() > MAX_TOKENS or lengths.sum() > MAX_TOKENS):
+        raise ValueError(f"{name}: expected at most {MAX_TOKENS} tokens in all")
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 

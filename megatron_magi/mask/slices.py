@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_magi.mask import bands as bd
-from megatron_magi.mask.documents import int_array, integer
+from megatron_magi.mask.documents import MAX_TOKENS, int_array, integer
 from megatron_magi.mask.overlap import find_overlap
 
 
@@ -69,7 +69,10 @@ class AttnRange:
         pair = int_array(attn_range, name)
         if len(pair) != 2:
             raise ValueError(f"{name}: expected (start, end), got {pair.tolist()}")
-        return cls(*pair.tolist())
+        try:
+            return cls(*pair.tolist())
+        except ValueError as error:
+            raise type(error)(f"{name}: {str(error).removeprefix('range: ')}") from None
 
     @property
     def seqlen(self) -> int:
@@ -273,14 +276,18 @@ class AttnMask:
         for name, total in (("total_seqlen_q", self.total_seqlen_q), ("total_seqlen_k", self.total_seqlen_k)):
             if total < 0:
                 raise ValueError(f"{name}: must not be negative, got {total}")
+            if total > MAX_TOKENS:
+                raise ValueError(f"{name}: expected at most {MAX_TOKENS} tokens, got {total}")
         for what, lo, hi, total in (("q_range", 0, 1, self.total_seqlen_q), ("k_range", 2, 3, self.total_seqlen_k)):
             bad = np.flatnonzero((t[:, lo] < 0) | (t[:, lo] > t[:, hi]) | (t[:, hi] > total))
             if len(bad):
                 i = int(bad[0])
-                raise ValueError(f"{what} of slice {i}: [{t[i, lo]}, {t[i, hi]}) is not a range in [0, {total})")
+                raise ValueError(
+                    f"slices: {what} of slice {i}: [{t[i, lo]}, {t[i, hi]}) is not a range in [0, {total})"
+                )
         bad = np.flatnonzero((t[:, 4] < 0) | (t[:, 4] > 3))
         if len(bad):
-            raise ValueError(f"mask_type of slice {int(bad[0])}: expected 0, 1, 2 or 3, got {t[bad[0], 4]}")
+            raise ValueError(f"slices: mask_type of slice {int(bad[0])}: expected 0, 1, 2 or 3, got {t[bad[0], 4]}")
         pair = find_overlap(self.bands_untightened)
         if pair is not None:
             i, j, q, k = pair
@@ -365,6 +372,8 @@ def _packed(table: np.ndarray, digest: bytes) -> np.ndarray:
 
 def _slice_table(slices: Iterable[AttnSlice] | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:
     if not hasattr(slices, "tolist"):
+        if not isinstance(slices, Iterable):
+            raise ValueError(f"slices: expected rows of five integers or AttnSlice objects, got {slices!r}")
         rows = [(*s.q_range, *s.k_range, s.mask_type) if isinstance(s, AttnSlice) else s for s in slices]
         slices = rows if rows else np.zeros((0, 5), np.int64)
     table = int_array(slices, "slices", ndim=2)

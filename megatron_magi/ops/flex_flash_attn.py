@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.mask_tensors import mask_of_arrays, mask_of_ranges
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import check_qkv, check_sink, make_options
+from megatron_magi.ops.options import check_qkv, check_sink, check_tensor, make_options
 from megatron_magi.ops.slice_attention import attend, slice_attention_traced
 
 RangesLike = Tensor | Sequence[Sequence[int]] | None
@@ -85,10 +85,15 @@ def flex_flash_attn_func(
         ValueError: an argument, named in the message, has a wrong shape, dtype or value; two
             slices cover a common (query, key) pair (both are named).
     """
-    if sink_layout not in ("sh", "ssh"):
+    if not isinstance(sink_layout, str) or sink_layout not in ("sh", "ssh"):
         raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
     if (q_ranges is None) != (k_ranges is None):
         raise ValueError("q_ranges, k_ranges: give both or none")
+    for name, value in (("deterministic", deterministic), ("return_max_logits", return_max_logits)):
+        if value is not True and value is not False:
+            raise ValueError(f"{name}: expected True or False, got {value!r}")
+    for name, x in (("q", q), ("k", k), ("v", v), *([] if sink is None else [("sink", sink)])):
+        check_tensor(name, x)
     if sink is not None and sink.ndim != len(sink_layout):
         raise ValueError(f"sink: layout {sink_layout!r} has {len(sink_layout)} dimensions, got {list(sink.shape)}")
     if q_ranges is None or k_ranges is None:
@@ -127,9 +132,13 @@ def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
 
 def _as_array(name: str, values: Tensor | Iterable) -> np.ndarray:
     if isinstance(values, Tensor):
+        if values.is_meta:
+            raise ValueError(f"{name}: expected integers, got a tensor on the meta device")
         return values.numpy(force=True)
     if isinstance(values, np.ndarray):
         return values
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise ValueError(f"{name}: expected a tensor or a list, got {values!r}")
     items = [tuple(item) if isinstance(item, Iterable) else item for item in values]
     if len({len(item) if isinstance(item, tuple) else 0 for item in items}) > 1:
         raise ValueError(f"{name}: expected entries of one length, got {items}")

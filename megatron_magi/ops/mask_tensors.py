@@ -65,15 +65,27 @@ def mask_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -
     key = (num_rows, num_keys, *((array.tobytes(), array.dtype, array.shape) for array in ranges))
     mask = _masks.get(key)
     if mask is None:
-        mask = AttnMask(_slice_table(ranges), num_rows, num_keys)
+        table = _slice_table(ranges)
+        try:
+            mask = AttnMask(table, num_rows, num_keys)
+        except ValueError as error:
+            raise ValueError(_renamed(str(error).removeprefix("slices: "))) from None
         _masks.put(key, mask, 4 * mask.table.nbytes)
     return mask
+
+
+def _renamed(message: str) -> str:
+    """What `AttnMask` says of its slices, beginning with the argument that they came from."""
+    columns = dict(zip(("q_range", "k_range", "mask_type"), _NAMES, strict=True))
+    return f"{columns.get(message.split()[0], 'q_ranges, k_ranges')}: {message}"
 
 
 def _slice_table(ranges: Sequence[np.ndarray]) -> np.ndarray:
     for name, array in zip(_NAMES, ranges, strict=False):
         if array.dtype.kind not in "iu":
             raise ValueError(f"{name}: expected integers, got {array.dtype}")
+        if array.ndim == 0 or (array.dtype == np.uint64 and array.size and array.max() >= 1 << 63):
+            raise ValueError(f"{name}: expected a list of integers of 64 bits, got {array}")
         wanted = (len(array),) if name == "attn_type_map" else (len(array), 2)
         if array.size and array.shape != wanted:
             raise ValueError(f"{name}: expected shape {['n', *wanted[1:]]}, got {list(array.shape)}")
@@ -130,6 +142,8 @@ def _identity(t: Tensor) -> tuple:
 
 
 def _array(t: Tensor) -> np.ndarray:
+    if t.is_meta:
+        raise ValueError("q_ranges, k_ranges, attn_type_map: a tensor is on the meta device")
     # Floats are refused by `_slice_table`; not all of them are known to numpy.
     return (t.float() if t.dtype == torch.bfloat16 else t).numpy(force=True)
 

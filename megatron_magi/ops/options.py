@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.mask.documents import int_at_least
 from megatron_magi.ops.frozen import FrozenMemo
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,10 +60,26 @@ def make_options(
 
     Results are deterministic also where ``torch.use_deterministic_algorithms`` asks for it.
     """
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(q.shape[-1])
+    softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else _number(softmax_scale, "softmax_scale")
+    softcap = _number(softcap, "softcap")
     deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
-    return _options(float(softmax_scale), float(softcap), deterministic, int(sm_margin), bool(sanity_check))
+    sm_margin = int_at_least(sm_margin, "sm_margin", 0)
+    return _options(softmax_scale, softcap, deterministic, sm_margin, bool(sanity_check))
+
+
+def _number(value: Any, name: str) -> float:
+    """``value``, a number or a tensor or array of one, as float; ValueError for all else."""
+    if type(value) is float:
+        return value
+    try:
+        # A parameter would get no gradient, and a number in text is a mistake.
+        is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+        if is_bool or isinstance(value, str | bytes) or getattr(value, "requires_grad", False):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name}: expected a number, got {what}") from None
 
 
 @lru_cache(maxsize=256)
@@ -71,6 +89,8 @@ def _options(softmax_scale: float, softcap: float, deterministic: bool, sm_margi
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ValueError, naming the argument, unless q, k and v fit together."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, t)
     of_q, of_k, of_v, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
     if (
         len(of_q) == len(of_k) == len(of_v) == 3
@@ -104,8 +124,15 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q: expected num_heads_q to be a multiple of num_heads_kv, {k.shape[1]}, got {q.shape[1]}")
 
 
+def check_tensor(name: str, t: Any) -> None:
+    """Raises ValueError, naming the argument, unless it is a tensor."""
+    if not isinstance(t, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(t).__name__}")
+
+
 def check_like(name: str, t: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raises ValueError, naming the argument, unless it is a float tensor of this shape and device."""
+    check_tensor(name, t)
     if tuple(t.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(t.shape)}")
     if t.dtype not in FLOAT_DTYPES:
@@ -116,6 +143,7 @@ def check_like(name: str, t: Tensor, shape: tuple[int, ...], device: torch.devic
 
 def check_sink(sink: Tensor, q: Tensor) -> None:
     """Raises ValueError unless ``sink`` has one of the two layouts and the device of q."""
+    check_tensor("sink", sink)
     num_rows, num_heads_q = q.shape[:2]
     if not sink.dtype.is_floating_point:
         raise ValueError(f"sink: expected a floating-point dtype, got {sink.dtype}")
@@ -130,22 +158,22 @@ def check_sink(sink: Tensor, q: Tensor) -> None:
         )
 
 
-def check_bands(bands: np.ndarray, num_rows: int, num_keys: int) -> np.ndarray:
-    """The table, if it lies inside ``num_rows`` x ``num_keys``; else ValueError."""
+def check_bands(bands: np.ndarray, num_rows: int, num_keys: int, name: str = "bands") -> np.ndarray:
+    """The table, if it lies inside ``num_rows`` x ``num_keys``; else ValueError, in which it is called ``name``."""
     known = _checked.get(bands)
     if known is not None and known[0] <= num_rows and known[1] <= num_keys:
         return bands
     if not isinstance(bands, np.ndarray) or bands.ndim != 2 or bands.shape[1] != bd.NUM_COLUMNS:
         got = list(bands.shape) if hasattr(bands, "shape") else type(bands).__name__
-        raise ValueError(f"bands: expected an int64 array [n, {bd.NUM_COLUMNS}], got {got}")
+        raise ValueError(f"{name}: expected an int64 array [n, {bd.NUM_COLUMNS}], got {got}")
     if bands.dtype != np.int64:
-        raise ValueError(f"bands: expected dtype int64, got {bands.dtype}")
+        raise ValueError(f"{name}: expected dtype int64, got {bands.dtype}")
     for what, lo, hi, total in (("queries", bd.Q0, bd.Q1, num_rows), ("keys", bd.K0, bd.K1, num_keys)):
         bad = (bands[:, lo] < 0) | (bands[:, lo] > bands[:, hi]) | (bands[:, hi] > total)
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
             raise ValueError(
-                f"bands: {what} of band {i}, [{bands[i, lo]}, {bands[i, hi]}), are not a range in [0, {total})"
+                f"{name}: {what} of band {i}, [{bands[i, lo]}, {bands[i, hi]}), are not a range in [0, {total})"
             )
     _checked.put(bands, (num_rows, num_keys))
     return bands

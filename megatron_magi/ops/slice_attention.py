@@ -53,14 +53,14 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
         ValueError: there is no implementation of that name. (One that does not take the tensors
             says so itself when it is called.)
     """
-    if impl == "auto":
+    if isinstance(impl, str) and impl == "auto":
         impl = "torch"
         if q.device.type == "cuda":
             if _module("ffa").is_supported(q, v, deterministic):
                 impl = "ffa"
             else:
                 _module("ffa").say_why_not(q, v)
-    if impl not in IMPLS:
+    if not isinstance(impl, str) or impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
     return _module(impl)
 
@@ -355,7 +355,9 @@ def slice_attention(
             )
         bands = mask.bands
     else:
-        bands = check_bands(mask_or_bands, q.shape[0], k.shape[0])
+        bands = check_bands(mask_or_bands, q.shape[0], k.shape[0], "mask_or_bands")
+    if sink is not None:
+        check_sink(sink, q)
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     return attend(q, k, v, sink, bands, options, impl, return_max_logits)
 

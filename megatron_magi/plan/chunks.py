@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from megatron_magi.config import DispatchConfig
@@ -15,28 +17,72 @@ _MIN_CHUNK = 128
 _MAX_CHUNK = 2048
 _FEWEST_CHUNKS_PER_RANK = 4
 """Short sequences: balance matters more than full tiles."""
+_MAX_PADDING = 1 << 16
+"""Rows that padding alone may give a rank. More is a mistake in a size; less may be a short batch of a long run."""
 
 
 def chunk_bounds(total_seqlen: int, cp_size: int, config: DispatchConfig) -> np.ndarray:
     """Boundaries of the chunks, int64 ``[num_chunks + 1]``, from 0 to the padded length.
 
     With even shards the number of chunks is a multiple of ``cp_size`` and all are equally
-    long; the padding is the smallest that allows it. With ``uneven_shard`` there is no padding
-    and the last chunk may be short.
+    long; the padding is the smallest that allows it, or ``config.pad_size``. With ``uneven_shard``
+    and on one rank the last chunk may be short, so neither needs padding.
+
+    Raises:
+        ValueError: a chunk, the alignment or the padding is far longer than a rank's share, or
+            shards cannot be even with this padding.
     """
+    _check_sizes(total_seqlen, cp_size, config)
     if config.uneven_shard:
-        size = config.chunk_size or _wanted_chunk(-(-total_seqlen // cp_size))
-        return np.append(np.arange(0, total_seqlen, size, dtype=np.int64), total_seqlen)
-    if config.chunk_size is not None:
-        size = config.chunk_size
-        per_rank = max(1, -(-total_seqlen // (size * cp_size)))
-        while size * per_rank % config.alignment:
-            per_rank += 1
+        return _contiguous(total_seqlen, config.chunk_size or _wanted_chunk(-(-total_seqlen // cp_size)))
+    if config.pad_size is not None:
+        shard = (total_seqlen + config.pad_size) // cp_size
     else:
         shard = max(1, -(-total_seqlen // cp_size))
         shard = -(-shard // config.alignment) * config.alignment
+    if cp_size == 1:
+        return _contiguous(shard, config.chunk_size or _wanted_chunk(shard))
+    if config.pad_size is not None:
+        size = config.chunk_size or _dividing_chunk(shard)
+        per_rank = shard // size
+    elif config.chunk_size is not None:
+        size = config.chunk_size
+        per_rank = -(-shard // size)
+        while size * per_rank % config.alignment:
+            per_rank += 1
+    else:
         per_rank, size = _even_chunks(shard, config.alignment)
     return np.arange(cp_size * per_rank + 1, dtype=np.int64) * size
+
+
+def _check_sizes(total_seqlen: int, cp_size: int, config: DispatchConfig) -> None:
+    what = f"{total_seqlen} tokens over {cp_size} rank(s)"
+    most = max(-(-total_seqlen // cp_size), _MAX_PADDING)
+    for name, value in (("chunk_size", config.chunk_size), ("alignment", config.alignment)):
+        if value is not None and value > most:
+            raise ValueError(f"{name}: expected at most {most} for {what}, got {value}")
+    pad_size = config.pad_size
+    if pad_size is None or (config.uneven_shard and not pad_size):
+        return
+    if config.uneven_shard:
+        raise ValueError(f"pad_size: uneven shards have no padding, got {pad_size}")
+    unit = config.alignment * cp_size
+    if cp_size > 1 and config.chunk_size is not None:
+        what += f" in chunks of {config.chunk_size}"
+        unit = math.lcm(config.alignment, config.chunk_size) * cp_size
+    if total_seqlen + pad_size == 0 or (total_seqlen + pad_size) % unit:
+        need = -total_seqlen % unit if total_seqlen else unit
+        raise ValueError(
+            f"pad_size: got {pad_size}, but {what} need {need} (or more by a multiple of {unit}); "
+            "leave it out to have it computed"
+        )
+    if pad_size > most * cp_size:
+        raise ValueError(f"pad_size: expected at most {most * cp_size} for {what}, got {pad_size}")
+
+
+def _contiguous(seqlen: int, size: int) -> np.ndarray:
+    """Chunks of ``size`` tokens, the last one as short as it comes."""
+    return np.append(np.arange(0, seqlen, size, dtype=np.int64), seqlen)
 
 
 def _wanted_chunk(shard: int) -> int:
@@ -59,6 +105,18 @@ def _even_chunks(shard: int, alignment: int) -> tuple[int, int]:
         best = rank if best is None else min(best, rank)
     assert best is not None
     return best[3], best[4]
+
+
+def _dividing_chunk(shard: int) -> int:
+    """The size of chunks that divide ``shard``: near the wanted one, whole tiles first, else the next larger one."""
+    low = np.arange(1, math.isqrt(shard) + 1, dtype=np.int64)
+    low = low[shard % low == 0]
+    size = np.unique(np.concatenate([low, shard // low]))
+    wanted = _wanted_chunk(shard)
+    size = size[2 * size >= wanted]
+    factor = np.maximum(size / wanted, wanted / size)
+    is_near = factor <= 2
+    return int(size[np.lexsort((factor, is_near & (size % _MIN_CHUNK != 0), ~is_near))[0]])
 
 
 def chunk_areas(mask: AttnMask, bounds: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
+from megatron_magi.mask.documents import int_at_least
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.overlap import choose_degree
@@ -18,6 +19,7 @@ from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
+_MAX_RANKS = 1 << 16
 _FORMAT = b"plan-1"
 """Part of the hash: ranks that run different versions of the planner must not agree."""
 
@@ -126,15 +128,19 @@ def make_plan(
         ValueError: an argument is out of range, or ``dispatch`` does not fit.
     """
     config = MagiConfig() if config is None else config
+    for name, value, wanted in (("mask", mask, AttnMask), ("config", config, MagiConfig)):
+        if not isinstance(value, wanted):
+            raise ValueError(f"{name}: expected {wanted.__name__}, got {type(value).__name__}")
+    cp_size = int_at_least(cp_size, "cp_size", 1, most=_MAX_RANKS)
     if mask.total_seqlen_q != mask.total_seqlen_k:
         raise ValueError(
             f"mask: queries and keys must be the same tokens, got total_seqlen_q={mask.total_seqlen_q} and "
             f"total_seqlen_k={mask.total_seqlen_k}"
         )
-    if cp_size < 1:
-        raise ValueError(f"cp_size: expected at least 1, got {cp_size}")
     if dispatch is None:
         dispatch = make_dispatch(mask, config.dispatch, cp_size)
+    elif not isinstance(dispatch, Dispatch):
+        raise ValueError(f"dispatch: expected Dispatch or None, got {type(dispatch).__name__}")
     elif dispatch.total_seqlen != mask.total_seqlen_q or dispatch.cp_size != cp_size:
         raise ValueError(
             f"dispatch: made for {dispatch.total_seqlen} tokens over {dispatch.cp_size} ranks, "

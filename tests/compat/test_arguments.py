@@ -33,7 +33,7 @@ def flex_key(q_ranges=((0, 8),), k_ranges=((0, 8),), attn_mask_type="full", tota
         (lambda: flex_key(attn_mask_type=1.5), "attn_mask_type"),
         (lambda: flex_key(attn_mask_type=torch.tensor([1.5])), "attn_mask_type: expected integers"),
         (lambda: flex_key(total_q=8.5), "total_seqlen_q: expected an integer"),
-        (lambda: flex_key(pad_size=None), "pad_size: expected an integer, got None"),
+        (lambda: flex_key(pad_size=2.5), "pad_size: expected an integer, got 2.5"),
         (lambda: flex_key(num_heads_q=0), "num_heads_q: expected at least 1"),
         (lambda: flex_key(head_dim=2.5), "head_dim: expected an integer"),
         (lambda: api.magi_attn_varlen_key([0, 8], [0, 8], window_size=4), "window_size"),
@@ -74,8 +74,8 @@ def test_a_new_mask_is_planned_for_the_heads_it_is_given():
 
     key = flex_key(num_heads_q=32, num_heads_kv=8, head_dim=64)
     assert new_cost(key) == key.config.overlap.cost
-    cost = new_cost(key, num_heads_q=4, head_dim=256)
-    assert (cost.num_heads_q, cost.num_heads_kv, cost.head_dim) == (4, 8, 256)
+    cost = new_cost(key, num_heads_q=16, head_dim=256)
+    assert (cost.num_heads_q, cost.num_heads_kv, cost.head_dim) == (16, 8, 256)
     ours = MagiConfig(overlap=Overlap(cost=CostModel(num_heads_q=16)))
     assert new_cost(flex_key(dist_attn_config=ours), num_heads_kv=2).num_heads_q == 16
 

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import count_cover, dense_mask
 from megatron_magi.plan import Plan, PlanCache, StepKind, make_plan
 from megatron_magi.plan import plan as plan_module
+from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.partition import areas_by_place, partition
 
 ALGORITHMS = ("affinity", "min_heap", "sorted_sequential", "sequential")
@@ -245,6 +247,73 @@ def test_documents_that_fit_their_ranks_move_nothing() -> None:
     plan = make_plan(documents([256] * 4), MagiConfig(dispatch=DispatchConfig(chunk_size=256)), 4)
     assert plan.degree == 0
     assert plan.stats().received_rows == (0, 0, 0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seqlen=st.integers(0, 3000),
+    pad_size=st.integers(0, 3000),
+    chunk_size=st.sampled_from([None, 1, 7, 128]),
+    alignment=st.sampled_from([1, 4]),
+    cp_size=st.integers(1, 5),
+)
+def test_a_padding_that_is_given_is_kept_or_refused(seqlen, pad_size, chunk_size, alignment, cp_size) -> None:
+    config = DispatchConfig(pad_size=pad_size, chunk_size=chunk_size, alignment=alignment)
+    unit = alignment * cp_size
+    if chunk_size is not None and cp_size > 1:
+        unit = np.lcm(alignment, chunk_size) * cp_size
+    mask = AttnMask([(0, seqlen, 0, seqlen, 1)], seqlen)
+    if seqlen + pad_size == 0 or (seqlen + pad_size) % unit:
+        with pytest.raises(ValueError, match=f"^pad_size: got {pad_size}, but {seqlen} tokens"):
+            make_plan(mask, MagiConfig(dispatch=config), cp_size)
+        return
+    dispatch = make_plan(mask, MagiConfig(dispatch=config), cp_size).dispatch
+    assert dispatch.padded_seqlen == seqlen + pad_size
+    assert set(dispatch.shard_lengths) == {(seqlen + pad_size) // cp_size}
+    if chunk_size is not None and cp_size > 1:
+        assert (np.diff(dispatch.chunk_bounds) == chunk_size).all()
+
+
+@pytest.mark.parametrize(
+    ("shard", "size"), [(4096, 128), (5000, 125), (4093, 4093), (8186, 4093), (2**31 - 1, 2**31 - 1)]
+)
+def test_chunks_that_divide_a_given_padding_are_few_and_near_the_usual_size(shard, size) -> None:
+    bounds = chunk_bounds(2 * shard, 2, DispatchConfig(pad_size=0))
+    assert bounds[1] == size and bounds[-1] == 2 * shard
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5, 512])
+def test_one_rank_needs_no_padding(chunk_size) -> None:
+    config = DispatchConfig(chunk_size=chunk_size)
+    assert make_plan(documents([777]), MagiConfig(dispatch=config), 1).dispatch.padded_seqlen == 777
+    config = DispatchConfig(chunk_size=chunk_size, alignment=8)
+    assert make_plan(documents([777]), MagiConfig(dispatch=config), 1).dispatch.padded_seqlen == 784
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda mask: make_plan(torch.zeros(8, 8)), "mask"),
+        (lambda mask: make_plan(None), "mask"),
+        (lambda mask: make_plan(mask, DispatchConfig()), "config"),
+        (lambda mask: make_plan(mask, cp_size=2.0), "cp_size"),
+        (lambda mask: make_plan(mask, cp_size=True), "cp_size"),
+        (lambda mask: make_plan(mask, cp_size="2"), "cp_size"),
+        (lambda mask: make_plan(mask, cp_size=10**7), "cp_size"),
+        (lambda mask: make_plan(mask, dispatch=mask), "dispatch"),
+        (lambda mask: make_plan(mask, MagiConfig(dispatch=DispatchConfig(chunk_size=10**7))), "chunk_size"),
+        (lambda mask: make_plan(mask, MagiConfig(dispatch=DispatchConfig(alignment=10**7)), 2), "alignment"),
+        (lambda mask: make_plan(mask, MagiConfig(dispatch=DispatchConfig(pad_size=10**7))), "pad_size"),
+    ],
+)
+def test_arguments_of_another_kind_or_size_are_refused_by_name(make, name) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: expected"):
+        make(documents([16]))
+
+
+def test_a_long_sequence_may_have_long_chunks() -> None:
+    config = MagiConfig(dispatch=DispatchConfig(chunk_size=1 << 17))
+    assert make_plan(documents([1 << 18]), config, 2).dispatch.shard_lengths == (1 << 17,) * 2
 
 
 def test_fewer_tokens_than_ranks_need_even_shards() -> None:

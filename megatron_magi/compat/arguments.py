@@ -1,0 +1,94 @@
+"""Checks of arguments that the public functions share. Cheap: they look at types and shapes, never at content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+import torch
+
+
+def flag(value: Any, name: str) -> bool:
+    """``value``, which must be True or False.
+
+    Raises:
+        ValueError: anything else; ``"no"`` and 2 would count as True.
+    """
+    if value is not True and value is not False:
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+    return value
+
+
+def number(value: Any, name: str, least: float, what: str = "") -> None:
+    """Raises ValueError unless ``value`` is a finite number of at least ``least``."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number of at least {least}{what}, got {value!r}")
+
+
+def instance(value: Any, name: str, *classes: type) -> None:
+    """Raises ValueError unless ``value`` is an instance of one of ``classes``."""
+    if not isinstance(value, classes):
+        known = " or ".join(c.__name__ for c in classes)
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{name}: expected {known}, got {got}")
+
+
+def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
+    """``x``, which must be a tensor of at least one dimension.
+
+    Raises:
+        ValueError: it is not; ``shape`` says what was expected.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name}: expected a tensor {shape}, got {type(x).__name__}")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: expected a tensor {shape}, got one without dimensions")
+    return x
+
+
+@contextmanager
+def renamed(inside: str, outside: str) -> Iterator[None]:
+    """A ValueError of the block that begins with the argument ``inside`` begins with ``outside`` instead."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith(f"{inside}:"):
+            raise
+        raise ValueError(f"{outside}:{str(error).removeprefix(inside + ':')}") from None
+
+
+def rows(x: Any, name: str, num_rows: int, whose: str) -> torch.Tensor:
+    """``x``, which must be a tensor with ``num_rows`` rows, of which ``whose`` says what they are.
+
+    Raises:
+        ValueError: it is not.
+    """
+    tensor(x, name, f"[{num_rows}, ...]")
+    if x.shape[0] != num_rows:
+        raise ValueError(f"{name}: {x.shape[0]} rows, {whose}")
+    return x
+
+
+def check_pad_value(value: Any, dtype: torch.dtype) -> None:
+    """Raises ValueError unless ``value`` is a number that a tensor of ``dtype`` can hold, and not NaN."""
+    if not isinstance(value, Real) or (isinstance(value, bool) and dtype is not torch.bool):
+        raise ValueError(f"pad_value: expected a number, got {value!r}")
+    if value == 0:
+        return
+    if dtype is torch.bool:
+        if value != 1:
+            raise ValueError(f"pad_value: expected True or False for {dtype}, got {value!r}")
+    elif dtype.is_floating_point or dtype.is_complex:
+        _check_float(value, dtype)
+    elif not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max or value != int(value):
+        raise ValueError(f"pad_value: expected a whole number that fits {dtype}, got {value!r}")
+
+
+def _check_float(value: Any, dtype: torch.dtype) -> None:
+    if value != value:
+        raise ValueError("pad_value: NaN in padding rows would reach others, as attention multiplies hidden rows by 0")
+    largest = torch.finfo(dtype).max
+    if abs(value) > largest and abs(value) != float("inf"):
+        raise ValueError(f"pad_value: expected at most {largest:g} for {dtype}, got {value!r}")

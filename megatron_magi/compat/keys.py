@@ -1,0 +1,74 @@
+"""Keys from what users pass: configuration resolved, plan made, ranks compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_magi import envs
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, cp_group_of
+from megatron_magi.compat.types import AttnShape, DistAttnConfig, attn_shape_of, magi_config, with_attn_shape
+from megatron_magi.config import MagiConfig
+from megatron_magi.mask import AttnMask
+
+
+def new_key(
+    runtimes: RuntimeCache,
+    mask: AttnMask,
+    shape: AttnShape,
+    pad_size: int | None,
+    chunk_size: int | None,
+    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None,
+    given: DistAttnConfig | MagiConfig | None,
+) -> DistAttnRuntimeKey:
+    """The key of ``mask``, planned by ``runtimes``; the other arguments are those of `magi_attn_flex_key`.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong.
+    """
+    environment = envs.load()
+    shape = attn_shape_of(*shape)
+    config = magi_config(given, environment.default_config(), chunk_size, pad_size, shape)
+    key = DistAttnRuntimeKey(mask, *shape, cp_group=cp_group_of(cp_group_or_mesh), config=config)
+    return _registered(runtimes, key, environment)
+
+
+def new_mask_key(
+    runtimes: RuntimeCache,
+    mask: AttnMask,
+    shape: AttnShape,
+    key: DistAttnRuntimeKey,
+    given: DistAttnConfig | MagiConfig | None,
+) -> DistAttnRuntimeKey:
+    """The key of ``mask`` over the tokens as ``key`` distributes them.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong.
+    """
+    environment = envs.load()
+    shape = attn_shape_of(*shape)
+    # A shape that is not given is in the inherited configuration already.
+    config = with_attn_shape(key.config, shape)
+    inherited = (key.num_heads_q, key.num_heads_kv, key.head_dim)
+    shape = attn_shape_of(*(old if new is None else new for new, old in zip(shape, inherited, strict=True)))
+    if given is not None:
+        config = magi_config(given, environment.default_config(), None, None, shape)
+        config = replace(config, dispatch=key.config.dispatch)
+    # All masks over one dispatch share the key that made it, whichever of them was named.
+    first = key if key.key_for_dispatch is None else key.key_for_dispatch
+    new = DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first)
+    return _registered(runtimes, new, environment)
+
+
+def _registered(runtimes: RuntimeCache, key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:
+    """``key`` with its lengths filled in, planned, and being compared over its group."""
+    dispatch = runtimes.get(key).plan.dispatch
+    padding = dispatch.padded_seqlen - dispatch.total_seqlen
+    key = replace(key, total_seqlen=dispatch.padded_seqlen, pad_size=padding)
+    runtime: KeyRuntime = runtimes.register(key, environment.plan_cache_size)
+    # Also when the plan was there already: on another rank the same call may bring a new one.
+    if key.config.comm.verify and runtime.plan.cp_size > 1:
+        runtime.compare()
+    return key

@@ -1,0 +1,59 @@
+"""Padding of tensors and masks that users do by themselves."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi import api
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask.dense import dense_mask
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_tensor_grows_on_one_side_of_one_dimension(dim, side):
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    padded = api.pad_at_dim(x, dim, 5, value=-1.0, side=side)
+    length = x.shape[dim]
+    first, fill = (5, 0) if side == "left" else (0, length)
+    torch.testing.assert_close(padded.narrow(dim, first, length), x)
+    assert (padded.narrow(dim, fill, 5) == -1).all() and padded.shape[dim] == length + 5
+    padded.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_unpadding_takes_off_what_padding_put_on(dim):
+    x = torch.arange(24).view(2, 3, 4)
+    assert torch.equal(api.unpad_at_dim(api.pad_at_dim(x, dim, 7, value=3), dim, 7), x)
+    assert torch.equal(api.unpad_at_dim(x, dim, 0), x) and api.pad_at_dim(x, dim, 0).dtype == x.dtype
+
+
+def test_a_padded_mask_is_the_mask_with_rows_that_see_nothing():
+    q_ranges, k_ranges = api.AttnRanges.from_ranges([[0, 4], [4, 9]]), api.AttnRanges.from_ranges([[0, 4], [0, 9]])
+    types = [api.AttnMaskType.FULL, api.AttnMaskType.CAUSAL]
+    padded_q, padded_k, padded_types = api.apply_padding(q_ranges, k_ranges, types, total_seqlen=9, pad_size=3)
+    assert (q_ranges.size, k_ranges.size, len(types)) == (2, 2, 2)  # new lists
+    assert padded_types == [*types, api.AttnMaskType.FULL]
+    before = dense_mask(AttnMask.from_ranges(q_ranges, k_ranges, [0, 1], 9))
+    after = dense_mask(AttnMask.from_ranges(padded_q, padded_k, [t.to_int_type() for t in padded_types], 12))
+    assert (after == np.pad(before, ((0, 3), (0, 3)))).all()
+    key = api.magi_attn_flex_key(padded_q, padded_k, padded_types, 12, 12)
+    assert key.q_ranges == padded_q and key.total_seqlen_q == 12
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: api.pad_at_dim(torch.zeros(2, 2), 2, 1), "dim: 2, but x has 2 dimensions"),
+        (lambda: api.pad_at_dim(torch.zeros(2, 2), 0, -1), "pad_size"),
+        (lambda: api.pad_at_dim(torch.zeros(2, 2), 0, 1, side="top"), "side: expected 'left' or 'right'"),
+        (lambda: api.unpad_at_dim(torch.zeros(2, 2), 0, 3), "pad_size: 3, but x has 2 entries"),
+        (lambda: api.unpad_at_dim(torch.zeros(2, 2), -3, 1), "dim: -3"),
+        (lambda: api.apply_padding([[0, 2]], [[0, 2]], ["full"] * 2, 2, 1), "attn_mask_type"),
+        (lambda: api.apply_padding([[0, 2]], [[0, 2]], "full", 2, -1), "pad_size"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
