@@ -36,8 +36,8 @@ mkdir -p "$checkpoints"
 rm -f "$COMPLETE_FILE"
 
 # The first node is the rendezvous' host. Another number for each start, or ranks of the last one could join.
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-head_address=$(scontrol --oneliner show node "$head_node" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_address=$(scontrol --oneliner show node "${nodes[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 export RENDEZVOUS=$head_address:$((10000 + SLURM_JOB_ID % 20000))
 export RENDEZVOUS_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 
