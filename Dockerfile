@@ -26,7 +26,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
     uv sync --locked --no-install-project --no-default-groups --extra megatron
 
 # Transformer Engine, where it is asked for. Its libraries come as a wheel, its binding to torch is compiled against the
-# headers that torch's own packages bring and those of the compiler driver.
+# headers that torch's own packages bring and those of nvcc, of the same CUDA release.
 FROM dependencies AS layers
 ARG TE_VERSION=
 ARG MAX_JOBS=2
@@ -35,7 +35,8 @@ RUN --mount=type=cache,target=/root/.cache/uv if [ -n "${TE_VERSION}" ]; then \
       apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; \
       site=/opt/venv/lib/python3.12/site-packages; \
       install() { uv pip install --python /opt/venv/bin/python "$@"; }; \
-      install numpy setuptools wheel packaging ninja 'nvidia-cuda-nvcc==13.0.88' 'nvidia-cuda-cccl==13.0.85'; \
+      install numpy setuptools wheel packaging ninja; \
+      install --no-deps nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85; \
       export CUDA_HOME="${site}/nvidia/cu13" NVTE_WITH_NCCL_EP=0 NVTE_PYTORCH_FORCE_BUILD=TRUE; \
       export CPATH="${site}/nvidia/cu13/include:${site}/nvidia/cudnn/include:${site}/nvidia/nccl/include"; \
       install --no-build-isolation --no-deps "transformer_engine==${TE_VERSION}" \
