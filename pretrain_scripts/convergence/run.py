@@ -1,7 +1,7 @@
 """Trains one model several times and compares the loss curves: Megatron's own attention with two seeds, and magi.
 
-    # a GPT of 115 M parameters on the source of Python's standard library; minutes on two GPUs
-    python pretrain_scripts/convergence/run.py gpt_115m_2k --out convergence_out
+    # a GPT of 114 M parameters on the source of Python's standard library; minutes on two GPUs
+    python pretrain_scripts/convergence/run.py gpt_114m_2k --out convergence_out
 
     # Llama 1B, 8k tokens, global batch 16, CP 1, 2, 4 and 8; on eight GPUs
     python pretrain_scripts/convergence/run.py llama_1b_8k --out convergence_out --data-path PREFIX \\

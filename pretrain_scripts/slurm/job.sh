@@ -61,8 +61,8 @@ nodes_answer() {
 }
 
 stopping=
-# Signals go to the steps, not to this script: node.sh has the ranks save and stop.
-trap 'stopping="time limit"; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+# URG goes to the steps, not to this script; node.sh says why it is this signal.
+trap 'stopping="time limit"; scancel --signal=URG "$SLURM_JOB_ID"' USR1
 trap 'stopping="ended by Slurm"' TERM
 
 echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELIST, $NPROC_PER_NODE ranks each, from iteration $(latest)"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What job.sh starts on each node: torchrun with the job's rendezvous, and who tells its ranks to save and stop.
 #
-# Slurm and job.sh send TERM to every process of a step. A rank has helpers that must live until it has saved (Megatron's
-# checkpoint writer, data loaders), and torchrun gives its ranks 30 seconds after a TERM. So all of them ignore it, and this
-# script passes it on to the ranks alone as URG, which Megatron is told to wait for and everyone else ignores by default.
+# Ranks save and stop at URG. job.sh sends it, and Slurm sends TERM, to every process of a step: also to torchrun, which
+# would give its ranks 30 seconds, and to the helpers of a rank (Megatron's checkpoint writer, data loaders), without which it
+# cannot save. URG is ignored by all who do not ask for it; TERM is ignored here and in pretrain_job.py, and passed on as URG.
 set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
@@ -13,7 +13,7 @@ find_cudnn='import importlib.util as u; print(u.find_spec("nvidia.cudnn").submod
 if [ -z "${CUDNN_HOME:-}" ] && CUDNN_HOME=$("$PYTHON" -c "$find_cudnn" 2>/dev/null); then export CUDNN_HOME; fi
 
 stopping=
-trap 'stopping=1' TERM
+trap 'stopping=1' TERM URG
 
 is_host=false
 [ "$SLURM_NODEID" != 0 ] || is_host=true

@@ -18,6 +18,8 @@ from megatron_magi.testing.megatron_launch import launch
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
+CONVERGENCE = ROOT / "pretrain_scripts" / "convergence"
+BYTES = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
 TINY = ROOT / "configs" / "tiny_gpt_256_2cpu.yaml"
 DEVICE_BYTES = 80e9
 USABLE = 0.9  # the rest is NCCL's, the allocator's and fragments
@@ -43,11 +45,15 @@ def parts_of_name(path: Path) -> tuple[str, int, int]:
 @pytest.fixture(scope="module")
 def described() -> dict[str, dict[str, Any]]:
     """What `fake_world` says of each file, made in one process of its own: process groups are global."""
-    runs = [[parts_of_name(path)[2], ["--config", str(path)]] for path in FILES]
-    command = [sys.executable, "-m", "tests.configs.fake_world", json.dumps(runs)]
+    runs = {path.stem: [parts_of_name(path)[2], ["--config", str(path)]] for path in FILES}
+    for name, ranks, data in (("gpt_114m_2k", 2, BYTES), ("llama_1b_8k", 8, ["--padded-vocab-size", "128256"])):
+        stock = ["--config", str(CONVERGENCE / f"{name}.yaml"), *data]
+        magi = ["--attention-backend", "magi", "--context-parallel-size", str(ranks)]
+        runs |= {f"{name}_stock": [ranks, stock], f"{name}_magi": [ranks, [*stock, *magi]]}
+    command = [sys.executable, "-m", "tests.configs.fake_world", json.dumps(list(runs.values()))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip([path.stem for path in FILES], json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(runs, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
@@ -127,6 +133,16 @@ def memory(found: dict[str, Any]) -> dict[str, float]:
         # bf16 keys and values, and their fp32 gradients
         "fetched": (2 + 4) * fetched,
     }
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("gpt_114m_2k", 113_861_376), ("llama_1b_8k", 1_235_814_400)])
+def test_convergence_runs_share_model_and_batch(name: str, parameters: int, described: dict) -> None:
+    stock, magi = described[f"{name}_stock"], described[f"{name}_magi"]
+    assert (stock["magi"], magi["magi"]) == (False, True)
+    assert sum(stock["parameters"].values()) == sum(magi["parameters"].values()) == parameters
+    assert stock["global_batch_size"] == magi["global_batch_size"] == 16
+    assert stock["train_iters"] == magi["train_iters"] >= 300
+    assert stock["context_parallel_size"] == magi["data_parallel_size"] == 1
 
 
 def test_tiny_one_trains(tmp_path: Path) -> None:

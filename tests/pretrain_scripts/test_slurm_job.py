@@ -126,7 +126,7 @@ def test_time_limit_tells_the_steps_and_waits_until_they_have_saved(lab: Lab) ->
         output, _ = process.communicate(timeout=40)
     finally:
         process.kill()
-    assert (lab.work / "scancel").read_text() == "--signal=TERM 7\n"
+    assert (lab.work / "scancel").read_text() == "--signal=URG 7\n"
     assert "time limit, last checkpoint at iteration 20; requeued" in output
     assert lab.is_requeued
 

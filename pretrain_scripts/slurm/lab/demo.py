@@ -98,7 +98,8 @@ def submit(name: str, out: Path, *arguments: str) -> Job:
     options = ["--parsable", f"--job-name={name}", "--nodes=2", "--gpus-per-node=1", "--time=30", f"--output={output}"]
     script = str(HERE.parent / "multi_node.sbatch")
     training = ["--config", CONFIG, "--train-iters", str(NUM_ITERATIONS), "--save-interval", str(SAVE_INTERVAL)]
-    training += ["--hierarchical-context-parallel-sizes", "1", "2"]
+    # A process that reads data, as in real runs: it must not die before its rank has saved.
+    training += ["--hierarchical-context-parallel-sizes", "1", "2", "--num-workers", "1"]
     environment = {"RUN_DIR": str(folder), "CP": "2", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     command = ["sbatch", *options, script, *training, *arguments]
     done = subprocess.run(
