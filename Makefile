@@ -13,10 +13,11 @@ SYNCED := .venv/.synced
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo slurm-demo test lint format clean
 
 help:
 	@echo "make demo    pretrain a small GPT twice, stock and with --attention-backend magi, and compare"
+	@echo "make slurm-demo  train on a Slurm cluster of two nodes on this machine, interrupt it, compare (needs slurm-wlm)"
 	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
 	@echo "make lint    check style and the direction of imports"
 	@echo "make format  apply the style"
@@ -36,16 +37,23 @@ $(SYNCED): pyproject.toml uv.lock .python-version $(filter .uv/bin/uv,$(UV))
 demo: setup
 	$(PYTHON) -m megatron_magi.demo $(DEMO_ARGS)
 
+# Not part of make test: it needs the package slurm-wlm and some minutes. Root or not, it ends all that it starts.
+slurm-demo: setup
+	$(PYTHON) pretrain_scripts/slurm/lab/demo.py
+
 test: setup
 	$(PYTHON) -m pytest $(PYTEST_ARGS)
 
 CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
+SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
 
 lint: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/lint-imports
 	$(if $(CXX_SOURCES),.venv/bin/clang-format --dry-run --Werror $(CXX_SOURCES))
+	$(if $(SHELL_SOURCES),.venv/bin/shellcheck --external-sources $(SHELL_SOURCES))
+	.venv/bin/hadolint Dockerfile
 
 format: setup
 	.venv/bin/ruff check --fix

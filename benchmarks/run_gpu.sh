@@ -21,7 +21,7 @@ part() {
 }
 
 part training "${TRAINING_S:-280}" "$PYTHON" benchmarks/run_gpu_training.py --out "$OUT"
-# shellcheck disable=SC2086  (several folders)
+# shellcheck disable=SC2086  # several folders
 part tests "${TESTS_S:-300}" "$PYTHON" benchmarks/record_tests.py --csv "$OUT/gpu_tests_distributed.csv" -- \
   -m gpu ${TESTS:-tests/comm tests/attention} -q --no-header -p no:cacheprovider
 part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"

@@ -24,7 +24,7 @@ part() {
 
 TESTS=${TESTS-tests/ops}
 costs=tests/ops/test_ffa_resources.py # times of the host: alone
-# shellcheck disable=SC2086  (several folders, several arguments)
+# shellcheck disable=SC2086  # several folders, several arguments
 if [ -n "$TESTS" ]; then
   LINES_SHOWN=40 part attention_tests "${TESTS_S:-270}" \
     "$PYTHON" benchmarks/record_tests.py --csv "$OUT/gpu_tests.csv" -- -m gpu $TESTS --ignore $costs \

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron_magi.mcore.config_file import add_config_argument
+
 _OPTION = "--attention-backend"
 _VALUE = "magi"
 FLAG = "--magi-attention"
@@ -51,6 +53,7 @@ def rewrite_argv(argv: Sequence[str]) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds this package's options to Megatron's parser."""
     group = parser.add_argument_group(title="magi attention")
+    add_config_argument(group)
     group.add_argument(
         FLAG,
         action="store_true",

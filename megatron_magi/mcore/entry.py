@@ -15,6 +15,7 @@ import torch
 from megatron_magi import envs
 from megatron_magi.mcore import cpu_device, wheel_repairs
 from megatron_magi.mcore.argv import FLAG, add_arguments, rewrite_argv
+from megatron_magi.mcore.config_file import expand_config
 from megatron_magi.mcore.trainer import check_padding, dispatched_training
 from megatron_magi.mcore.validate import check_unused
 from megatron_magi.mcore.versions import check_version
@@ -44,11 +45,11 @@ def main(
     Raises:
         ValueError: an argument, or the version of megatron-core, is not supported.
     """
-    # Megatron's trainer parses sys.argv again, without the options of this package.
-    sys.argv = [sys.argv[0], *rewrite_argv(sys.argv[1:] if argv is None else argv)]
     check_version()
     cpu_device.install()
     wheel_repairs.install()
+    # Megatron's trainer parses sys.argv again, without the options of this package.
+    sys.argv = [sys.argv[0], *rewrite_argv(expand_config(sys.argv[1:] if argv is None else argv))]
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, training

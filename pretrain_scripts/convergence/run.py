@@ -1,0 +1,118 @@
+"""Trains one model several times and compares the loss curves: Megatron's own attention with two seeds, and magi.
+
+    # a GPT of 114 M parameters on the source of Python's standard library; minutes on two GPUs
+    python pretrain_scripts/convergence/run.py gpt_114m_2k --out convergence_out
+
+    # Llama 1B, 8k tokens, global batch 16, CP 1, 2, 4 and 8; on eight GPUs
+    python pretrain_scripts/convergence/run.py llama_1b_8k --out convergence_out --data-path PREFIX \\
+        -- --tokenizer-type HuggingFaceTokenizer --tokenizer-model MODEL
+
+Each run takes all ranks; what context parallelism leaves is data parallelism, so all see the same batches. With
+Transformer Engine installed its layers and its attention are stock, else torch's layers and Megatron's own attention.
+Runs that are complete are not repeated, those that are not begin anew. It fails if a curve leaves the band that the two
+seeds draw. Arguments after -- go to all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import curves
+import torch
+
+from megatron_magi.demo.corpus import build_corpus
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SETTINGS = sorted(path.stem for path in HERE.glob("*.yaml"))
+SEEDS = {curves.REFERENCE: 1234, curves.OTHER_SEED: 4321}
+TORCH_LAYERS = ["--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm"]
+TORCH_LAYERS += ["--no-masked-softmax-fusion"]
+CPU = ["--distributed-backend", "gloo", "--use-cpu-initialization", "--bf16=false"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains and compares; 0 if all curves are within the band."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=SETTINGS, help="a YAML file beside this one")
+    parser.add_argument("--out", type=Path, required=True, help="folder of losses, logs, plot and table")
+    parser.add_argument("--data-path", help="prefix of an indexed data set; without it Python's standard library")
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help="(%(default)s)")
+    parser.add_argument("--cp-sizes", type=int, nargs="+", help="of the runs with magi; 1, 2, 4, 8 as ranks allow")
+    parser.add_argument("megatron", nargs="*", help="further arguments of Megatron, after --")
+    options = parser.parse_args(argv)
+    cp_sizes = options.cp_sizes or [size for size in (1, 2, 4, 8) if options.ranks % size == 0]
+    out = options.out.resolve() / options.setting
+    out.mkdir(parents=True, exist_ok=True)
+    shared = ["--config", str(HERE / f"{options.setting}.yaml"), *layers(), *data_args(options.data_path, out)]
+    shared += options.megatron
+    runs = {name: ["--seed", str(seed)] for name, seed in SEEDS.items()}
+    for size in cp_sizes:
+        runs[f"magi_cp{size}"] = ["--attention-backend", "magi", "--context-parallel-size", str(size)]
+    for name, arguments in runs.items():
+        train(name, [*shared, *arguments], options.ranks, out)
+    return curves.report(out, f"{options.setting}, {options.ranks} ranks: {what_is_stock()} and magi")
+
+
+def what_is_stock() -> str:
+    """Name of the attention that magi is compared with."""
+    return "Transformer Engine" if has_transformer_engine() else "Megatron's local attention"
+
+
+def has_transformer_engine() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def layers() -> list[str]:
+    """Arguments for the layers and devices of this machine."""
+    device = [] if torch.cuda.is_available() else CPU
+    return device if has_transformer_engine() else [*TORCH_LAYERS, *device]
+
+
+def data_args(data_path: str | None, out: Path) -> list[str]:
+    """Arguments for the data; bytes of the standard library, made on first use, if no path is given."""
+    if data_path is not None:
+        return ["--data-path", data_path]
+    corpus = build_corpus(out.parent / "corpus", max_document_bytes=1 << 20, vocab_size=257)
+    return ["--data-path", str(corpus.prefix), "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
+
+
+def train(name: str, arguments: list[str], ranks: int, out: Path) -> None:
+    """One run: losses to NAME.jsonl, output to NAME.log. Ends the process if it fails."""
+    losses, log, done = out / f"{name}.jsonl", out / f"{name}.log", out / f"{name}.done"
+    said = json.dumps([*arguments, ranks])
+    if done.exists() and done.read_text() == said:
+        print(f"{name}: is there", flush=True)
+        return
+    done.unlink(missing_ok=True)
+    losses.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(ROOT / "pretrain_scripts" / "pretrain_gpt.py"), *arguments, "--magi-loss-log", str(losses)]
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    environment = {"OMP_NUM_THREADS": str(threads)} if not torch.cuda.is_available() else {}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    begin = time.monotonic()
+    with log.open("w") as output:
+        # torchrun ends its ranks when it is interrupted, as this process then is.
+        status = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}, check=False
+        ).returncode
+    if status != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        sys.exit(f"{name}: status {status}, see {log}; it ends with\n{tail}")
+    found = curves.read_losses(losses)
+    print(f"{name}: {len(found)} iterations, last loss {found[-1]:.4f}, {time.monotonic() - begin:.0f} s", flush=True)
+    done.write_text(said)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+# shellcheck shell=bash
+# Sourced by the sbatch files of this folder: trains on the job's nodes until training is complete.
+#
+# The job saves and ends when its time limit comes (USR1, see --signal) or when it is preempted (TERM), goes back into the
+# queue and resumes. So it does when a node dies, and after any failure if there is a newer checkpoint than at its start.
+# A failure without progress ends it.
+#
+# Its arguments are those of pretrain_gpt.py. Variables, all optional:
+#   CP               --context-parallel-size; else as the arguments and the configuration say
+#   NPROC_PER_NODE   ranks a node; else the GPUs that the job has on a node
+#   RUN_DIR          folder on a file system that all nodes share: checkpoints, losses; runs/NAME-JOBID if not given
+#   PYTHON           interpreter; .venv/bin/python of the folder the job was submitted in if not given
+set -euo pipefail
+
+fail() {
+  echo "$*" >&2
+  exit 2
+}
+
+: "${SLURM_JOB_ID:?is not set: submit this file with sbatch}"
+cd "$SLURM_SUBMIT_DIR"
+[ -f pretrain_scripts/slurm/node.sh ] || fail "submit from the folder that holds pretrain_scripts/, not from $PWD"
+for argument in "$@"; do
+  case $argument in
+    --load | --load=*) fail "--load: the job resumes from its own checkpoints; to begin with others give --pretrained-checkpoint" ;;
+    --save | --save=*) fail "--save: checkpoints are kept in RUN_DIR/checkpoints; set RUN_DIR" ;;
+  esac
+done
+
+export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+RUN_DIR=$(realpath -m "${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}")
+checkpoints=$RUN_DIR/checkpoints
+export COMPLETE_FILE=$RUN_DIR/complete
+mkdir -p "$checkpoints"
+rm -f "$COMPLETE_FILE"
+
+# The first node is the rendezvous' host. Another number for each start, or ranks of the last one could join.
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_address=$(scontrol --oneliner show node "${nodes[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+export RENDEZVOUS=$head_address:$((10000 + SLURM_JOB_ID % 20000))
+export RENDEZVOUS_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+
+latest() {
+  cat "$checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+}
+
+requeue() {
+  # A job that is cancelled, or requeued by Slurm itself, is no longer running.
+  if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" != RUNNING ]; then
+    echo "job $SLURM_JOB_ID: $1; Slurm is ending it"
+    exit 0
+  fi
+  echo "job $SLURM_JOB_ID: $1; requeued"
+  scontrol requeue "$SLURM_JOB_ID"
+  exit 0
+}
+
+nodes_answer() {
+  timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
+}
+
+stopping=
+# URG goes to the steps, not to this script; node.sh says why it is this signal.
+trap 'stopping="time limit"; scancel --signal=URG "$SLURM_JOB_ID"' USR1
+trap 'stopping="ended by Slurm"' TERM
+
+echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELIST, $NPROC_PER_NODE ranks each, from iteration $(latest)"
+first=$(latest)
+# --wait: a node whose ranks have ended does not wait longer for others that hang.
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 \
+  ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+  bash pretrain_scripts/slurm/node.sh "$@" ${CP:+--context-parallel-size "$CP"} \
+  --save "$checkpoints" --load "$checkpoints" --magi-loss-log "$RUN_DIR/losses.jsonl" &
+step=$!
+status=0
+# A trapped signal interrupts `wait`.
+while :; do
+  wait "$step" && status=0 || status=$?
+  kill -0 "$step" 2>/dev/null || break
+done
+
+if [ -f "$COMPLETE_FILE" ]; then
+  echo "job $SLURM_JOB_ID: complete at iteration $(latest)"
+  exit 0
+fi
+[ -z "$stopping" ] || requeue "$stopping, last checkpoint at iteration $(latest)"
+[ "$status" != 0 ] || requeue "stopped early, last checkpoint at iteration $(latest)"
+nodes_answer || requeue "a node does not answer"
+[ "$(latest)" -le "$first" ] || requeue "failed with status $status after iteration $(latest)"
+echo "job $SLURM_JOB_ID: failed with status $status and no new checkpoint" >&2
+exit "$status"

@@ -1,0 +1,138 @@
+"""What job.sh decides when the ranks have ended, with stand-ins for Slurm. `make slurm-demo` has the real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import megatron_magi
+
+ROOT = Path(megatron_magi.__file__).parents[1]
+COMMANDS = {
+    # The ranks, or the question whether all nodes answer.
+    "srun": 'case "$*" in *" true") exit "$NODES_ANSWER" ;; *) echo "$@" >"$WORK/srun"; eval "$RANKS" ;; esac',
+    "scontrol": 'case "$1 $2" in "show hostnames") printf "n1\\nn2\\n" ;; "requeue "*) echo "$@" >>"$WORK/requeued" ;; '
+    '*) echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1" ;; esac',
+    "squeue": 'echo "$STATE"',
+    "scancel": 'echo "$@" >>"$WORK/scancel"; touch "$WORK/told"',
+}
+
+
+@dataclass
+class Lab:
+    """A folder with the commands, and the environment of a job on two nodes."""
+
+    work: Path
+
+    def start(self, ranks: str, *arguments: str, nodes_answer: int = 0, state: str = "RUNNING") -> subprocess.Popen:
+        """Runs job.sh with ``ranks``, a line of shell, as what the ranks do."""
+        path = f"{self.work / 'bin'}:{os.environ['PATH']}"
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+        job |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_GPUS_ON_NODE": "8", "RUN_DIR": str(self.work / "run")}
+        stubs = {"WORK": str(self.work), "RANKS": ranks, "NODES_ANSWER": str(nodes_answer), "STATE": state}
+        return subprocess.Popen(
+            ["bash", "-c", 'source "$0" "$@"', str(ROOT / "pretrain_scripts/slurm/job.sh"), *arguments],
+            env={**os.environ, **job, **stubs, "PATH": path, "CP": "16"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, ranks: str, *arguments: str, nodes_answer: int = 0, state: str = "RUNNING") -> tuple[int, str]:
+        """Status and output of job.sh."""
+        process = self.start(ranks, *arguments, nodes_answer=nodes_answer, state=state)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    @property
+    def is_requeued(self) -> bool:
+        return (self.work / "requeued").exists()
+
+
+SAVE = 'echo 20 >"$WORK/run/checkpoints/latest_checkpointed_iteration.txt"; '
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    (tmp_path / "bin").mkdir()
+    for name, body in COMMANDS.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    return Lab(tmp_path)
+
+
+def test_complete_training_ends_the_job(lab: Lab) -> None:
+    status, output = lab.run(SAVE + 'touch "$COMPLETE_FILE"')
+    assert (status, lab.is_requeued) == (0, False), output
+    assert "complete at iteration 20" in output
+
+
+def test_ranks_get_the_arguments_and_those_of_the_job(lab: Lab) -> None:
+    lab.run('echo "$NPROC_PER_NODE $RENDEZVOUS" >"$WORK/said"; touch "$COMPLETE_FILE"', "--config", "a b.yaml")
+    command = (lab.work / "srun").read_text()
+    checkpoints = lab.work / "run" / "checkpoints"
+    assert f"--config a b.yaml --context-parallel-size 16 --save {checkpoints} --load {checkpoints}" in command
+    assert (lab.work / "said").read_text() == "8 10.0.0.1:10007\n"
+
+
+def test_training_that_stopped_early_is_requeued(lab: Lab) -> None:
+    status, output = lab.run(SAVE)
+    assert (status, lab.is_requeued) == (0, True), output
+
+
+def test_failure_without_progress_ends_the_job_with_its_status(lab: Lab) -> None:
+    status, output = lab.run("exit 3")
+    assert (status, lab.is_requeued) == (3, False), output
+
+
+def test_failure_after_a_new_checkpoint_is_requeued_once(lab: Lab) -> None:
+    assert lab.run(SAVE + "exit 3")[0] == 0
+    assert lab.is_requeued
+    (lab.work / "requeued").unlink()
+    # It comes to the same checkpoint, which is no progress.
+    assert lab.run(SAVE + "exit 3")[0] == 3
+    assert not lab.is_requeued
+
+
+def test_dead_node_is_requeued_without_progress(lab: Lab) -> None:
+    status, output = lab.run("exit 3", nodes_answer=1)
+    assert (status, lab.is_requeued) == (0, True), output
+    assert "a node does not answer" in output
+
+
+def test_job_that_slurm_ends_is_not_requeued_against_it(lab: Lab) -> None:
+    status, output = lab.run(SAVE, state="COMPLETING")
+    assert (status, lab.is_requeued) == (0, False), output
+
+
+def test_time_limit_tells_the_steps_and_waits_until_they_have_saved(lab: Lab) -> None:
+    # Ranks save a while after they were told, and fail if they are never told.
+    ranks = (
+        'touch "$WORK/on"; for _ in $(seq 200); do [ -e "$WORK/told" ] && break; sleep 0.1; done; sleep 0.5; ' + SAVE
+    )
+    process = lab.start(ranks)
+    try:
+        deadline = time.monotonic() + 30
+        while not (lab.work / "on").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+        output, _ = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert (lab.work / "scancel").read_text() == "--signal=URG 7\n"
+    assert "time limit, last checkpoint at iteration 20; requeued" in output
+    assert lab.is_requeued
+
+
+@pytest.mark.parametrize("argument", ["--load", "--load=x", "--save", "--save=x"])
+def test_folders_of_checkpoints_are_the_jobs_own(lab: Lab, argument: str) -> None:
+    status, output = lab.run("exit 0", argument)
+    assert status == 2
+    assert output.startswith(argument.partition("=")[0] + ": ")
