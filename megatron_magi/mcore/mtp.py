@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer import multi_token_prediction
 from megatron.training import get_args
 
 from megatron_magi.comm.dispatch import roll
+from megatron_magi.mcore import seams
 from megatron_magi.mcore.carrier import MagiSeqParams
 
-_stock_roll = multi_token_prediction.roll_tensor
+_ROLL = "core.transformer.multi_token_prediction:roll_tensor"
 
 
 def install() -> None:
@@ -21,7 +21,7 @@ def install() -> None:
     All of it goes through one function of one module; without a `MagiSeqParams` it does
     what it did.
     """
-    multi_token_prediction.roll_tensor = roll_tensor
+    seams.put(_ROLL, roll_tensor)
 
 
 def roll_tensor(
@@ -51,7 +51,7 @@ def roll_tensor(
     if tensor is None:
         return None, None
     if not isinstance(packed_seq_params, MagiSeqParams):
-        return _stock_roll(tensor, shifts, dims, cp_group, packed_seq_params)
+        return seams.original(_ROLL)(tensor, shifts, dims, cp_group, packed_seq_params)
     if shifts != -1 or dims not in (-1, tensor.dim() - 1):
         raise ValueError(f"shifts, dims: expected -1 and the last dimension, got {shifts} and {dims}")
     layout = packed_seq_params.layout

@@ -31,7 +31,7 @@ PRELOAD = (
     "megatron_magi.mcore.forward_step",
     "megatron_magi.mcore.loss_log",
     "megatron_magi.mcore.model",
-    "megatron_magi.mcore.stock_step",
+    "megatron_magi.mcore.user_step",
 )
 
 
@@ -39,11 +39,10 @@ def main() -> None:
     """Import everything, say so, and serve requests until the input closes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what imports print must not be taken for an answer
-    from megatron_magi.mcore import cpu_device, wheel_repairs
+    from megatron_magi import cpu_device
 
     if not cpu_device.install():
         raise RuntimeError("ranks are forked on machines without GPUs only: a driver does not survive a fork")
-    wheel_repairs.install()
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
