@@ -271,7 +271,7 @@ def _main_rank() -> bool:
 def bench(options: argparse.Namespace) -> list[Run]:
     """All runs, one after another; in every rank."""
     session, runs = TrainingSession(), []
-    todo = [Run(m, n, p) for n in options.lengths for p in options.providers for m in options.masks]
+    todo = [Run(m, n, p) for n in options.lengths for m in options.masks for p in options.providers]
     for run in todo:
         runs.append(run)
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]

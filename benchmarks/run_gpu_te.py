@@ -414,7 +414,8 @@ def main() -> None:
         worker(options)
     options.out.mkdir(parents=True, exist_ok=True)
     options.out = options.out.resolve()
-    write_documents(options.out)
+    if not (options.out / "data" / "text.idx").exists():
+        write_documents(options.out)
     wanted = options.jobs or list(MODELS)
     jobs = [j for j in JOBS if (options.layers == "te" or not j.te_only)]
     models = {name.partition("/")[0] for name in wanted}
