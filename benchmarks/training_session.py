@@ -76,7 +76,7 @@ class TrainingSession:
         self._around_step = around_step
         self._begin_s = time.perf_counter()
         self._install()
-        environment = dict(os.environ)
+        environment, command = dict(os.environ), sys.argv
         try:
             main(argv, pre_wrap_hooks=pre_wrap_hooks)
         except SystemExit as end:
@@ -87,6 +87,7 @@ class TrainingSession:
             # Megatron says by variables which attention Transformer Engine may take.
             os.environ.clear()
             os.environ.update(environment)
+            sys.argv = command
             self._current = None
             if torch.cuda.is_available():
                 stats = torch.cuda.memory_stats()
