@@ -18,6 +18,7 @@ def split_head_dims(workdir: Path) -> None:
 
     original = DotProductAttention.__init__
 
+    @functools.wraps(original)
     def init(
         self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
     ) -> None:
