@@ -24,6 +24,7 @@ def install() -> None:
     Raises:
         ValueError: the version of megatron-core, or what was found of it, is not what this package knows; or the
             command line asks for what is not supported.
+        RuntimeError: megatron was imported before, on a machine without GPUs.
     """
     sys.argv = [sys.argv[0], *rewrite_argv(sys.argv[1:])]
     check_version()
