@@ -10,6 +10,8 @@ UV_VERSION := 0.13.8
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .uv/bin/uv)
 PYTHON := .venv/bin/python
 SYNCED := .venv/.synced
+# Not `te`, which would compile Transformer Engine; EXTRAS="megatron demo te" adds it.
+EXTRAS := megatron demo
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -27,7 +29,7 @@ help:
 setup: $(SYNCED)
 
 $(SYNCED): pyproject.toml uv.lock .python-version $(filter .uv/bin/uv,$(UV))
-	$(UV) sync --locked --compile-bytecode --all-extras
+	$(UV) sync --locked --compile-bytecode $(EXTRAS:%=--extra %)
 	@touch $@
 
 .uv/bin/uv:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs: training parity and the long batch, all GPU tests, overlap, the demo; and, unless ATTENTION
-# is empty, run_gpu_attention.sh with its settings.
+# Everything that needs GPUs: training parity and the long batch, all GPU tests, overlap, with Transformer Engine installed
+# its layers and the table of training speed (on two of the GPUs), the demo; and, unless ATTENTION is empty,
+# run_gpu_attention.sh with its settings.
 #   OUT=results_folder [ATTENTION=] bash benchmarks/run_gpu.sh
 # Each part has its own time limit, so that one that hangs does not cost the others.
 set -uo pipefail
@@ -25,6 +26,13 @@ part training "${TRAINING_S:-280}" "$PYTHON" benchmarks/run_gpu_training.py --ou
 part tests "${TESTS_S:-300}" "$PYTHON" benchmarks/record_tests.py --csv "$OUT/gpu_tests_distributed.csv" -- \
   -m gpu ${TESTS:-tests/comm tests/attention} -q --no-header -p no:cacheprovider
 part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"
+if "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
+  part te "${TE_S:-420}" "$PYTHON" benchmarks/run_gpu_te.py --out te_work
+  cp te_work/training_te.csv "$OUT/" 2>/dev/null
+  CUDA_DEVICE_MAX_CONNECTIONS=1 part speed "${SPEED_S:-900}" "$PYTHON" -m torch.distributed.run --nproc-per-node 2 \
+    benchmarks/bench_training.py --out speed_work --profile
+  cp speed_work/*.csv speed_work/*.txt "$OUT/" 2>/dev/null
+fi
 part demo 110 "$PYTHON" -m megatron_magi.demo --out demo_out
 cp demo_out/report.txt "$OUT/demo_report.txt" 2>/dev/null
 if [ -n "${ATTENTION-1}" ]; then

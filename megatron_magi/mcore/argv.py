@@ -51,7 +51,9 @@ def rewrite_argv(argv: Sequence[str]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds this package's options to Megatron's parser."""
+    """Adds this package's options to Megatron's parser, unless it has them."""
+    if any(FLAG in action.option_strings for action in parser._actions):
+        return parser
     group = parser.add_argument_group(title="magi attention")
     add_config_argument(group)
     group.add_argument(

@@ -149,13 +149,13 @@ class _Parser(argparse.ArgumentParser):
     """Megatron's options and ours; errors are raised."""
 
     def __init__(self) -> None:
-        from megatron.training.arguments import add_megatron_arguments
-
+        from megatron_magi.mcore import seams
         from megatron_magi.mcore.argv import add_arguments
 
         super().__init__(add_help=False, allow_abbrev=False)
         self._where = ""
-        add_arguments(add_megatron_arguments(self))
+        # Megatron's own: what `seams` puts there adds our options too.
+        add_arguments(seams.original("training.arguments:add_megatron_arguments")(self))
 
     def actions_by_name(self) -> dict[str, argparse.Action]:
         """Each option of two dashes without these, but for `--config` itself."""

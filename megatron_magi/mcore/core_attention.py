@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_magi.attention import distributed_attention
 from megatron_magi.mcore.carrier import Window, carrier_of
 
+_EXTRA_STATE = "_extra_state"
 _CAUSAL_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
@@ -101,7 +103,10 @@ class MagiCoreAttention(MegatronModule):
         offset.partition_stride = 1
         self.register_parameter("softmax_offset", offset)
         if config.perform_initialization:
-            config.init_method(offset)
+            self._init_softmax_offset(offset)
+
+    def _init_softmax_offset(self, offset: torch.nn.Parameter) -> None:
+        self.config.init_method(offset)
 
     def _sink(self, device: torch.device) -> Tensor | None:
         if self.softmax_offset is None:
@@ -165,13 +170,35 @@ class MagiCoreAttention(MegatronModule):
         """The learnt sink under the key that local and TE attention use; nothing otherwise."""
         learnable = self.config.softmax_type == "learnable"
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True) if learnable else {},
+            self._checkpointed_state() if learnable else {},
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+    def _checkpointed_state(self) -> dict:
+        return self.state_dict(prefix="", keep_vars=True)
+
+
+class MagiTECoreAttention(MagiCoreAttention):
+    """`MagiCoreAttention` in the place of Transformer Engine's: what is drawn and saved is as there.
+
+    TE's learnt sinks start from 0, without a draw that would change other weights. TE's attention saves
+    an ``_extra_state`` beside its sinks (empty, unless attention itself is in FP8) and asks for it when a
+    checkpoint is loaded, so one is saved here too, and what is loaded is dropped.
+    """
+
+    def _init_softmax_offset(self, offset: torch.nn.Parameter) -> None:
+        torch.nn.init.zeros_(offset)
+
+    def _checkpointed_state(self) -> dict:
+        return {**super()._checkpointed_state(), _EXTRA_STATE: torch.empty(0, dtype=torch.uint8)}
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        state_dict.pop(prefix + _EXTRA_STATE, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _device() -> torch.device:

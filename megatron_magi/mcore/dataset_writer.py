@@ -24,7 +24,7 @@ def write_indexed_dataset(prefix: str | Path, documents: Iterable[np.ndarray], *
     """
     import torch
 
-    from megatron_magi.mcore import cpu_device
+    from megatron_magi import cpu_device
 
     cpu_device.install()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path

@@ -5,23 +5,22 @@ Dispatch may leave padding at the end of some ranks' shards, which Megatron's ow
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import router
 
-_stock_counts = router.get_tokens_per_expert_and_token_count
-_stock_bias = router.TopKRouter._apply_expert_bias
+from megatron_magi.mcore import seams
+
+_COUNTS = "core.transformer.moe.router:get_tokens_per_expert_and_token_count"
+_BIAS = "core.transformer.moe.router:TopKRouter._apply_expert_bias"
 
 
 def install() -> None:
     """Has Megatron's router count padding rightly. Idempotent; nothing changes without padding."""
-    router.get_tokens_per_expert_and_token_count = count_tokens
-    router.TopKRouter._apply_expert_bias = apply_expert_bias
+    seams.put(_COUNTS, count_tokens)
+    seams.put(_BIAS, apply_expert_bias)
 
 
-@functools.wraps(_stock_counts)
 def count_tokens(
     routing_map: torch.Tensor, reduce_group: dist.ProcessGroup, topk: int | None = None, with_padding_mask: bool = False
 ) -> tuple:
@@ -37,14 +36,13 @@ def count_tokens(
         topk: experts a token.
         with_padding_mask: there may be padding, on this rank or another.
     """
-    counts = _stock_counts(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
+    counts = seams.original(_COUNTS)(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
     if not with_padding_mask:
         return counts
     tokens_per_expert, _, num_tokens = counts
     return tokens_per_expert, num_tokens / reduce_group.size(), num_tokens
 
 
-@functools.wraps(_stock_bias)
 def apply_expert_bias(
     self: router.TopKRouter, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
 ) -> None:
@@ -52,4 +50,4 @@ def apply_expert_bias(
 
     Megatron (router.py:738) meets ``[num_tokens, num_experts]`` with a mask ``[num_tokens]``.
     """
-    _stock_bias(self, routing_map, padding_mask if padding_mask is None else padding_mask.unsqueeze(-1))
+    seams.original(_BIAS)(self, routing_map, padding_mask if padding_mask is None else padding_mask.unsqueeze(-1))

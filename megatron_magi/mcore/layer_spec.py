@@ -13,21 +13,23 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
-from megatron_magi.mcore.core_attention import MagiCoreAttention
+from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
 
 _FIELD = "core_attention"
 
 
-def _replaceable() -> tuple[type, ...]:
-    if not HAVE_TE:
-        return (DotProductAttention,)
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+def _replacements() -> dict[type, type[MagiCoreAttention]]:
+    """Megatron's core attention: what takes its place."""
+    found: dict[type, type[MagiCoreAttention]] = {DotProductAttention: MagiCoreAttention}
+    if HAVE_TE:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    return (DotProductAttention, TEDotProductAttention)
+        found[TEDotProductAttention] = MagiTECoreAttention
+    return found
 
 
 def replace_core_attention(spec: Any) -> Any:
-    """A copy of a layer spec in which local and TE core attention are `MagiCoreAttention`.
+    """A copy of a layer spec in which local and TE core attention are `MagiCoreAttention` or its variant for TE.
 
     Any other core attention is left where it is; `check_attention` finds it in the model. The
     spec itself is not touched: Megatron shares parts of specs between models.
@@ -35,38 +37,36 @@ def replace_core_attention(spec: Any) -> Any:
     Args:
         spec: a `ModuleSpec`, a dataclass of submodules, a list or dict of such, a partial, or None.
     """
-    return _copy(spec, _replaceable())
+    return _copy(spec, _replacements())
 
 
-def _copy(node: Any, replaceable: tuple[type, ...]) -> Any:
+def _copy(node: Any, replacements: dict[type, type[MagiCoreAttention]]) -> Any:
     if isinstance(node, (list, tuple)):
-        items = [_copy(item, replaceable) for item in node]
+        items = [_copy(item, replacements) for item in node]
         return items if isinstance(node, list) else tuple(items)
     if isinstance(node, dict):
-        return {key: _copy(value, replaceable) for key, value in node.items()}
+        return {key: _copy(value, replacements) for key, value in node.items()}
     if isinstance(node, functools.partial):
-        kwargs = {key: _copy(value, replaceable) for key, value in node.keywords.items()}
-        return functools.partial(node.func, *(_copy(value, replaceable) for value in node.args), **kwargs)
+        kwargs = {key: _copy(value, replacements) for key, value in node.keywords.items()}
+        return functools.partial(node.func, *(_copy(value, replacements) for value in node.args), **kwargs)
     if not is_dataclass(node) or isinstance(node, type):
         return node
     out = copy.copy(node)
     for item in fields(node):
         value = getattr(node, item.name)
-        if item.name == _FIELD and _names_one_of(value, replaceable):
-            value = MagiCoreAttention
-        else:
-            value = _copy(value, replaceable)
+        named = replacements.get(_named_class(value)) if item.name == _FIELD else None
+        value = _copy(value, replacements) if named is None else named
         object.__setattr__(out, item.name, value)
     return out
 
 
-def _names_one_of(value: Any, classes: tuple[type, ...]) -> bool:
-    """Is ``value`` one of ``classes``, or a spec or a partial of one?"""
+def _named_class(value: Any) -> type | None:
+    """The class that ``value`` is, or of which it is a spec or a partial."""
     if isinstance(value, ModuleSpec):
         value = value.module
     if isinstance(value, functools.partial):
         value = value.func
-    return value in classes
+    return value if isinstance(value, type) else None
 
 
 def check_attention(model: nn.Module, cp_size: int) -> None:

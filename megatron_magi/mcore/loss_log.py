@@ -10,7 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_magi.mcore import seams
 from megatron_magi.plan import Plan
+
+_LOG = "training.training:training_log"
 
 
 class LossLog:
@@ -39,16 +42,14 @@ class LossLog:
 
     def install(self) -> None:
         """Has Megatron's trainer report here each time it logs an iteration."""
-        from megatron.training import training
-
-        stock = training.training_log
+        stock = seams.original(_LOG)
 
         @functools.wraps(stock)
         def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             self._write(loss_dict, stock, args, kwargs)
             return stock(loss_dict, *args, **kwargs)
 
-        training.training_log = training_log
+        seams.put(_LOG, training_log)
 
     def _write(self, loss_dict: dict[str, Any], stock: Any, args: tuple, kwargs: dict) -> None:
         plans, self._plans = self._plans, []

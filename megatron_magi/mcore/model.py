@@ -1,23 +1,25 @@
-"""GPT models whose attention executes plans, and the builder that Megatron's trainer asks for one."""
+"""GPT models whose attention executes plans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
-from unittest import mock
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import megatron.training.models.gpt as stock
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from megatron_magi.mcore.carrier import carrier_of
+from megatron_magi.mcore import seams
+from megatron_magi.mcore.batch import LocalBatch
+from megatron_magi.mcore.carrier import MagiSeqParams, carrier_of
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
 from megatron_magi.mcore.rotary import LatentRotary, select_positions, unslice
 
+_BUILT = "training.models.gpt:GPTModel"
 # Where these are in what GPTModel._preprocess returns.
 _ROTARY, _PADDING_MASK = 1, 5
 
@@ -26,9 +28,11 @@ class MagiModelMixin:
     """Makes a Megatron model attend by plan. To be put before the model's class.
 
     The model's ``forward`` must be given the `MagiSeqParams` of the microbatch as
-    ``packed_seq_params``, on every pipeline stage. Parameters and checkpoint keys are those of
-    the model without the mixin.
+    ``packed_seq_params``, on every pipeline stage, or be called inside `given`. Parameters and checkpoint
+    keys are those of the model without the mixin.
     """
+
+    _given: LocalBatch | None = None
 
     def __init__(
         self, config: Any, transformer_layer_spec: Any, *args: Any, mtp_block_spec: Any = None, **kwargs: Any
@@ -47,6 +51,31 @@ class MagiModelMixin:
         for module in self.modules():
             if isinstance(module, MultiLatentAttention):
                 LatentRotary(module)
+
+    @contextmanager
+    def given(self, batch: LocalBatch) -> Iterator[None]:
+        """Inside it the model runs on ``batch``, whoever calls it and however."""
+        self._given = batch
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def _completed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, with what `given` adds to a caller's who knows nothing of plans."""
+        if self._given is None or isinstance(arguments.get("packed_seq_params"), MagiSeqParams):
+            return arguments
+        # Only the router of experts reads the mask of padding.
+        padding = self._given.padding_mask if self.config.num_moe_experts else None
+        return {**arguments, "packed_seq_params": self._given.params, "padding_mask": padding}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's, with the carrier as ``packed_seq_params``."""
+        return super().forward(*args, **self._completed(kwargs))
+
+    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's, with the carrier as ``packed_seq_params``."""
+        return super().build_schedule_plan(*args, **self._completed(kwargs))
 
     def _preprocess(
         self,
@@ -89,24 +118,15 @@ class MagiGPTModel(MagiModelMixin, GPTModel):
     """Megatron's GPT with plan-driven attention."""
 
 
-class MagiGPTModelBuilder(stock.GPTModelBuilder):
-    """Builds what Megatron's builder builds, as `MagiGPTModel`."""
+def install() -> None:
+    """Megatron's builder builds `MagiGPTModel` where the command line asks for it. Idempotent."""
+    from megatron.training import get_args
 
-    def build_model(
-        self,
-        pg_collection: ProcessGroupCollection,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> MagiGPTModel:
-        """One pipeline stage; arguments as in Megatron's builder."""
-        # The stock builder names its model class as a global of its module, and no argument says it.
-        with mock.patch.object(stock, "GPTModel", MagiGPTModel):
-            return super().build_model(pg_collection, pre_process, post_process, vp_stage)
+    stock = seams.original(_BUILT)
 
+    # The builder names its model class as a global of its module, and no argument says it.
+    @functools.wraps(stock, updated=())
+    def build(*args: Any, **kwargs: Any) -> GPTModel:
+        return (MagiGPTModel if get_args().magi_attention else stock)(*args, **kwargs)
 
-@dataclass(kw_only=True)
-class MagiGPTModelConfig(stock.GPTModelConfig):
-    """Megatron's GPT configuration with another builder; no fields of its own."""
-
-    builder: ClassVar[str] = f"{__name__}.MagiGPTModelBuilder"
+    seams.put(_BUILT, build)

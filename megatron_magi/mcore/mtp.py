@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import gpt_model
-from megatron.core.transformer import multi_token_prediction
 
 from megatron_magi.comm.dispatch import roll
+from megatron_magi.mcore import seams
 from megatron_magi.mcore.carrier import MagiSeqParams
 
-_stock_roll = multi_token_prediction.roll_tensor
-_stock_loss = multi_token_prediction.process_mtp_loss
+_ROLL = "core.transformer.multi_token_prediction:roll_tensor"
+_LOSS = "core.models.gpt.gpt_model:process_mtp_loss"
 
 
 def install() -> None:
@@ -22,8 +21,8 @@ def install() -> None:
 
     Without a `MagiSeqParams` both functions do what they did.
     """
-    multi_token_prediction.roll_tensor = roll_tensor
-    gpt_model.process_mtp_loss = process_mtp_loss
+    seams.put(_ROLL, roll_tensor)
+    seams.put(_LOSS, process_mtp_loss)
 
 
 def process_mtp_loss(
@@ -54,7 +53,7 @@ def process_mtp_loss(
     """
     if not isinstance(packed_seq_params, MagiSeqParams):
         kwargs |= {"loss_mask": loss_mask, "cp_group": cp_group, "packed_seq_params": packed_seq_params}
-        return _stock_loss(config=config, **kwargs)
+        return seams.original(_LOSS)(config=config, **kwargs)
     if loss_mask is None or cp_group is None:
         raise ValueError("loss_mask, cp_group: multi-token prediction of dispatched tokens needs both")
     cp_size = cp_group.size()
@@ -62,7 +61,7 @@ def process_mtp_loss(
         config = copy.copy(config)
         config.calculate_per_token_loss = False
         config.mtp_loss_scaling_factor *= packed_seq_params.num_loss_tokens / cp_size
-    return _stock_loss(
+    return seams.original(_LOSS)(
         config=config,
         loss_mask=loss_mask * cp_size,
         cp_group=cp_group,
@@ -99,7 +98,7 @@ def roll_tensor(
     if tensor is None:
         return None, None
     if not isinstance(packed_seq_params, MagiSeqParams):
-        return _stock_roll(tensor, shifts, dims, cp_group, packed_seq_params)
+        return seams.original(_ROLL)(tensor, shifts, dims, cp_group, packed_seq_params)
     if shifts != -1 or dims not in (-1, tensor.dim() - 1):
         raise ValueError(f"shifts, dims: expected -1 and the last dimension, got {shifts} and {dims}")
     if tensor.dtype == torch.bool:

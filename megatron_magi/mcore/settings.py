@@ -46,10 +46,15 @@ def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
 
 
 def _dispatch_config(args: Namespace, default: DispatchConfig) -> DispatchConfig:
-    """A shard splits evenly over the sequences of a microbatch, and each of these over tensor-parallel ranks."""
+    """A shard splits evenly over the sequences of a microbatch, and each of these over tensor-parallel ranks.
+
+    Matrix products in FP8 take numbers of tokens that are multiples of 16 or 32, on each of these ranks too.
+    """
     if default.uneven_shard:
         raise ValueError("uneven_shard: Megatron's pipeline stages exchange tensors of one shape; drop it")
     per_sequence = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    if args.fp8 is not None:
+        per_sequence *= 32 if args.fp8_recipe == "mxfp8" else 16
     chunk_size = default.chunk_size if args.magi_chunk_size is None else args.magi_chunk_size
     return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size)
 

@@ -9,33 +9,37 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
+
+from megatron_magi.mcore import seams
+from megatron_magi.mcore.arguments import buffer_length
+
+_SCHEDULE, _SKIP = "training.training:get_forward_backward_func", "training.training:dummy_train_step"
 
 
-@contextmanager
-def dispatched_training(seq_length: int) -> Iterator[None]:
-    """Inside it, Megatron's trainer fits batches that every rank reads and dispatches.
+def install() -> None:
+    """Megatron's trainer fits batches that every rank reads and dispatches. Idempotent.
 
-    Its pipeline schedules get ``seq_length`` instead of ``args.seq_length``, and iterations that are
-    skipped are read on every rank: Megatron reads them on the first tensor-parallel rank and cuts them.
-
-    Args:
-        seq_length: tokens a sequence in Megatron's tensors, all context-parallel ranks together.
+    Its pipeline schedules get the length of the tensors instead of ``args.seq_length``, and iterations that are
+    skipped are read on every rank: Megatron reads them on the first tensor-parallel rank and cuts them. Without
+    `--attention-backend magi` nothing changes.
     """
-    from megatron.training import training
+    from megatron.training import get_args
 
-    stock = training.get_forward_backward_func
+    stock_schedule, stock_skip = seams.original(_SCHEDULE), seams.original(_SKIP)
 
-    @functools.wraps(stock)
+    @functools.wraps(stock_schedule)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
-        return _with_length(stock(*args, **kwargs), seq_length)
+        schedule = stock_schedule(*args, **kwargs)
+        return _with_length(schedule, buffer_length(get_args())) if get_args().magi_attention else schedule
 
-    changes = {"get_forward_backward_func": get_forward_backward_func, "dummy_train_step": _skip_step}
-    with mock.patch.multiple(training, **changes):
-        yield
+    @functools.wraps(stock_skip)
+    def dummy_train_step(data_iterator: Any) -> None:
+        return (_skip_step if get_args().magi_attention else stock_skip)(data_iterator)
+
+    seams.put(_SCHEDULE, get_forward_backward_func)
+    seams.put(_SKIP, dummy_train_step)
 
 
 def _skip_step(data_iterator: Any) -> None:
@@ -64,7 +68,7 @@ def check_padding(args: Namespace, seq_length: int) -> None:
 
     Args:
         args: a validated command line.
-        seq_length: as in `dispatched_training`.
+        seq_length: tokens a sequence in Megatron's tensors, all context-parallel ranks together.
 
     Raises:
         ValueError: an option has buffers or means of its own and the length is padded.

@@ -12,6 +12,7 @@ def validate_arguments(args: Namespace) -> None:
         ValueError: an argument asks for something that is not supported; names it and says what to do.
     """
     _check_attention(args)
+    _check_precision(args)
     _check_layers(args)
     _check_schedule(args)
 
@@ -64,6 +65,12 @@ def _check_attention(args: Namespace) -> None:
     for name in ("qk_clip", "log_max_attention_logit"):
         if getattr(args, name) and not (args.bf16 or args.fp16):
             raise ValueError(f"{name}: Megatron looks for logits in models of 16 bits only; give --bf16 or drop it")
+
+
+def _check_precision(args: Namespace) -> None:
+    # Attention in FP8 has no argument; core attention refuses it in a configuration.
+    if args.fp4 is not None:
+        raise ValueError("fp4: needs Blackwell GPUs, for which there are no attention kernels yet; drop --fp4-format")
 
 
 def _check_layers(args: Namespace) -> None:

@@ -1,43 +1,34 @@
 """Repairs of the megatron-core wheel that training needs on every device, GPUs included.
 
-Each states the defect and where it is in megatron-core 0.19.2, and checks that the code it
-repairs is the code it knows. Nothing on disk is touched.
+Each states the defect and where it is in megatron-core 0.19.2; that the code is the code that is known is checked
+by `seams.check`. Nothing on disk is touched.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_MARK = "_megatron_magi_repaired"
+from megatron_magi.mcore import seams
+
+_HELPERS = "core.datasets.utils:compile_helpers"
+_NORM = "core.transformer.torch_norm:WrappedTorchNorm.__new__"
+_OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
+_SET = "_set_main_param_and_optimizer_states"
 
 
 def install() -> None:
     """Repair what this process has imported, or will import, of megatron. Idempotent.
 
     To be called after `cpu_device.install`, as it imports megatron.
-
-    Raises:
-        RuntimeError: a repaired function is not the one that is known, in an unknown version.
     """
     _repair_compile_helpers()
     _repair_torch_norm()
     _repair_distributed_optimizer()
-
-
-def _expect(function: Any, fragment: str) -> None:
-    """Check that ``fragment`` is in the source of ``function``."""
-    if fragment not in inspect.getsource(function):
-        raise RuntimeError(
-            f"megatron-core {metadata.version('megatron-core')}: {function.__module__}.{function.__qualname__} "
-            f"is not as expected ({fragment!r} is missing); megatron_magi knows 0.19.2"
-        )
 
 
 def _repair_compile_helpers() -> None:
@@ -47,10 +38,7 @@ def _repair_compile_helpers() -> None:
     """
     import megatron.core.datasets.utils as dataset_utils
 
-    original = dataset_utils.compile_helpers
-    if hasattr(original, _MARK):
-        return
-    _expect(original, '["make", "-C"')
+    original = seams.original(_HELPERS)
 
     @functools.wraps(original)
     def compile_helpers() -> None:
@@ -59,8 +47,7 @@ def _repair_compile_helpers() -> None:
             return
         import megatron.core.datasets.helpers_cpp  # noqa: F401  (fails where the wheel lacks the helper, too)
 
-    setattr(compile_helpers, _MARK, True)
-    dataset_utils.compile_helpers = compile_helpers
+    seams.put(_HELPERS, compile_helpers)
 
 
 def _repair_torch_norm() -> None:
@@ -69,12 +56,7 @@ def _repair_torch_norm() -> None:
     core/transformer/torch_norm.py:50. The mark makes Megatron add up their gradients over the
     tensor-parallel group: distributed/finalize_model_grads.py.
     """
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    original = WrappedTorchNorm.__new__
-    if hasattr(original, _MARK):
-        return
-    _expect(original, "assert not config.sequence_parallel")
+    original = seams.original(_NORM)
 
     @functools.wraps(original)
     def make_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -87,8 +69,7 @@ def _repair_torch_norm() -> None:
             parameter.sequence_parallel = True
         return norm
 
-    setattr(make_norm, _MARK, True)
-    WrappedTorchNorm.__new__ = staticmethod(make_norm)
+    seams.put(_NORM, make_norm)
 
 
 def _repair_distributed_optimizer() -> None:
@@ -103,15 +84,10 @@ def _repair_distributed_optimizer() -> None:
     """
     from megatron.core.optimizer import distrib_optimizer
 
-    optimizer_class = distrib_optimizer.DistributedOptimizer
-    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class.state_dict, _MARK):
+    if distrib_optimizer.HAVE_APEX_OR_TE:
         return
-    original_state_dict = optimizer_class.state_dict
-    original_load = optimizer_class.load_state_dict
-    original_set = optimizer_class._set_main_param_and_optimizer_states
-    _expect(original_state_dict, 'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))')
-    _expect(original_load, 's["step"] = step')
-    _expect(original_set, "if not isinstance(tensors[key], torch.Tensor):")
+    names = (f"{_OPTIMIZER}.state_dict", f"{_OPTIMIZER}.load_state_dict", f"{_OPTIMIZER}.{_SET}")
+    original_state_dict, original_load, original_set = (seams.original(name) for name in names)
 
     @functools.wraps(original_state_dict)
     def state_dict(self: Any) -> dict[str, Any]:
@@ -140,7 +116,5 @@ def _repair_distributed_optimizer() -> None:
         # A value that is no tensor is skipped; `load_state_dict` sets the step for all.
         original_set(self, model_param, {**tensors, "step": None})
 
-    setattr(state_dict, _MARK, True)
-    optimizer_class.state_dict = state_dict
-    optimizer_class.load_state_dict = load_state_dict
-    optimizer_class._set_main_param_and_optimizer_states = set_states
+    for name, repaired in zip(names, (state_dict, load_state_dict, set_states), strict=True):
+        seams.put(name, repaired)

@@ -41,7 +41,7 @@ PRELOAD = (
     "megatron_magi.mcore.forward_step",
     "megatron_magi.mcore.loss_log",
     "megatron_magi.mcore.model",
-    "megatron_magi.mcore.stock_step",
+    "megatron_magi.mcore.user_step",
 )
 
 
@@ -71,11 +71,10 @@ def _serve_all(start: Callable[[Request], Ranks]) -> None:
 
 
 def _import_megatron() -> None:
-    from megatron_magi.mcore import cpu_device, wheel_repairs
+    from megatron_magi import cpu_device
 
     if not cpu_device.install():
         raise RuntimeError("ranks are forked on machines without GPUs only: a driver does not survive a fork")
-    wheel_repairs.install()
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_magi import envs
+from megatron_magi import cpu_device, envs
 from megatron_magi.mask import builders
-from megatron_magi.mcore import cpu_device, wheel_repairs
 from megatron_magi.plan import make_plan
 
 TORCH_LAYERS = ["--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm"]
@@ -34,14 +33,12 @@ def parse(argv: Sequence[str], world_size: int) -> Namespace:
     from megatron.training import arguments
 
     from megatron_magi.mcore import entry
-    from megatron_magi.mcore.argv import rewrite_argv
-    from megatron_magi.mcore.config_file import expand_config
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     # A Hopper GPU, and no tokenizer, which would be downloaded.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     arguments.set_global_variables = lambda args: None
-    sys.argv = [sys.argv[0], *rewrite_argv(expand_config(argv))]
+    sys.argv = [sys.argv[0], *argv]
     return entry._parse()
 
 
@@ -50,10 +47,10 @@ def build(args: Namespace) -> torch.nn.Module:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import global_vars
     from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from megatron_magi.mcore.model import MagiGPTModelBuilder, MagiGPTModelConfig
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
     parallel_state.initialize_model_parallel(
@@ -63,12 +60,13 @@ def build(args: Namespace) -> torch.nn.Module:
         hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         create_gloo_process_groups=False,
     )
-    config = gpt_config_from_args(args, model_config_cls=MagiGPTModelConfig)
+    global_vars._GLOBAL_ARGS = args
+    config = gpt_config_from_args(args)
     # What a tokenizer would have said.
     config.vocab_size = config.vocab_size or args.vocab_size
     try:
         with torch.device("meta"):
-            return MagiGPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups(), True, True)
+            return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups(), True, True)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -86,13 +84,13 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
 
 def plan(args: Namespace) -> dict[str, Any]:
     """Plans of a microbatch of packed documents, for full layers and for window layers if there are any."""
-    from megatron_magi.mcore.settings import magi_config, primary_window
+    from megatron_magi.mcore.settings import layer_masks, magi_config
 
     config = magi_config(args, envs.load().default_config())
     lengths = packed_lengths(args.seq_length * args.micro_batch_size)
     full = builders.varlen(doc_lengths=lengths, causal=True)
     made = make_plan(full, config, cp_size=args.context_parallel_size)
-    found = {"full": _figures(made), "primary_window": primary_window(args, args.num_layers)}
+    found = {"full": _figures(made), "primary": layer_masks(args).primary.text}
     if args.window_size is not None:
         left, right = args.window_size
         window = builders.sliding_window(left=left, right=right, doc_lengths=lengths)
@@ -149,7 +147,6 @@ def main() -> None:
     """Prints a list of descriptions, one a command line."""
     runs = json.loads(sys.argv[1])
     cpu_device.install(force=True)
-    wheel_repairs.install()
     with contextlib.redirect_stdout(sys.stderr):
         found = [describe(argv, world_size) for world_size, argv in runs]
     print(json.dumps(found))

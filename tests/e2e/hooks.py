@@ -18,6 +18,7 @@ def split_head_dims(workdir: Path) -> None:
 
     original = DotProductAttention.__init__
 
+    @functools.wraps(original)
     def init(
         self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
     ) -> None:
@@ -131,6 +132,21 @@ def different_data(workdir: Path) -> None:
         return original(self, {**batch, "tokens": batch["tokens"].flip(1)})
 
     BatchDispatcher.dispatch = dispatch
+
+
+def plain_models(workdir: Path) -> None:
+    """Megatron's builder builds its own GPT models, whatever is asked for."""
+    from megatron_magi.mcore import model
+
+    model.install = lambda: None
+
+
+def loss_of_two(workdir: Path) -> None:
+    """A loss function that returns a mean and a report, as Megatron took it once."""
+    from megatron_magi.mcore import user_step
+
+    stock = user_step._microbatch_mean
+    user_step._microbatch_mean = lambda loss, output: stock(lambda out: loss(out)[::2], output)
 
 
 def _add_model_hook(hook: Any) -> None:

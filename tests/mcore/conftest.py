@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_magi.mcore import cpu_device
+from megatron_magi import cpu_device
 
 cpu_device.install()

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.carrier import MagiSeqParams
-from megatron_magi.mcore.core_attention import MagiCoreAttention
+from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
 
 ONE_RANK = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 SEQLEN, NUM_HEADS, NUM_GROUPS, HEAD_DIM = 24, 4, 2, 8
@@ -27,7 +27,7 @@ def _params(batch_size: int, seed: int = 0) -> MagiSeqParams:
     return dispatcher.dispatch(batch).params
 
 
-def _module(**options) -> MagiCoreAttention:
+def _module(cls: type[MagiCoreAttention] = MagiCoreAttention, **options) -> MagiCoreAttention:
     config = TransformerConfig(
         num_layers=2,
         hidden_size=NUM_HEADS * HEAD_DIM,
@@ -37,7 +37,7 @@ def _module(**options) -> MagiCoreAttention:
         **options,
     )
     groups = SimpleNamespace(tp=ONE_RANK, cp=ONE_RANK)
-    return MagiCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    return cls(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
 
 
 def _qkv(batch_size: int, v_dim: int = HEAD_DIM) -> list[torch.Tensor]:
@@ -140,3 +140,37 @@ def test_a_call_without_plan_or_with_a_bias_is_refused() -> None:
 def test_attention_in_8_bits_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: "):
         _module(**{name: True})
+
+
+def test_sinks_beside_te_start_at_zero_and_draw_nothing() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    module = _module(MagiTECoreAttention, softmax_type="learnable")
+    assert module.softmax_offset.tolist() == [0.0] * NUM_HEADS
+    assert torch.equal(torch.get_rng_state(), state)
+    assert _module(softmax_type="learnable").softmax_offset.any()
+
+
+@pytest.mark.parametrize("softmax_type", ["learnable", "vanilla"])
+def test_checkpoint_beside_te_has_the_keys_of_tes_attention(softmax_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a learnt sink TE's attention saves, and asks for, an extra state; without one it has no keys."""
+    from megatron_magi.mcore import core_attention
+
+    seen = {}
+    monkeypatch.setattr(core_attention, "make_sharded_tensors_for_checkpoint", lambda state, *a, **k: seen | state)
+    options = {"softmax_type": softmax_type}
+    metadata = {"dp_cp_group": None}
+    of_te = _module(MagiTECoreAttention, **options).sharded_state_dict(metadata=metadata)
+    of_local = _module(**options).sharded_state_dict(metadata=metadata)
+    learnt = {"softmax_offset"} if softmax_type == "learnable" else set()
+    assert set(of_local) == learnt
+    assert set(of_te) == (learnt | {"_extra_state"} if learnt else set())
+
+
+def test_extra_state_of_tes_attention_is_dropped_when_it_is_loaded() -> None:
+    module = _module(MagiTECoreAttention, softmax_type="learnable")
+    saved = {"softmax_offset": torch.ones(NUM_HEADS), "_extra_state": torch.empty(0, dtype=torch.uint8)}
+    module.load_state_dict(saved, strict=True)
+    assert module.softmax_offset.tolist() == [1.0] * NUM_HEADS
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        _module(softmax_type="learnable").load_state_dict(saved, strict=True)

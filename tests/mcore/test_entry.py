@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.training import arguments
 
-from megatron_magi.mcore import entry
-from megatron_magi.mcore.argv import rewrite_argv
+from megatron_magi.mcore import entry, install
+from megatron_magi.mcore.arguments import buffer_length
 from megatron_magi.mcore.trainer import check_padding
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
@@ -26,7 +26,8 @@ def _parse(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(arguments, "set_global_variables", lambda args: None)
     argv = tiny_gpt_args("mock", *extra, context_parallel_size=cp_size, seq_length=seq_length)
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *rewrite_argv([a for a in argv if a not in without])])
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *(a for a in argv if a not in without)])
+    install()
     return entry._parse()
 
 
@@ -51,7 +52,7 @@ def test_yaml_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, cp_size: int) 
 def test_arguments_keep_the_length_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     args = _parse(monkeypatch, seq_length=125)
     assert (args.seq_length, args.encoder_seq_length) == (125, 125)
-    assert entry._buffer_length(args) == 126
+    assert buffer_length(args) == 126
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron_magi.mcore.core_attention import MagiCoreAttention
+from megatron_magi.mcore import layer_spec
+from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
 
 
@@ -61,6 +62,20 @@ def test_attention_as_a_spec_or_a_partial_is_replaced() -> None:
         spec = get_gpt_layer_local_spec()
         spec.submodules.self_attention.submodules.core_attention = core
         assert _core(replace_core_attention(spec)) is MagiCoreAttention
+
+
+def test_attention_of_te_is_replaced_by_the_variant_that_saves_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.extensions import transformer_engine
+
+    class Attention(nn.Module):
+        """Stands for TE's, which this machine may lack."""
+
+    monkeypatch.setattr(layer_spec, "HAVE_TE", True)
+    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", Attention)
+    spec = get_gpt_layer_local_spec()
+    assert _core(replace_core_attention(spec)) is MagiCoreAttention
+    spec.submodules.self_attention.submodules.core_attention = Attention
+    assert _core(replace_core_attention(spec)) is MagiTECoreAttention
 
 
 def test_no_spec_stays_no_spec() -> None:

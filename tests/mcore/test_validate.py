@@ -6,10 +6,12 @@ import sys
 from argparse import Namespace
 
 import pytest
+import torch
 from megatron.training import arguments
 
+from megatron_magi.config import MagiConfig
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
-from megatron_magi.mcore.settings import layer_masks
+from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length
 from megatron_magi.mcore.validate import check_unused, settle_arguments, validate_arguments
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
@@ -35,6 +37,7 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         ["--cuda-graph-impl", "local", "--cuda-graph-modules", "mlp", "moe_router"],
         ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
         ["--bf16", "--qk-clip"],
+        ["--fp8-format", "hybrid"],
     ],
     ids=lambda extra: extra[0] if extra else "plain",
 )
@@ -60,6 +63,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--perform-rl-step"], "perform_rl_step"),
         (["--logits-load-dir", "teacher"], "logits_load_dir"),
         (["--logits-save-dir", "teacher"], "logits_save_dir"),
+        (["--fp4-format", "e2m1"], "fp4"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -138,3 +142,23 @@ def test_rope_fusion_that_megatron_gives_up_by_itself_gets_no_notice(
 ) -> None:
     extra = ["--micro-batch-size", "2", "--position-embedding-type", positions]
     assert settle_arguments(_parse(monkeypatch, *extra, without=("--no-rope-fusion",))) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "unit"),
+    [
+        ([], 2),
+        (["--fp8-format", "hybrid"], 2 * 16),
+        (["--fp8-format", "hybrid", "--fp8-recipe", "mxfp8"], 2 * 32),
+        (["--fp8-format", "hybrid", "--tensor-model-parallel-size", "2", "--sequence-parallel"], 2 * 2 * 16),
+    ],
+    ids=["bf16", "fp8", "mxfp8", "fp8_tp2_sp"],
+)
+def test_any_length_is_padded_to_what_matrix_products_take(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], unit: int
+) -> None:
+    args = _parse(monkeypatch, *extra, "--seq-length", "125")
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    length = padded_seq_length(args, magi_config(args, MagiConfig()).dispatch)
+    assert length % unit == 0
+    assert 125 <= length < 125 + unit

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from megatron_magi.mcore import cpu_device
+from megatron_magi import cpu_device
 from megatron_magi.testing.megatron_launch import RunResult, launch, tiny_gpt_args
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without a GPU")

@@ -4,7 +4,8 @@ Megatron assumes a GPU in some hundred places. `install` gives callers in ``mega
 one else, a CUDA of one device that is really the CPU: streams and events that do nothing,
 factories that place tensors on the CPU, one random generator. Every other caller, torch itself
 included, sees the machine as it is: a lie told to all would send torch's own code (compiler,
-data loader, checkpointing) down paths that need a driver.
+data loader, checkpointing) down paths that need a driver. Megatron itself is neither imported nor changed;
+what must be other in it is `mcore.without_gpu`'s matter.
 
 What a patch is forced by is said beside it, as file and line of megatron-core 0.19.2.
 """
@@ -82,7 +83,6 @@ def install(*, force: bool = False) -> bool:
     _patch_compiler()
     _patch_factories()
     _patch_tensor()
-    _patch_megatron()
     _installed = True
     return True
 
@@ -243,24 +243,3 @@ def _patch_tensor() -> None:
     _divert(torch.Tensor, "cuda", lambda original, self, *args, **kwargs: self)
     # core/optimizer/clip_grads.py:174, optimizer.py:1009 and distrib_optimizer.py:401 compare with CUDA's names.
     _divert(torch.Tensor, "type", type_name)
-
-
-def _patch_megatron() -> None:
-    """Replace two functions of Megatron itself; the import needs the patches above."""
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.training import initialize
-
-    # The warm-up draws from the generator that weights are initialised with, as often as the local
-    # sequence is long: the weights would depend on the context-parallel size.
-    initialize._warmup_jit_function = lambda *args, **kwargs: None
-
-    original = moe_utils.maybe_move_tensor_to_cpu
-
-    @functools.wraps(original)
-    def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # The original leaves a tensor that is on the CPU alone and forgets `as_numpy`: moe_utils.py:1184.
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
-        if getattr(module, "maybe_move_tensor_to_cpu", None) is original:
-            module.maybe_move_tensor_to_cpu = move_to_cpu

@@ -1,0 +1,398 @@
+"""Training speed of a Llama of 1B with Transformer Engine layers: magi beside TE's context parallelism.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_training.py --out DIR [--lengths 8192 32768] [--masks causal ...]
+
+{magi, TE p2p, TE a2a, TE all-gather} x {one causal document, packed documents, window with sink} x tokens a GPU,
+through Megatron's own trainer, all in one launch on the same GPUs, which hold one sequence together (CP only). Figures
+are of steps, not of attention: milliseconds (median of the second half), tokens/s/GPU, model TFLOP/s/GPU (6 operations
+a parameter and token, 12 a visible pair, head and dimension; nothing is recomputed), largest memory of a rank, loss of
+the last step, and how many times faster magi is than the best of TE's ways.
+
+A setting decides over TE's figures: `--no-create-attention-mask-in-dataloader`. By default Megatron's data loader makes
+a mask of seqlen^2 for each sequence and sends it through two processes and to the GPU, where TE does not look at it: at
+64k tokens 4 GiB, which the loader finishes only every few seconds once the batches are used up that it had prepared
+during the first, slow step.
+
+Documents have log-normal lengths (median 1,000, sigma 1.5) in multiples of 2 * CP, as TE's ring needs them, so that TE
+pads nothing. Where TE cannot do a mask its nearest equivalent runs, and the column `ran` names it:
+
+- window with sink: p2p has neither windows nor sinks (full attention runs), all-gather has no sinks.
+
+`--profile` adds one step under torch's profiler to each run, after those that are timed: where its time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from provenance import write_csv
+from training_session import Training, TrainingSession
+
+NUM_LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 16, 2048, 8192, 16, 4, 128, 32000
+WINDOW = 1024
+MASKS = ("causal", "documents", "window_sink")
+PROVIDERS = {"magi": (), "te_p2p": ("p2p",), "te_a2a": ("a2a",), "te_all_gather": ("all_gather",)}
+WINDOW_ARGS = ("--window-size", f"{WINDOW - 1},0", "--window-attn-skip-freq", "2")
+SINK_ARGS = ("--softmax-type", "learnable")
+NEAREST = {
+    ("window_sink", "te_p2p"): ("causal", "full attention, no sink"),
+    ("window_sink", "te_all_gather"): ("window", "window without sink"),
+}
+"""What runs where TE cannot do the mask: its mask and its name."""
+
+HEADER = ["mask", "tokens_per_gpu", "provider", "ran", "step_ms", "best_step_ms", "tokens_per_s_per_gpu",
+          "tflops_per_gpu", "peak_gib", "reserved_gib", "last_loss", "times_te_best"]  # fmt: skip
+
+
+@dataclass
+class Run:
+    """One training and its figures.
+
+    Attributes:
+        mask: that is asked for.
+        tokens_per_gpu: of a sequence.
+        provider: key of `PROVIDERS`.
+        training: what was seen, on rank 0; None if it failed.
+        kernels: of the profiled step, by group, milliseconds of the device.
+        error: why it failed.
+    """
+
+    mask: str
+    tokens_per_gpu: int
+    provider: str
+    training: Training | None = None
+    kernels: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def ran(self) -> tuple[str, str]:
+        """The mask that ran, and a note where it is not the one asked for."""
+        return NEAREST.get((self.mask, self.provider), (self.mask, self.mask))
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """Tokens a GPU, provider and the mask that ran: what ran once is not run again."""
+        return self.tokens_per_gpu, self.provider, self.ran[0]
+
+
+def model_args(seq_length: int, data: Path, steps: int) -> list[str]:
+    """Megatron's command line for the model and one sequence a step."""
+    named = {
+        "--num-layers": NUM_LAYERS, "--hidden-size": HIDDEN, "--ffn-hidden-size": FFN, "--num-attention-heads": HEADS,
+        "--num-query-groups": GROUPS, "--kv-channels": HEAD_DIM, "--seq-length": seq_length,
+        "--max-position-embeddings": seq_length, "--micro-batch-size": 1, "--global-batch-size": 1,
+        "--train-iters": steps, "--lr": 1e-4, "--lr-decay-iters": 1000, "--seed": 1234, "--eval-iters": 0,
+        "--eval-interval": 1000, "--num-workers": 2, "--logging-level": 40, "--distributed-timeout-minutes": 3,
+        "--log-interval": 1, "--attention-dropout": 0, "--hidden-dropout": 0, "--normalization": "RMSNorm",
+        "--position-embedding-type": "rope", "--vocab-size": VOCABULARY, "--make-vocab-size-divisible-by": 1,
+        "--null-tokenizer-eod-id": VOCABULARY - 1, "--tokenizer-type": "NullTokenizer", "--data-path": data,
+        "--split": "1,0,0", "--transformer-impl": "transformer_engine", "--context-parallel-size": _world_size(),
+    }  # fmt: skip
+    flags = ["--group-query-attention", "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
+    flags += ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    flags += ["--no-create-attention-mask-in-dataloader", "--cross-entropy-loss-fusion"]
+    try:
+        import fused_weight_gradient_mlp_cuda  # noqa: F401
+    except ImportError:
+        flags.append("--no-gradient-accumulation-fusion")
+    return [*(str(item) for pair in named.items() for item in pair), *flags]
+
+
+def run_args(run: Run) -> list[str]:
+    """What the mask and the provider add."""
+    masks = {
+        "causal": [],
+        "documents": ["--dataloader-inter-document-masking"],
+        "window": [*WINDOW_ARGS],
+        "window_sink": [*WINDOW_ARGS, *SINK_ARGS],
+    }
+    if run.provider == "magi":
+        return [*masks[run.mask], "--attention-backend", "magi"]
+    return [*masks[run.ran[0]], "--cp-comm-type", *PROVIDERS[run.provider]]
+
+
+def visible_pairs(run: Run, training: Training, steps: slice) -> float:
+    """Visible (query, key) pairs of a sequence, summed over layers; the mean of ``steps``."""
+    total = run.tokens_per_gpu * _world_size()
+    full = total * (total + 1) / 2
+    if run.ran[0] == "documents":
+        squares = [s for s in training.seqlen_squares[steps] if s]
+        return NUM_LAYERS * (statistics.mean(squares) + total) / 2 if squares else float("nan")
+    if run.ran[0] == "causal":
+        return NUM_LAYERS * full
+    outside = max(0, total - WINDOW)
+    windowed = full - outside * (outside + 1) / 2
+    return NUM_LAYERS / 2 * (full + windowed)
+
+
+def operations(run: Run, training: Training, steps: slice) -> float:
+    """Floating-point operations of a step's model, forward and backward, all GPUs together."""
+    attention = HIDDEN * (HEADS + 2 * GROUPS) * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN
+    parameters = NUM_LAYERS * (attention + 3 * HIDDEN * FFN) + HIDDEN * VOCABULARY
+    total = run.tokens_per_gpu * _world_size()
+    return 6.0 * parameters * total + 12.0 * HEADS * HEAD_DIM * visible_pairs(run, training, steps)
+
+
+def figures(runs: Sequence[Run]) -> list[list[Any]]:
+    """Rows of the table."""
+    rows = []
+    places = (list(MASKS).index, list(PROVIDERS).index)
+    for run in sorted(runs, key=lambda r: (places[0](r.mask), r.tokens_per_gpu, places[1](r.provider))):
+        name = [run.mask, run.tokens_per_gpu, run.provider, run.ran[1]]
+        timed = _timed_steps(run)
+        if not timed:
+            rows.append([*name, run.error.strip().splitlines()[-1][:120] if run.error else "failed", *[""] * 7])
+            continue
+        training, median = run.training, statistics.median(timed)
+        half = slice(len(training.step_ms) - len(timed), len(training.step_ms))
+        rate = operations(run, training, half) / _world_size() / median / 1e9
+        last = training.losses[max(training.losses)] if training.losses else float("nan")
+        rows.append([*name, f"{median:.1f}", f"{min(training.step_ms):.1f}", f"{1e3 * run.tokens_per_gpu / median:.0f}",
+                     f"{rate:.0f}", f"{training.peak_gib:.2f}", f"{training.reserved_gib:.2f}", f"{last:.5f}",
+                     _times_best(run, runs)])  # fmt: skip
+    return rows
+
+
+def _timed_steps(run: Run) -> list[float]:
+    steps = run.training.step_ms if run.training else []
+    return steps[len(steps) // 2 :]
+
+
+def _times_best(run: Run, runs: Sequence[Run]) -> str:
+    """For magi: the best of TE's medians over its own."""
+    same = [r for r in runs if (r.mask, r.tokens_per_gpu) == (run.mask, run.tokens_per_gpu) and r.provider != "magi"]
+    peers = [statistics.median(_timed_steps(r)) for r in same if _timed_steps(r)]
+    if run.provider != "magi" or not peers:
+        return ""
+    return f"{min(peers) / statistics.median(_timed_steps(run)):.3f}"
+
+
+GROUPS_OF_KERNELS = (
+    ("attention", ("attention", "fmha", "flash", "sdpa", "cudnn_generated", "magi_ffa", "ffa", "row_delta")),
+    ("communication", ("nccl",)),
+    ("matrix products", ("gemm", "cutlass", "nvjet", "sm90_xmma", "cublas")),
+    ("optimizer", ("multi_tensor", "adam")),
+    ("copies", ("memcpy", "memset")),
+)
+
+
+def group_of(kernel: str) -> str:
+    """Which part of a step a kernel belongs to, by its name."""
+    lower = kernel.lower()
+    return next((g for g, marks in GROUPS_OF_KERNELS if any(m in lower for m in marks)), "other")
+
+
+class Profile:
+    """One step under torch's profiler, and its device time by kernel."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.kernels: dict[str, float] = {}
+        self.wall_ms = 0.0
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """As `TrainingSession.run` takes it."""
+        if step != self._step:
+            yield
+            return
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            yield
+            torch.cuda.synchronize()
+        for event in profiler.key_averages():
+            self.kernels[event.key] = self.kernels.get(event.key, 0.0) + event.self_device_time_total / 1e3
+
+    def by_group(self) -> dict[str, float]:
+        """Milliseconds of each group of kernels; groups run at the same time in part."""
+        found: dict[str, float] = {}
+        for kernel, milliseconds in self.kernels.items():
+            found[group_of(kernel)] = found.get(group_of(kernel), 0.0) + milliseconds
+        return found
+
+
+def use_padded_documents() -> None:
+    """Has the stock step treat documents as Megatron treats packed conversations (SFT) under context parallelism.
+
+    Each document is cut for the ring by itself; its padded length is its length, as lengths are multiples already.
+    """
+    from megatron_magi.mcore import stock_step
+
+    cut, pack = stock_step.get_batch_on_this_cp_rank, stock_step._packed_params
+
+    def get_batch_on_this_cp_rank(batch: dict, **kwargs: Any) -> dict:
+        return cut(batch, **{**kwargs, "use_per_sequence_balancing": False})
+
+    def packed_params(batch: dict) -> Any:
+        params = pack(batch)
+        if params is not None:
+            params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded = params.cu_seqlens_q, params.cu_seqlens_kv
+        return params
+
+    stock_step.get_batch_on_this_cp_rank, stock_step._packed_params = get_batch_on_this_cp_rank, packed_params
+
+
+def write_documents(folder: Path, num_tokens: int) -> None:
+    """Random tokens in documents of heavy-tailed lengths, always the same."""
+    from megatron_magi.mcore.dataset_writer import write_indexed_dataset
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, step = np.random.default_rng(11), 2 * _world_size()
+    lengths = []
+    while sum(lengths) < num_tokens:
+        lengths.append(step * max(1, round(rng.lognormal(np.log(1000.0), 1.5) / step)))
+    # Tokens as frequent as words are, so that there is a little to learn.
+    documents = (np.minimum(rng.zipf(1.3, size=n - 1), VOCABULARY - 2) for n in lengths)
+    write_indexed_dataset(folder / "text", documents, eod=VOCABULARY - 1)
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "2"))
+
+
+def _main_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def bench(options: argparse.Namespace) -> list[Run]:
+    """All runs, one after another; in every rank."""
+    session, runs = TrainingSession(), []
+    todo = [Run(m, n, p) for n in options.lengths for m in options.masks for p in options.providers]
+    for run in todo:
+        runs.append(run)
+        same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
+        if same:
+            run.training, run.kernels = same[0].training, same[0].kernels
+            continue
+        steps = options.steps
+        args = [*model_args(run.tokens_per_gpu * _world_size(), options.out / "data" / "text", steps + options.profile)]
+        profile = Profile(steps + 1) if options.profile else None
+        try:
+            run.training = session.run(
+                [*args, *run_args(run)], around_step=profile.around if profile else lambda step: nullcontext()
+            )
+            del run.training.step_ms[steps:]
+            run.kernels = profile.by_group() if profile else {}
+        except Exception:  # noqa: BLE001  (the other runs are to be measured; all ranks fail alike)
+            run.error = traceback.format_exc()
+            print(run.error, file=sys.stderr, flush=True)
+        _gather(run)
+        if _main_rank():
+            _report(run, runs, profile, options)
+    return runs
+
+
+def _gather(run: Run) -> None:
+    """The largest memory of all ranks, the losses of the rank that has them, and whether all ranks finished."""
+    found: list[Any] = [None] * _world_size()
+    torch.distributed.all_gather_object(found, (run.training, run.error))
+    trainings = [training for training, _ in found]
+    run.error = next((error for _, error in found if error), "")
+    if run.error:
+        run.training = None
+        return
+    run.training.losses = next((t.losses for t in reversed(trainings) if t.losses), {})
+    run.training.peak_gib = max(t.peak_gib for t in trainings)
+    run.training.reserved_gib = max(t.reserved_gib for t in trainings)
+    run.training.alloc_retries = max(t.alloc_retries for t in trainings)
+
+
+def _report(run: Run, runs: Sequence[Run], profile: Profile | None, options: argparse.Namespace) -> None:
+    """Shows a run and renews the tables, so that what was measured outlives a run that hangs."""
+    (row,) = figures([run])
+    print("RUN  " + "  ".join(f"{h}={v}" for h, v in zip(HEADER, row, strict=True) if v != ""), flush=True)
+    if run.training is not None:
+        steps = " ".join(f"{ms:.0f}" for ms in run.training.step_ms)
+        print(f"     setup {run.training.setup_s:.1f} s, retries {run.training.alloc_retries}, steps {steps}")
+        print("     profile " + "  ".join(f"{g} {ms:.0f}" for g, ms in sorted(run.kernels.items())), flush=True)
+    write_csv(options.out / "training.csv", HEADER, figures(runs))
+    names = sorted({group for r in runs for group in r.kernels})
+    rows = [[r.mask, r.tokens_per_gpu, r.provider, *(f"{r.kernels.get(n, 0.0):.1f}" for n in names)] for r in runs]
+    write_csv(options.out / "training_profile.csv", ["mask", "tokens_per_gpu", "provider", *names], rows)
+    if profile is not None:
+        with (options.out / "training_kernels.txt").open("a") as file:
+            file.write(f"{run.mask} {run.tokens_per_gpu} {run.provider}\n")
+            for kernel, ms in sorted(profile.kernels.items(), key=lambda item: -item[1])[:12]:
+                file.write(f"  {ms:9.2f} ms  {group_of(kernel)}  {kernel[:140]}\n")
+
+
+def draw(table: Path, picture: Path) -> None:
+    """A chart of a table that `bench` has written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with table.open() as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    groups = list(dict.fromkeys((row["mask"], row["tokens_per_gpu"]) for row in rows))
+    figure, axes = pyplot.subplots(figsize=(10, 4.2))
+    width = 0.8 / len(PROVIDERS)
+    for number, provider in enumerate(PROVIDERS):
+        found = {(r["mask"], r["tokens_per_gpu"]): r for r in rows if r["provider"] == provider}
+        places = [i + (number - (len(PROVIDERS) - 1) / 2) * width for i in range(len(groups))]
+        heights = [float(found[g]["tokens_per_s_per_gpu"] or 0) / 1e3 if g in found else 0 for g in groups]
+        bars = axes.bar(places, heights, width, label=provider.replace("_", " "))
+        for bar, group in zip(bars, groups, strict=True):
+            if group in found and found[group]["ran"] != group[0]:
+                axes.annotate("*", (bar.get_x() + width / 2, bar.get_height()), ha="center")
+    axes.set_xticks(range(len(groups)), [f"{mask}\n{int(n) // 1024}k a GPU" for mask, n in groups])
+    axes.set_ylabel("thousand tokens/s/GPU")
+    axes.set_title("Llama 1B with TE layers, bf16, context parallelism alone (* nearest mask that TE can do)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    """Measures; or draws a table that was measured before."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens of a sequence a GPU")
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"
+    )
+    parser.add_argument("--draw", type=Path, nargs=2, metavar=("CSV", "PNG"), help="only draw a table")
+    options = parser.parse_args()
+    if options.draw:
+        draw(*options.draw)
+        return
+    options.out = options.out.resolve()
+    from megatron_magi import cpu_device
+
+    cpu_device.install()
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if _main_rank():
+        write_documents(options.out / "data", 4 * max(options.lengths) * _world_size() * (options.steps + 2))
+    use_padded_documents()
+    while options.after and not options.after.exists():
+        time.sleep(0.2)
+    torch.distributed.barrier()
+    runs = bench(options)
+    failed = [r for r in runs if r.error]
+    sys.stdout.flush()
+    os._exit(len(failed) > 0)
+
+
+if __name__ == "__main__":
+    main()

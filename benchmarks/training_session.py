@@ -1,0 +1,181 @@
+"""Several trainings of Megatron's trainer, one after another in the processes of one launch.
+
+A launch of its own for every training costs half a minute of imports and of setting up NCCL. Here the
+process group stays; Megatron's global state is destroyed after each training, as its own in-process restart does.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Training:
+    """What a training was seen to do; times and memory are of this rank.
+
+    Attributes:
+        losses: "lm loss" of each iteration that was logged, from 1; on the last rank.
+        grad_norms: gradient norm of each of these.
+        step_ms: milliseconds of each step, the device's work included, in order.
+        seqlen_squares: sum of squared document lengths of each iteration, all ranks together; None without documents.
+        peak_gib: largest memory that tensors had.
+        reserved_gib: largest memory that torch's allocator had taken from the device.
+        alloc_retries: times that the allocator ran out and gave back what it had kept.
+        setup_s: seconds before the first step.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    grad_norms: dict[int, float] = field(default_factory=dict)
+    step_ms: list[float] = field(default_factory=list)
+    seqlen_squares: list[float | None] = field(default_factory=list)
+    peak_gib: float = 0.0
+    reserved_gib: float = 0.0
+    alloc_retries: int = 0
+    setup_s: float = 0.0
+
+
+class TrainingSession:
+    """Runs trainings in this process, one of the ranks of a launch."""
+
+    def __init__(self) -> None:
+        self._current: Training | None = None
+        self._around_step: Callable[[int], Any] | None = None
+        self._begin_s = 0.0
+        self._is_installed = False
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        pre_wrap_hooks: Sequence[Callable] = (),
+        around_step: Callable[[int], Any] | None = None,
+    ) -> Training:
+        """Trains as Megatron's command line ``argv`` says.
+
+        Args:
+            argv: without the program's name.
+            pre_wrap_hooks: as `megatron_magi.mcore.entry.main` takes them.
+            around_step: from a step's number (from 1), a context to run it in.
+        """
+        from megatron_magi.mcore.entry import main
+
+        _release_memory()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_accumulated_memory_stats()
+        self._current = training = Training()
+        self._around_step = around_step
+        self._begin_s = time.perf_counter()
+        self._install()
+        environment, command = dict(os.environ), sys.argv
+        try:
+            main(argv, pre_wrap_hooks=pre_wrap_hooks)
+        except SystemExit as end:
+            # How Megatron ends a training at --exit-interval.
+            if end.code:
+                raise
+        finally:
+            # Megatron says by variables which attention Transformer Engine may take.
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.argv = command
+            self._current = None
+            if torch.cuda.is_available():
+                stats = torch.cuda.memory_stats()
+                training.peak_gib = stats["allocated_bytes.all.peak"] / 2**30
+                training.reserved_gib = stats["reserved_bytes.all.peak"] / 2**30
+                training.alloc_retries = stats["num_alloc_retries"]
+            _forget_megatron()
+        return training
+
+    def _install(self) -> None:
+        """Watches Megatron's trainer; once, as what is imported stays."""
+        if self._is_installed:
+            return
+        self._is_installed = True
+        from megatron_magi import cpu_device
+
+        cpu_device.install()
+        from megatron.training import training
+
+        training.train_step = self._timed(training.train_step)
+        training.training_log = self._noted(training.training_log)
+        training.consume_seqlen_stats_in_iteration = self._counted(training.consume_seqlen_stats_in_iteration)
+
+    def _timed(self, stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            current = self._current
+            if current is None:
+                return stock(*args, **kwargs)
+            _synchronize()
+            begin = time.perf_counter()
+            if not current.step_ms:
+                current.setup_s = begin - self._begin_s
+            if self._around_step is None:
+                result = stock(*args, **kwargs)
+            else:
+                with self._around_step(len(current.step_ms) + 1):
+                    result = stock(*args, **kwargs)
+            _synchronize()
+            current.step_ms.append((time.perf_counter() - begin) * 1e3)
+            return result
+
+        return train_step
+
+    def _noted(self, stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def training_log(
+            losses: dict, total: dict, rate: Any, iteration: int, scale: Any, report: Any, skipped: Any, norm: Any,
+            *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            if self._current is not None:
+                if "lm loss" in losses:
+                    self._current.losses[iteration] = float(losses["lm loss"])
+                if norm is not None:
+                    self._current.grad_norms[iteration] = float(norm)
+            return stock(losses, total, rate, iteration, scale, report, skipped, norm, *args, **kwargs)
+
+        return training_log
+
+    def _counted(self, stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def consume() -> tuple[float | None, float | None]:
+            found = stock()
+            if self._current is not None:
+                self._current.seqlen_squares.append(found[1])
+            return found
+
+        return consume
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _forget_megatron() -> None:
+    """What Megatron's own in-process restart forgets, and what belongs to a model that is gone."""
+    from megatron.training import training
+
+    training.destroy_global_state()
+    attention = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    if attention is not None:
+        # It reads those variables once for each kind of input.
+        attention._attention_backends["attention_params"] = None
+    _release_memory()
+
+
+def _release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,87 @@
+"""Parsing and checking Megatron's command line with the options of this package."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_magi import envs
+from megatron_magi.mcore import seams
+from megatron_magi.mcore.argv import FLAG, add_arguments
+
+_ADD, _VALIDATE = "training.arguments:add_megatron_arguments", "training.arguments:validate_args"
+
+
+def install() -> None:
+    """Megatron knows this package's options wherever it parses, and checks go around its own. Idempotent."""
+    stock_add, stock_validate = seams.original(_ADD), seams.original(_VALIDATE)
+
+    @functools.wraps(stock_add)
+    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        return add_arguments(stock_add(parser))
+
+    @functools.wraps(stock_validate)
+    def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Any:
+        validate = functools.partial(_validate_for_magi if args.magi_attention else _validate_stock, stock_validate)
+        return validate(args, {} if defaults is None else defaults)
+
+    seams.put(_ADD, add_megatron_arguments)
+    seams.put(_VALIDATE, validate_args)
+
+
+def check_argv() -> None:
+    """Refuses what would go past the checks.
+
+    Raises:
+        ValueError: the process's command line asks for magi and for a YAML file of arguments.
+    """
+    if FLAG in sys.argv and any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
+        raise ValueError("yaml_cfg: not supported; give the arguments themselves")
+
+
+def buffer_length(args: Namespace) -> int:
+    """Tokens a sequence in Megatron's tensors, all context-parallel ranks together; data has ``args.seq_length``."""
+    from megatron_magi.mcore.settings import magi_config, padded_seq_length
+
+    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch)
+
+
+def _validate_stock(stock: Callable, args: Namespace, defaults: Mapping[str, Any]) -> Any:
+    """Validates in place for another attention backend."""
+    from megatron_magi.mcore.validate import check_unused
+
+    check_unused(args)
+    return stock(args, defaults)
+
+
+def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, Any]) -> Any:
+    """Validates in place: with our checks, Megatron's own (``stock``) and those of the result."""
+    from megatron.training import arguments
+
+    from megatron_magi.mcore.settings import layer_masks
+    from megatron_magi.mcore.trainer import check_padding
+    from megatron_magi.mcore.validate import settle_arguments, validate_arguments
+
+    validate_arguments(args)
+    for notice in settle_arguments(args):
+        arguments.warn_rank_0(notice)
+    # Megatron wants Transformer Engine for these two; here core attention reports the logits itself.
+    wanted = {name: getattr(args, name) for name in ("qk_clip", "log_max_attention_logit")}
+    for name in wanted:
+        setattr(args, name, False)
+    if args.seq_length is not None and args.encoder_seq_length is None:
+        # The other name of the same length; given by it, Megatron does not ask for a multiple of 2 * cp.
+        args.encoder_seq_length, args.seq_length = args.seq_length, None
+    result = stock(args, defaults)
+    for name, value in wanted.items():
+        setattr(args, name, value)
+    check_padding(args, buffer_length(args))
+    layer_masks(args)
+    if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
+        raise ValueError(
+            f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"
+        )
+    return result

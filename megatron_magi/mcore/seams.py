@@ -1,0 +1,222 @@
+"""Where this package holds on to Megatron and Transformer Engine: one table, checked when training starts.
+
+Who ports the package to another version of megatron-core reads `SEAMS` and mends what `check` names. Whatever
+is put into Megatron goes through `put`, which takes targets of the table only. Everything else of Megatron is
+used by its public names and arguments.
+
+How a target is touched:
+
+- ``replaced``: another function is put in its place;
+- ``wrapped``: another function is put in its place and calls it;
+- ``repaired``: wrapped, because the wheel's own is defective (`wheel_repairs`);
+- ``subclassed``: a class of this package derives from it and overrides what is named;
+- ``relied on``: called, or called by Megatron, with exactly these arguments;
+- ``exchanged in specs``: the class is taken out of layer specs, and ours put in.
+
+Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs that capture attention, Mamba
+layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else the user guide lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from megatron_magi.mcore.versions import KNOWN_VERSIONS
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place.
+
+    Attributes:
+        target: ``module:name`` or ``module:Class.name``, without ``megatron.`` in front.
+        how: as above.
+        parameters: that it must have, in this order; others may stand between and behind.
+        by: module of this package.
+        why: in few words.
+        fragment: text that its source must have.
+        needs: ``te`` where the target exists with Transformer Engine only, ``no te`` where it matters without TE and
+            Apex only, ``cpu`` where it is touched on machines without GPUs only.
+    """
+
+    target: str
+    how: str
+    parameters: tuple[str, ...]
+    by: str
+    why: str
+    fragment: str = ""
+    needs: str = ""
+
+
+_TRAINING, _ARGUMENTS = "training.training", "training.arguments"
+_GPT, _BUILDER = "core.models.gpt.gpt_model:GPTModel", "training.models.gpt"
+_OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
+_BLENDED = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
+_EMBEDDINGS = "core.models.common.embeddings"
+_CORE_ARGUMENTS = ("config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale", "cp_comm_type",
+                   "pg_collection")  # fmt: skip
+_CORE_CALL = ("query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params")
+
+SEAMS = (
+    # Command line
+    Seam(f"{_ARGUMENTS}:add_megatron_arguments", "wrapped", ("parser",), "arguments", "options of this package"),
+    Seam(f"{_ARGUMENTS}:validate_args", "wrapped", ("args", "defaults"), "arguments", "checks before and after it"),
+    # Trainer
+    Seam("training:pretrain", "wrapped", ("cfg_container", "forward_step_func"), "user_step", "another name of it"),
+    Seam(f"{_TRAINING}:pretrain", "wrapped", ("cfg_container", "train_valid_test_dataset_provider", "model_type",
+         "forward_step_func"), "user_step", "dispatches what a user's forward step reads"),
+    Seam(f"{_TRAINING}:get_forward_backward_func", "wrapped", (), "trainer", "schedules get the padded length"),
+    Seam(f"{_TRAINING}:dummy_train_step", "replaced", ("data_iterator",), "trainer", "every rank reads the data"),
+    Seam(f"{_TRAINING}:training_log", "wrapped", ("loss_dict", "iteration", "skipped_iter", "grad_norm",
+         "max_attention_logit"), "loss_log", "exact losses"),
+    # Data
+    Seam(f"{_BLENDED}.__init__", "wrapped", ("cls", "sizes", "is_built_on_rank", "config"), "user_step",
+         "every rank reads the data"),
+    Seam("core.utils:get_batch_on_this_tp_rank", "wrapped", ("batch", "has_cu_seqlens",
+         "create_attention_mask_in_dataloader", "seq_length"), "user_step", "shards have their own length"),
+    Seam("core.utils:get_batch_on_this_cp_rank", "wrapped", ("batch",), "user_step", "a shard is cut already"),
+    # Model
+    Seam(f"{_BUILDER}:GPTModel", "wrapped", ("config", "transformer_layer_spec", "vocab_size", "mtp_block_spec"),
+         "model", "the builder names its class as a global"),
+    Seam(f"{_GPT}.__init__", "subclassed", ("config", "transformer_layer_spec", "vocab_size", "mtp_block_spec"),
+         "model", "attention by plan"),
+    Seam(f"{_GPT}.forward", "subclassed", ("input_ids", "position_ids", "attention_mask", "packed_seq_params",
+         "padding_mask"), "model", "the carrier enters here"),
+    Seam(f"{_GPT}.build_schedule_plan", "subclassed", ("input_ids", "position_ids", "attention_mask",
+         "packed_seq_params", "padding_mask"), "model", "the carrier enters here"),
+    Seam(f"{_GPT}._preprocess", "subclassed", ("input_ids", "position_ids", "packed_seq_params", "padding_mask"),
+         "model", "angles and padding of a shard"),
+    Seam("core.packed_seq_params:PackedSeqParams", "subclassed", ("qkv_format", "max_seqlen_q", "max_seqlen_kv"),
+         "carrier", "carries the plans to every layer"),
+    Seam(f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward", "wrapped", ("max_seq_len", "offset",
+         "packed_seq", "cp_group"), "rotary", "angles of all positions (on instances)"),
+    Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward", "wrapped", ("max_seq_len", "offset",
+         "packed_seq", "cp_group"), "rotary", "likewise"),
+    Seam("core.transformer.multi_latent_attention:MultiLatentAttention.forward", "relied on", ("hidden_states",
+         "packed_seq_params"), "rotary", "a hook takes the carrier from its arguments"),
+    Seam("core.transformer.multi_token_prediction:roll_tensor", "replaced", ("tensor", "shifts", "dims", "cp_group",
+         "packed_seq_params"), "mtp", "successors in dispatched order"),
+    Seam("core.models.gpt.gpt_model:process_mtp_loss", "wrapped", ("loss_mask", "config", "cp_group",
+         "packed_seq_params"), "mtp", "losses are means over the tokens of all ranks"),
+    Seam("core.transformer.moe.router:get_tokens_per_expert_and_token_count", "repaired", ("routing_map",
+         "reduce_group", "topk", "with_padding_mask"), "experts", "counts padded tokens"),
+    Seam("core.transformer.moe.router:TopKRouter._apply_expert_bias", "repaired", ("self", "routing_map",
+         "padding_mask"), "experts", "likewise"),
+    Seam(f"{_GPT}.compute_language_model_loss", "subclassed", ("self", "labels", "logits"), "model",
+         "takes gathered logits for a part of the vocabulary"),
+    # Attention
+    Seam("core.transformer.dot_product_attention:DotProductAttention.__init__", "exchanged in specs", _CORE_ARGUMENTS,
+         "layer_spec", "constructed with these"),
+    Seam("core.transformer.dot_product_attention:DotProductAttention.forward", "exchanged in specs", _CORE_CALL,
+         "layer_spec", "called with these"),
+    Seam("core.extensions.transformer_engine:TEDotProductAttention.__init__", "exchanged in specs", _CORE_ARGUMENTS,
+         "layer_spec", "constructed with these", needs="te"),
+    Seam("core.extensions.transformer_engine:TEDotProductAttention.forward", "exchanged in specs", _CORE_CALL,
+         "layer_spec", "called with these", needs="te"),
+    Seam("core.transformer.utils:make_sharded_tensors_for_checkpoint", "relied on", ("state_dict", "prefix",
+         "tensor_parallel_layers_axis_map", "sharded_offsets", "tp_group", "dp_cp_group"), "core_attention",
+         "sinks under Megatron's keys"),
+    # Defects of the wheel
+    Seam("core.datasets.utils:compile_helpers", "repaired", (), "wheel_repairs", "the wheel has no Makefile",
+         fragment='["make", "-C"'),
+    Seam("core.transformer.torch_norm:WrappedTorchNorm.__new__", "repaired", ("cls", "config"), "wheel_repairs",
+         "norms of torch under sequence parallelism", fragment="assert not config.sequence_parallel"),
+    Seam(f"{_OPTIMIZER}.state_dict", "repaired", ("self",), "wheel_repairs", "steps of torch's AdamW",
+         'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))', "no te"),
+    Seam(f"{_OPTIMIZER}.load_state_dict", "repaired", ("self", "state_dict"), "wheel_repairs", "likewise",
+         's["step"] = step', "no te"),
+    Seam(f"{_OPTIMIZER}._set_main_param_and_optimizer_states", "repaired", ("self", "model_param", "tensors"),
+         "wheel_repairs", "likewise", "if not isinstance(tensors[key], torch.Tensor):", "no te"),
+    # Machines without GPUs
+    Seam("training.initialize:_warmup_jit_function", "replaced", (), "without_gpu",
+         "its draws would make weights depend on the parallelism", needs="cpu"),
+    Seam("core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", "replaced", ("tensor", "as_numpy",
+         "record_stream"), "without_gpu", "a tensor that is on the CPU becomes an array too", needs="cpu"),
+)  # fmt: skip
+"""For megatron-core 0.19.2, with or without Transformer Engine, of which nothing itself is touched (tried: 2.20.2)."""
+
+_CHANGING = ("replaced", "wrapped", "repaired")
+_ORIGINAL = "_megatron_magi_original"
+
+
+def check(*, on_cpu: bool = False) -> None:
+    """Finds every target and compares it with the table.
+
+    What `put` has put is seen through.
+
+    Args:
+        on_cpu: also what is touched on machines without GPUs.
+
+    Raises:
+        ValueError: targets are missing or not as expected; names all of them.
+    """
+    wanted = [seam for seam in SEAMS if seam.needs not in _absent(on_cpu)]
+    problems = [f"  {seam.target}: {problem}" for seam in wanted if (problem := _problem(seam))]
+    if problems:
+        raise ValueError(
+            f"megatron-core: version {metadata.version('megatron-core')} is not as megatron_magi knows it "
+            f"({', '.join(KNOWN_VERSIONS)}); see megatron_magi/mcore/seams.py\n" + "\n".join(problems)
+        )
+
+
+def _absent(on_cpu: bool) -> set[str]:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    found = {"no te"} if HAVE_APEX_OR_TE else set()
+    return found | ({"te"} if not HAVE_TE else set()) | ({"cpu"} if not on_cpu else set())
+
+
+def _problem(seam: Seam) -> str:
+    """Why a target is not as expected, or nothing."""
+    try:
+        found = original(seam.target)
+    except (ImportError, AttributeError) as error:
+        return f"not found ({error})"
+    names = iter(inspect.signature(found).parameters)
+    if missing := [name for name in seam.parameters if name not in names]:
+        return f"has no parameter {missing[0]!r} where one is expected, its signature is {inspect.signature(found)}"
+    if seam.fragment and seam.fragment not in inspect.getsource(found):
+        return f"its source has no {seam.fragment!r}"
+    return ""
+
+
+def find(target: str) -> Any:
+    """What is at a target now."""
+    owner, name = _owner(target)
+    return getattr(owner, name)
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(f"megatron.{module}")
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name
+
+
+def original(target: str) -> Any:
+    """What is at a target, or what was there before `put` was first called for it."""
+    found = find(target)
+    return getattr(found, _ORIGINAL, found)
+
+
+def put(target: str, substitute: Any) -> None:
+    """Puts ``substitute`` into Megatron; again is allowed and replaces what was put.
+
+    Args:
+        target: of a row of `SEAMS` that changes something.
+        substitute: a function.
+    """
+    assert any(seam.target == target and seam.how in _CHANGING for seam in SEAMS), f"{target} is not in the table"
+    owner, name = _owner(target)
+    before = original(target)
+    if substitute is not before:
+        setattr(substitute, _ORIGINAL, before)
+    # Set on a class after its creation, `__new__` is not made a static method by itself.
+    setattr(owner, name, staticmethod(substitute) if name == "__new__" else substitute)

@@ -1,0 +1,187 @@
+"""A training script of the user's own: its forward step is given dispatched microbatches."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_context_parallel_group
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args
+
+from megatron_magi.mcore import seams
+from megatron_magi.mcore.arguments import buffer_length
+from megatron_magi.mcore.batch import LocalBatch
+from megatron_magi.mcore.forward_step import MagiForwardStep, make_dispatcher
+from megatron_magi.mcore.loss_log import LossLog
+from megatron_magi.mcore.stock_step import StockForwardStep
+
+_PRETRAIN = ("training.training:pretrain", "training:pretrain")
+_BLENDED = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__"
+_OVER_TP, _OVER_CP = "core.utils:get_batch_on_this_tp_rank", "core.utils:get_batch_on_this_cp_rank"
+
+
+def install() -> None:
+    """Megatron's ``pretrain`` gives dispatched microbatches to the forward step that it is called with. Idempotent.
+
+    Without `--attention-backend magi` nothing changes.
+    """
+    _install_pretrain()
+    _install_data()
+    _install_batches()
+
+
+class UserForwardStep(MagiForwardStep):
+    """Runs a forward step that was written for stock Megatron on this rank's shard of each microbatch.
+
+    Its data iterator has one item: ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` of the shard,
+    ``[batch_size, seqlen]`` on the device, with every rank's own tokens. The carrier reaches the model by itself. Its
+    loss function must return the sum of this rank's losses, its number of tokens, and a report.
+
+    Args:
+        step: as Megatron's ``pretrain`` takes it.
+        make_dispatcher: called by `prepare`.
+        loss_log: told the plan of each training microbatch, if given.
+    """
+
+    def __init__(self, step: Callable, make_dispatcher: Callable, loss_log: LossLog | None = None) -> None:
+        super().__init__(make_dispatcher, loss_log)
+        self._step = step
+
+    def __call__(
+        self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """As Megatron's schedules call it.
+
+        Raises:
+            ValueError: the model does not attend by plan.
+        """
+        batch = self._next(data_iterator, model)
+        options = {"return_schedule_plan": True} if return_schedule_plan else {}
+        with _chunk(model).given(batch):
+            output, loss = self._step(iter([_fields(batch)]), model, **options)
+        return output, functools.partial(_microbatch_mean, loss)
+
+
+def _fields(batch: LocalBatch) -> dict[str, torch.Tensor]:
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    return {name: getattr(batch, name) for name in names}
+
+
+def _chunk(model: torch.nn.Module) -> Any:
+    try:
+        return get_attr_wrapped_model(model, "given", return_model_obj=True)
+    except RuntimeError:
+        raise ValueError(
+            "model: does not attend by plan; build it with Megatron's GPTModelBuilder, or take "
+            "megatron_magi.mcore.model.MagiGPTModel in the place of GPTModel"
+        ) from None
+
+
+def _microbatch_mean(loss: Callable, output: torch.Tensor, **kwargs: Any) -> tuple:
+    """What ``loss`` gives, scaled so that Megatron's mean over ranks is the mean over the microbatch.
+
+    Megatron divides a rank's sum by that rank's number of tokens, of which ranks have different ones.
+    """
+    result = loss(output, **kwargs)
+    if kwargs.get("non_loss_data"):
+        return result
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise ValueError(
+            "forward_step: its loss function must return (sum of the losses, number of tokens, report), "
+            "as a mean over this rank's tokens cannot become one over all ranks'"
+        )
+    total, num_tokens, report = result
+    if get_args().calculate_per_token_loss:
+        return result
+    group = get_context_parallel_group()
+    everyone = num_tokens.detach().clone()
+    dist.all_reduce(everyone, group=group)
+    scale = num_tokens.clamp(min=1) * (group.size() / everyone.clamp(min=1))
+    return total * scale, num_tokens, report
+
+
+def _install_pretrain() -> None:
+    stock = seams.original(_PRETRAIN[0])
+
+    @functools.wraps(stock)
+    def pretrain(
+        cfg_container: Any, provider: Callable, model_type: Any, forward_step: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(forward_step, (MagiForwardStep, StockForwardStep)):
+            log = make_loss_log(get_args().magi_loss_log)
+            if get_args().magi_attention:
+                forward_step = UserForwardStep(forward_step, lambda: make_dispatcher(get_args()), log)
+                provider = _preparing(provider, forward_step.prepare)
+        return stock(cfg_container, provider, model_type, forward_step, *args, **kwargs)
+
+    for target in _PRETRAIN:
+        seams.put(target, pretrain)
+
+
+def make_loss_log(path: str | None) -> LossLog | None:
+    """A log that Megatron's trainer writes to; None without a path."""
+    if path is None:
+        return None
+    log = LossLog(path)
+    log.install()
+    return log
+
+
+def _preparing(provider: Callable, prepare: Callable[[], None]) -> Callable:
+    """``provider``, called on every rank and after ``prepare``."""
+
+    @functools.wraps(provider)
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        return provider(*args, **kwargs)
+
+    # Megatron's mark of a provider that is called on every rank.
+    provide.is_distributed = True
+    return provide
+
+
+def _install_data() -> None:
+    stock = seams.original(_BLENDED)
+
+    @functools.wraps(stock)
+    def init(self: Any, cls: type, sizes: list, is_built_on_rank: Callable, config: Any, *args: Any, **kw: Any) -> None:
+        # Every rank needs the plan of a batch, so every rank reads it.
+        is_built = (lambda: True) if _is_magi() else is_built_on_rank
+        stock(self, cls, sizes, is_built, config, *args, **kw)
+
+    seams.put(_BLENDED, init)
+
+
+def _is_magi() -> bool:
+    """Data sets are also built without a command line, by tools."""
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS
+    return bool(args is not None and getattr(args, "magi_attention", False))
+
+
+def _install_batches() -> None:
+    stock_over_tp, stock_over_cp = seams.original(_OVER_TP), seams.original(_OVER_CP)
+    signature = inspect.signature(stock_over_tp)
+
+    @functools.wraps(stock_over_tp)
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict:
+        if not _is_magi():
+            return stock_over_tp(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        command_line = get_args()
+        local = buffer_length(command_line) // command_line.context_parallel_size
+        shard = {"has_cu_seqlens": False, "is_hybrid_cp": False, "create_attention_mask_in_dataloader": False}
+        return stock_over_tp(**{**given, **shard, "seq_length": local})
+
+    @functools.wraps(stock_over_cp)
+    def get_batch_on_this_cp_rank(batch: dict, *args: Any, **kwargs: Any) -> dict:
+        return batch if _is_magi() else stock_over_cp(batch, *args, **kwargs)
+
+    seams.put(_OVER_TP, get_batch_on_this_tp_rank)
+    seams.put(_OVER_CP, get_batch_on_this_cp_rank)

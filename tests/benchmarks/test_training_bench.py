@@ -1,0 +1,94 @@
+"""Figures of the training benchmarks, without a GPU."""
+
+from __future__ import annotations
+
+import bench_training as bench
+import pytest
+import run_gpu_te as te
+from training_session import Training
+
+
+def run(mask: str, provider: str, step_ms: float, tokens: int = 4096) -> bench.Run:
+    steps = [9 * step_ms, step_ms, step_ms, step_ms]
+    squares = [float((2 * tokens) ** 2 / 4)] * 4
+    return bench.Run(mask, tokens, provider, Training({4: 2.5}, {}, steps, squares, 1.0, 2.0, 0, 1.0))
+
+
+@pytest.mark.parametrize(("mask", "share"), [("causal", 1.0), ("documents", 0.25)])
+def test_operations_count_parameters_once_and_visible_pairs(mask: str, share: float, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    training = run(mask, "magi", 1.0)
+    tokens = 8192
+    linear = 6 * tokens * (16 * (2048 * (16 + 8) * 128 + 2048 * 2048 + 3 * 2048 * 8192) + 2048 * 32000)
+    pairs = 12 * 16 * 128 * 16 * (share * tokens**2 + tokens) / 2
+    assert bench.operations(training, training.training, slice(2, 4)) == pytest.approx(linear + pairs)
+
+
+def test_pairs_of_a_window_are_counted_one_by_one(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    windowed = run("window_sink", "magi", 1.0, tokens=1000)
+    full, narrow = (sum(min(i + 1, limit) for i in range(2000)) for limit in (2000, bench.WINDOW))
+    assert bench.visible_pairs(windowed, windowed.training, slice(0, 4)) == 8 * (full + narrow)
+
+
+def test_magi_is_compared_with_the_best_of_tes_ways_for_the_same_mask_and_length() -> None:
+    runs = [run("causal", "te_p2p", 30.0), run("causal", "te_a2a", 24.0), run("causal", "magi", 20.0),
+            run("documents", "te_a2a", 1.0), run("causal", "te_a2a", 1.0, tokens=8192)]  # fmt: skip
+    table = {tuple(row[:3]): row for row in bench.figures(runs)}
+    assert table["causal", 4096, "magi"][-1] == "1.200"
+    assert table["causal", 4096, "te_a2a"][-1] == ""
+
+
+def test_first_half_of_the_steps_is_not_timed() -> None:
+    row = bench.figures([run("causal", "magi", 20.0)])[0]
+    assert row[4:7] == ["20.0", "20.0", f"{1e3 * 4096 / 20:.0f}"]
+
+
+def test_failed_run_is_a_row_with_its_reason() -> None:
+    failed = bench.Run("documents", 4096, "te_p2p", error="Traceback\n  ...\nAssertionError: no backend\n")
+    assert bench.figures([failed])[0][:5] == ["documents", 4096, "te_p2p", "documents", "AssertionError: no backend"]
+
+
+def test_what_te_cannot_do_is_named() -> None:
+    assert bench.Run("window_sink", 1, "te_p2p").ran == ("causal", "full attention, no sink")
+    assert bench.Run("window_sink", 1, "te_a2a").ran == ("window_sink", "window_sink")
+    arguments = bench.run_args(bench.Run("window_sink", 1, "te_all_gather"))
+    assert "--window-size" in arguments
+    assert "--softmax-type" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [("ffa_backward", "attention"), ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
+     ("nvjet_sm90_tss_256x128", "matrix products"), ("ncclDevKernel_SendRecv(x)", "communication"),
+     ("triton_poi_fused_add", "other")],
+)  # fmt: skip
+def test_kernels_are_sorted_by_name(kernel: str, group: str) -> None:
+    assert bench.group_of(kernel) == group
+
+
+def judge(losses: dict[str, float], sinks: dict[str, float] | None = None, model: str = "dense") -> dict[str, list]:
+    results = {
+        f"{model}/{name}": te.Result({1: 5.0, 2: loss}, {"a": [1.0, sinks[name]]} if sinks else {})
+        for name, loss in losses.items()
+    }
+    jobs = [job for job in te.JOBS if f"{job.model}/{job.name}" in results]
+    return {row[1]: row for row in te.judge(jobs, results)}
+
+
+def test_run_is_inside_if_it_is_not_twice_as_far_as_stock_is_from_stock() -> None:
+    rows = judge({"stock": 4.0, "stock_unfused": 4.004, "magi_cp2": 4.0079, "magi_pp2": 4.0081})
+    assert [rows[name][-1] for name in ("magi_cp2", "magi_pp2")] == ["inside", "FAILED"]
+
+
+def test_gradients_of_sinks_are_judged_and_tes_a2a_does_not_widen_their_band() -> None:
+    losses = dict.fromkeys(("stock", "stock_unfused", "stock_cp2_a2a", "magi_cp2", "magi_tp2_sp"), 4.0)
+    sinks = {"stock": 0.5, "stock_unfused": 0.51, "stock_cp2_a2a": 1.0, "magi_cp2": 0.519, "magi_tp2_sp": 0.6}
+    rows = judge(losses, sinks, "sink")
+    assert [rows[name][-1] for name in ("magi_cp2", "magi_tp2_sp")] == ["inside", "FAILED"]
+
+
+def test_run_that_stopped_early_is_no_success() -> None:
+    results = {"dense/stock": te.Result({1: 5.0, 2: 4.0}), "dense/magi_cp2": te.Result({1: 5.0})}
+    jobs = [job for job in te.JOBS if f"{job.model}/{job.name}" in results]
+    assert te.judge(jobs, results)[-1][-1] == "FAILED"
