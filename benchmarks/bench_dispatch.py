@@ -29,12 +29,16 @@ class Case:
     num_documents: int
     cp_size: int
 
-    def mask(self, seed: int) -> AttnMask:
-        """The mask of a batch drawn with ``seed``."""
+    def lengths(self, seed: int) -> np.ndarray:
+        """Lengths of the documents of a batch drawn with ``seed``."""
         weight = np.exp(np.random.default_rng(seed).uniform(0, np.log(64), self.num_documents))
         lengths = np.maximum(1, (weight / weight.sum() * self.total_seqlen).astype(np.int64))
         lengths[-1] += self.total_seqlen - lengths.sum()
-        return builders.varlen(doc_lengths=lengths, causal=True)
+        return lengths
+
+    def mask(self, seed: int) -> AttnMask:
+        """The mask of a batch drawn with ``seed``."""
+        return builders.varlen(doc_lengths=self.lengths(seed), causal=True)
 
 
 CASES = (

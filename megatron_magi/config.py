@@ -29,7 +29,9 @@ class DispatchConfig:
             sequence at its end so that all shards are equally long.
         alignment: shard lengths are multiples of this (tensor-parallel ranks with sequence
             parallelism), ignored with ``uneven_shard``.
-        balance_tolerance: largest area of a rank over the mean that ``affinity`` aims for.
+        balance_tolerance: largest area of a rank over the mean with ``affinity``; below 1.001 it counts as
+            1.001. Where not even ``min_heap`` gets that far (few or very uneven chunks), what ``min_heap``
+            reaches is the bound. A larger tolerance never moves more rows, counted in blocks of chunks.
     """
 
     algorithm: DispatchAlgorithm = "affinity"
