@@ -7,6 +7,7 @@ from typing import Literal
 
 DispatchAlgorithm = Literal["affinity", "min_heap", "sorted_sequential", "sequential"]
 CommImpl = Literal["auto", "reference", "all_to_all"]
+PlannerImpl = Literal["auto", "python", "native"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa"]
 
 
@@ -32,6 +33,7 @@ class DispatchConfig:
         balance_tolerance: largest area of a rank over the mean with ``affinity``; below 1.001 it counts as
             1.001. Where not even ``min_heap`` gets that far (few or very uneven chunks), what ``min_heap``
             reaches is the bound. A larger tolerance never moves more rows, counted in blocks of chunks.
+        planner: ``native`` plans in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is built.
     """
 
     algorithm: DispatchAlgorithm = "affinity"
@@ -39,11 +41,14 @@ class DispatchConfig:
     uneven_shard: bool = False
     alignment: int = 1
     balance_tolerance: float = 1.01
+    planner: PlannerImpl = "auto"
 
     def __post_init__(self) -> None:
         known = ("affinity", "min_heap", "sorted_sequential", "sequential")
         if self.algorithm not in known:
             raise ValueError(f"algorithm: expected one of {', '.join(known)}, got {self.algorithm!r}")
+        if self.planner not in ("auto", "python", "native"):
+            raise ValueError(f"planner: expected one of auto, python, native, got {self.planner!r}")
         if self.chunk_size is not None:
             _check_count("chunk_size", self.chunk_size, 1)
         _check_count("alignment", self.alignment, 1)
@@ -88,13 +93,13 @@ class CostModel:
         """Bytes of one row of k and v."""
         return self.num_heads_kv * (self.head_dim + (self.head_dim_v or self.head_dim)) * self.element_bytes
 
-    def attend_us(self, area: float) -> float:
-        """Microseconds of a forward pass over ``area`` (query, key) pairs."""
+    def attend_us(self, area):
+        """Microseconds of a forward pass over ``area`` (query, key) pairs, a number or an array of numbers."""
         flops = 2.0 * area * self.num_heads_q * (self.head_dim + (self.head_dim_v or self.head_dim))
         return flops / (self.tflops * 1e6)
 
-    def fetch_us(self, num_rows: float) -> float:
-        """Microseconds to receive ``num_rows`` rows of k and v."""
+    def fetch_us(self, num_rows):
+        """Microseconds to receive ``num_rows`` rows of k and v, a number or an array of numbers."""
         return num_rows * self.row_bytes / (self.gbytes_per_s * 1e3)
 
 

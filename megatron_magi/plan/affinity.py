@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_magi.mask import AttnMask
+from megatron_magi.plan import native
 from megatron_magi.plan.swaps import Shards, gather, repair, sum_by_rank
 from megatron_magi.plan.traffic import Holdings, Traffic
 
@@ -16,7 +17,7 @@ _PLACING_SLACK = (5, 6, 8)
 
 
 def affinity(
-    mask: AttnMask, bounds: np.ndarray, area: np.ndarray, balanced: np.ndarray, tight: int, limit: int
+    mask: AttnMask, bounds: np.ndarray, area: np.ndarray, balanced: np.ndarray, tight: int, limit: int, use_native: bool
 ) -> np.ndarray:
     """The dispatch that moves the fewest keys among those found whose largest load is at most ``limit``.
 
@@ -26,31 +27,51 @@ def affinity(
     Args:
         balanced: a dispatch within ``tight``, which gives the number of chunks of each rank.
         tight: load at which balance is good enough, at most ``limit``.
+        use_native: search in C++.
     """
     capacity = np.bincount(balanced)
-    traffic = Traffic(mask, bounds, len(capacity))
-    best, fewest = balanced, Holdings(traffic, balanced, len(capacity)).fetched
+    starts = _starts(area, capacity, tight, limit)
     targets = [tight * rung // _RUNGS[-1] for rung in _RUNGS]
+    run = native.search if use_native else search
+    return run(Traffic(mask, bounds, len(capacity)), area, balanced, starts, targets, limit)
+
+
+def search(
+    traffic: Traffic,
+    area: np.ndarray,
+    balanced: np.ndarray,
+    starts: list[tuple[np.ndarray, int]],
+    targets: list[int],
+    limit: int,
+) -> np.ndarray:
+    """Completes and repairs each start, and returns the best of all that is passed on the way.
+
+    Args:
+        starts: ranks of chunks that are placed beforehand (others are -1), and the load up to which to place those.
+        targets: loads to repair to, one after the other, falling.
+    """
+    capacity = np.bincount(balanced)
+    best, fewest = balanced, Holdings(traffic, balanced, len(capacity)).fetched
     reached = False
-    for start, most in _starts(area, capacity, tight, limit):
+    for start, most in starts:
         rank = _place_greedily(start, traffic, area, capacity, most)
         shards, holdings = Shards(rank, area, len(capacity)), Holdings(traffic, rank, len(capacity))
         for target in targets:
             for _ in repair(shards, target, holdings):
                 if holdings.fetched < fewest and shards.load.max() <= limit:
                     best, fewest = shards.rank.copy(), holdings.fetched
-        reached = reached or shards.load.max() <= tight
+        reached = reached or shards.load.max() <= targets[-1]
     if not reached:
         # Few chunks, uneven ones: what no start reached is approached from the other side.
         shards, holdings = Shards(balanced, area, len(capacity)), Holdings(traffic, balanced, len(capacity))
-        gather(shards, tight, holdings)
+        gather(shards, targets[-1], holdings)
         if holdings.fetched < fewest:
             best = shards.rank
     return best
 
 
 def _starts(area: np.ndarray, capacity: np.ndarray, tight: int, limit: int) -> list[tuple[np.ndarray, int]]:
-    """Ranks of chunks that are placed beforehand (others are -1), and the load up to which to place the others."""
+    """Where `search` starts: with nothing placed, and with contiguous pieces."""
     nothing = np.full(len(area), -1, dtype=np.int64)
     starts = [(nothing, tight * slack // 4) for slack in _PLACING_SLACK if slack == 5 or tight * slack <= limit * 5]
     return [*starts, (_contiguous_start(area, capacity), tight * _PLACING_SLACK[0] // 4)]
@@ -62,10 +83,11 @@ def _contiguous_start(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     share, rest = divmod(total, cp_size)
     edges = share * np.arange(1, cp_size) + rest * np.arange(1, cp_size) // cp_size
     piece = np.searchsorted(edges, np.cumsum(area) - area // 2, side="right")
+    order = np.lexsort((-area, piece))
+    position = np.arange(len(area)) - np.searchsorted(piece[order], piece[order])
+    kept = order[position < capacity[piece[order]]]
     rank = np.full(len(area), -1, dtype=np.int64)
-    for r in range(cp_size):
-        mine = np.flatnonzero(piece == r)
-        rank[mine[np.argsort(-area[mine], kind="stable")][: capacity[r]]] = r
+    rank[kept] = piece[kept]
     return rank
 
 

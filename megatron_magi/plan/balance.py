@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_magi.config import DispatchConfig
 from megatron_magi.mask import AttnMask
+from megatron_magi.plan import native
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
 from megatron_magi.plan.swaps import refine, sum_by_rank
@@ -32,15 +33,21 @@ def assign_chunks(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: Disp
         return np.repeat(np.arange(cp_size, dtype=np.int64), capacity)
     if config.algorithm == "sorted_sequential":
         return _deal(area, capacity)
-    balanced = _min_heap(area, capacity)
+    use_native = native.chosen(config.planner)
+    even = native.even if use_native else _even
     if config.algorithm == "min_heap":
-        return refine(balanced, area, cp_size, target=0)
+        return even(area, capacity, 0)
     total = int(area.sum())
     tight = total * (1000 + _EVEN_ENOUGH) // (1000 * cp_size)
-    balanced = refine(balanced, area, cp_size, tight)
+    balanced = even(area, capacity, tight)
     tight = max(tight, int(sum_by_rank(balanced, area, cp_size).max()))
     limit = max(tight, int(config.balance_tolerance * total / cp_size))
-    return affinity(mask, bounds, area, balanced, tight, limit)
+    return affinity(mask, bounds, area, balanced, tight, limit, use_native)
+
+
+def _even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
+    """Loads as equal as a min-heap and swaps make them, but no better than ``target``."""
+    return refine(_min_heap(area, capacity), area, len(capacity), target)
 
 
 def _deal(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:

@@ -8,11 +8,11 @@ import numpy as np
 
 from megatron_magi.plan.traffic import Holdings
 
-_SWAPS_PER_CHUNK = 4
-_PARTNERS = 16
+SWAPS_PER_CHUNK = 4
+PARTNERS = 16
 """Least loaded ranks that are asked first: they have the most room. The others are asked when none of them helps."""
-_SWAPS_TRIED = 12
-_GATHERING_PASSES = 4
+SWAPS_TRIED = 12
+GATHERING_PASSES = 4
 
 
 def sum_by_rank(rank: np.ndarray, area: np.ndarray, cp_size: int) -> np.ndarray:
@@ -30,7 +30,7 @@ def repair(shards: Shards, target: int, holdings: Holdings | None = None) -> Ite
     with ``holdings`` the one, among some that are good enough, that adds the fewest rows to fetch.
     """
     yield
-    for _ in range(_SWAPS_PER_CHUNK * len(shards.rank)):
+    for _ in range(SWAPS_PER_CHUNK * len(shards.rank)):
         top = int(np.argmax(shards.load))
         swap = None if shards.load[top] <= target else _choose(shards, top, target, holdings)
         if swap is None:
@@ -54,7 +54,7 @@ def _choose(shards: Shards, top: int, target: int, holdings: Holdings | None) ->
     order = np.argsort(shards.load, kind="stable")
     order = order[order != top]
     load = int(shards.load[top])
-    for partners in (order[:_PARTNERS], order[_PARTNERS:]):
+    for partners in (order[:PARTNERS], order[PARTNERS:]):
         mine, partner, after = shards.best_swaps(top, partners)
         if not len(after) or after.min() >= load:
             continue
@@ -71,7 +71,7 @@ def _choose(shards: Shards, top: int, target: int, holdings: Holdings | None) ->
 
 def gather(shards: Shards, limit: int, holdings: Holdings) -> None:
     """Swaps chunks to where their keys are, while that lowers the rows to fetch and no load passes ``limit``."""
-    for _ in range(_GATHERING_PASSES):
+    for _ in range(GATHERING_PASSES):
         before = holdings.fetched
         for chunk in np.argsort(-shards.area, kind="stable").tolist():
             partners = shards.swaps_within(chunk, holdings.nearest(chunk, int(shards.rank[chunk])), limit)
@@ -155,4 +155,4 @@ class Shards:
 
 def _some(candidates: np.ndarray) -> np.ndarray:
     """A few of many, evenly spaced."""
-    return candidates[:: max(1, len(candidates) // _SWAPS_TRIED)][:_SWAPS_TRIED]
+    return candidates[:: max(1, len(candidates) // SWAPS_TRIED)][:SWAPS_TRIED]
