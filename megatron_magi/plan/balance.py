@@ -41,7 +41,8 @@ def assign_chunks(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: Disp
     tight = total * (1000 + _EVEN_ENOUGH) // (1000 * cp_size)
     balanced = even(area, capacity, tight)
     tight = max(tight, int(sum_by_rank(balanced, area, cp_size).max()))
-    limit = max(tight, int(config.balance_tolerance * total / cp_size))
+    # A tolerance of cp_size allows everything, any above it no more than that.
+    limit = max(tight, int(min(config.balance_tolerance, cp_size) * total / cp_size))
     return affinity(mask, bounds, area, balanced, tight, limit, use_native)
 
 

@@ -80,3 +80,10 @@ def test_blocks_of_many_chunks_count_what_a_rank_lacks_of_them() -> None:
         for algorithm in ("affinity", "min_heap")
     }
     assert rows["affinity"] < 0.9 * rows["min_heap"]
+
+
+def test_a_tolerance_without_end_is_allowed() -> None:
+    for mask in (builders.varlen(doc_lengths=[300, 100], causal=True), AttnMask([], 400)):
+        for tolerance in (float("inf"), 1e30):
+            dispatch = make_dispatch(mask, DispatchConfig(balance_tolerance=tolerance), 4)
+            assert sorted(dispatch.shard_lengths) == [100] * 4
