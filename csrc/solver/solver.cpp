@@ -39,7 +39,7 @@ MAGI_EXPORT void magi_search(const magi::Traffic* traffic, Int cp_size, const In
         if (holdings.fetched < fewest && shards.max_load() <= limit) best = shards.rank, fewest = holdings.fetched;
       });
     }
-    reached |= shards.max_load() <= tight;
+    reached |= most[i] == most[0] && shards.max_load() <= tight;
     now = shards.rank;
   }
   if (!reached) {

@@ -13,7 +13,8 @@ _RUNGS = (1500, 1200, 1100, 1050, 1020, 1010, 1005, 1001)
 """Repair goes for these loads in turn, not for the lowest at once: it has more swaps to choose from. The last is
 ``tight``."""
 _PLACING_SLACK = (5, 6, 8)
-"""Quarters of the load that repair can undo. More than the first only where the limit leaves as much of it."""
+"""Quarters of the load up to which chunks are placed for repair to even out: with 4 up to a quarter more is fetched.
+More than the first only where the limit leaves as much of it."""
 
 
 def affinity(
@@ -60,7 +61,8 @@ def search(
             for _ in repair(shards, target, holdings):
                 if holdings.fetched < fewest and shards.load.max() <= limit:
                     best, fewest = shards.rank.copy(), holdings.fetched
-        reached = reached or shards.load.max() <= targets[-1]
+        # A start of wider limits alone must not take away what narrower ones get.
+        reached = reached or (most == starts[0][1] and shards.load.max() <= targets[-1])
     if not reached:
         # Few chunks, uneven ones: what no start reached is approached from the other side.
         shards, holdings = Shards(balanced, area, len(capacity)), Holdings(traffic, balanced, len(capacity))
