@@ -28,7 +28,7 @@ help:
 
 setup: $(SYNCED)
 
-$(SYNCED): pyproject.toml uv.lock .python-version $(filter .uv/bin/uv,$(UV))
+$(SYNCED): pyproject.toml setup.py uv.lock .python-version $(wildcard csrc/solver/*) $(filter .uv/bin/uv,$(UV))
 	$(UV) sync --locked --compile-bytecode $(EXTRAS:%=--extra %)
 	@touch $@
 
@@ -64,4 +64,5 @@ format: setup
 
 clean:
 	rm -rf .venv .uv build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f megatron_magi/plan/_solver*.so
 	find megatron_magi tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,5 @@
-"""Puts the CUDA sources into the package, and into a wheel the common kernels compiled, where that is possible.
+"""Compiles the planner, puts the CUDA sources into the package, and into a wheel the common kernels compiled, where
+that is possible.
 
 In a checkout the sources lie beside the package, so that C++ and Python do not mix; everything else is in
 pyproject.toml.
@@ -9,10 +10,33 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")} | {"csrc", "csrc/attention"})
+
+
+# The planner in C++: a plain library that is loaded by ctypes. Where it cannot be compiled, a notice says so and the
+# planner in Python is used. Results must equal Python's, so no a * b + c may be contracted.
+SOLVER = Extension(
+    "megatron_magi.plan._solver",
+    sources=["csrc/solver/solver.cpp"],
+    depends=[path.as_posix() for path in sorted(Path("csrc/solver").glob("*.hpp"))],
+    extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
+    language="c++",
+    optional=True,
+)
+
+
+class BuildSolver(build_ext):
+    """Says what it means when the planner cannot be compiled."""
+
+    def run(self) -> None:
+        super().run()
+        missing = [ext.name for ext in self.extensions if not Path(self.get_ext_fullpath(ext.name)).exists()]
+        if missing:
+            print("the planner in C++ could not be compiled, plans are made in Python")
 
 
 class BuildWithKernels(build_py):
@@ -37,5 +61,6 @@ setup(
     package_dir={"megatron_magi.csrc": "csrc"},
     package_data={"megatron_magi": ["py.typed"], "": ["*.cu", "*.cuh"]},
     include_package_data=False,
-    cmdclass={"build_py": BuildWithKernels},
+    ext_modules=[SOLVER],
+    cmdclass={"build_ext": BuildSolver, "build_py": BuildWithKernels},
 )

@@ -7,6 +7,7 @@ from typing import Literal
 
 DispatchAlgorithm = Literal["affinity", "min_heap", "sorted_sequential", "sequential"]
 CommImpl = Literal["auto", "reference", "all_to_all"]
+PlannerImpl = Literal["auto", "python", "native"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa"]
 
 
@@ -54,7 +55,10 @@ class DispatchConfig:
             sequence at its end so that all shards are equally long.
         alignment: shard lengths are multiples of this (tensor-parallel ranks with sequence
             parallelism), ignored with ``uneven_shard``.
-        balance_tolerance: largest area of a rank over the mean that ``affinity`` aims for.
+        balance_tolerance: largest area of a rank over the mean with ``affinity``; below 1.001 it counts as
+            1.001. Where not even ``min_heap`` gets that far (few or very uneven chunks), what ``min_heap``
+            reaches is the bound. A larger tolerance never moves more rows, counted in blocks of chunks.
+        planner: ``native`` plans in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is built.
     """
 
     algorithm: DispatchAlgorithm = "affinity"
@@ -63,9 +67,11 @@ class DispatchConfig:
     alignment: int = 1
     balance_tolerance: float = 1.01
     pad_size: int | None = None
+    planner: PlannerImpl = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("algorithm", self.algorithm, ("affinity", "min_heap", "sorted_sequential", "sequential"))
+        _check_choice("planner", self.planner, ("auto", "python", "native"))
         _check_flags(self, "uneven_shard")
         if self.chunk_size is not None:
             _check_count("chunk_size", self.chunk_size, 1)
@@ -113,13 +119,13 @@ class CostModel:
         """Bytes of one row of k and v."""
         return self.num_heads_kv * (self.head_dim + (self.head_dim_v or self.head_dim)) * self.element_bytes
 
-    def attend_us(self, area: float) -> float:
-        """Microseconds of a forward pass over ``area`` (query, key) pairs."""
+    def attend_us(self, area):
+        """Microseconds of a forward pass over ``area`` (query, key) pairs, a number or an array of numbers."""
         flops = 2.0 * area * self.num_heads_q * (self.head_dim + (self.head_dim_v or self.head_dim))
         return flops / (self.tflops * 1e6)
 
-    def fetch_us(self, num_rows: float) -> float:
-        """Microseconds to receive ``num_rows`` rows of k and v."""
+    def fetch_us(self, num_rows):
+        """Microseconds to receive ``num_rows`` rows of k and v, a number or an array of numbers."""
         return num_rows * self.row_bytes / (self.gbytes_per_s * 1e3)
 
 

@@ -50,6 +50,7 @@ class Variable:
         choices: allowed values of a ``CHOICE``.
         least: smallest ``COUNT``.
         field_value: what to set the field to when a toggle is 1; True when None.
+        off_value: what to set the field to when a toggle with a ``field_value`` is 0; left as it is when None.
         default_text: a default that depends on something else, in words.
     """
 
@@ -62,6 +63,7 @@ class Variable:
     choices: tuple[str, ...] = ()
     least: int = 0
     field_value: str | None = None
+    off_value: str | None = None
     default_text: str | None = None
 
     def parse(self, text: str) -> bool | int | str:
@@ -193,7 +195,15 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
         _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),
-        _unavailable("CPP_BACKEND", "The planner in C++ is not available yet; the one in numpy is used."),
+        _toggle(
+            "CPP_BACKEND",
+            "1 plans in C++ and is an error where that planner is not built, 0 plans in Python. Plans are equal.",
+            "dispatch.planner",
+            default=None,
+            field_value="native",
+            off_value="python",
+            default_text="C++ where it is built",
+        ),
         _unneeded(
             PREFIX + "FLATTEN_HEAD_GROUPS", "Belongs to the solver for query and output communication, see QO_COMM."
         ),
@@ -320,9 +330,9 @@ class Environment:
             if variable.field is None:
                 continue
             if variable.field_value is not None:
-                if not value:
+                value = variable.field_value if value else variable.off_value
+                if value is None:
                     continue
-                value = variable.field_value
             part, field = variable.field.split(".")
             config = replace(config, **{part: replace(getattr(config, part), **{field: value})})
         return config

@@ -21,10 +21,15 @@ ONE_KERNEL = '\n\ndef common_kernels():\n    return [("prepare", ())]\n'
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 
 
-def build_wheel(folder: Path, what: str = "wheel", **variables: str) -> tuple[zipfile.ZipFile, str]:
-    """A wheel of this checkout (or what an editable install builds), but with one common kernel; what was said."""
+def build_wheel(
+    folder: Path, what: str = "wheel", *, compiler: bool = False, **variables: str
+) -> tuple[zipfile.ZipFile, str]:
+    """A wheel of this checkout (or what an editable install builds), but with one common kernel; what was said.
+
+    As if on a machine with or without a C++ compiler.
+    """
     for name in ("megatron_magi", "csrc"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt", "*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     with open(folder / "megatron_magi" / "ops" / "hopper" / "kernels.py", "a") as file:
@@ -32,6 +37,8 @@ def build_wheel(folder: Path, what: str = "wheel", **variables: str) -> tuple[zi
     (folder / "dist").mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAGI_")} | variables
     env.pop("PYTHONPATH", None)
+    if not compiler:
+        env |= {"CC": "/missing/cc", "CXX": "/missing/c++"}
     done = subprocess.run(
         [sys.executable, "-c", BUILD.format(what)],
         cwd=folder,
@@ -67,10 +74,30 @@ def test_compiling_ahead_can_be_switched_off(tmp_path):
     assert "switched off" in said and "megatron_magi/csrc/attention/sm90/prepare.cu" in wheel.namelist()
 
 
-def test_an_editable_install_compiles_nothing(tmp_path):
+def test_an_editable_install_compiles_no_kernels(tmp_path):
     wheel, said = build_wheel(tmp_path, "editable")
     assert not [name for name in wheel.namelist() if name.endswith(".cubin")]
     assert not list(tmp_path.rglob("*.cubin")) and "kernels" not in said
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("what", ["wheel", "editable"])
+def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
+    wheel, _ = build_wheel(tmp_path, what, compiler=True, MAGI_ATTENTION_PREBUILD_FFA="0")
+    installed = tmp_path
+    if what == "wheel":
+        installed = tmp_path / "installed"
+        wheel.extractall(installed)
+    script = "from megatron_magi.plan import native; print(native.available(), native.__file__)"
+    said = subprocess.check_output([sys.executable, "-c", script], cwd=installed, env={"PYTHONPATH": str(installed)})
+    assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "native.py").encode()]
+
+
+def test_without_a_compiler_a_notice_is_given_and_the_rest_is_installed(tmp_path):
+    wheel, said = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
+    assert "plans are made in Python" in said
+    assert not [name for name in wheel.namelist() if name.endswith(".so")]
+    assert "megatron_magi/plan/native.py" in wheel.namelist()
 
 
 def test_a_step_of_an_installation_fails_nothing(tmp_path, monkeypatch, capsys):

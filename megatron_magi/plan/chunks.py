@@ -15,6 +15,10 @@ _CHUNKS_PER_RANK = 32
 _MIN_CHUNK = 128
 """Rows of a kernel's query tile: smaller chunks leave tiles partly empty."""
 _MAX_CHUNK = 2048
+_MAX_NEEDS = 1 << 18
+_MAX_CELLS = 1 << 23
+_MAX_VISITS = 400_000_000
+"""Pairs of a chunk and a block that it needs, of a rank and a block, and ranks looked at for all pairs."""
 _FEWEST_CHUNKS_PER_RANK = 4
 """Short sequences: balance matters more than full tiles."""
 _MAX_PADDING = 1 << 16
@@ -127,26 +131,24 @@ def chunk_areas(mask: AttnMask, bounds: np.ndarray) -> np.ndarray:
     return out
 
 
-def needed_blocks(mask: AttnMask, bounds: np.ndarray, max_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which key blocks the queries of each chunk need, at most ``max_blocks`` blocks in all.
+def needed_blocks(mask: AttnMask, bounds: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which key blocks the queries of each chunk need.
 
-    A block is one chunk, or several neighbouring ones where there are many chunks.
+    A block is one chunk, or several neighbouring ones where there is much to count for ``cp_size`` ranks.
 
     Returns:
-        ``(needs, block)``: bool ``[num_chunks, num_blocks]`` and the block of each chunk, int64
-        ``[num_chunks]``.
+        ``(first, needed, block)``: chunk i needs the blocks ``needed[first[i] : first[i + 1]]``, ascending; and the
+        block of each chunk. int64 ``[num_chunks + 1]``, ``[first[-1]]``, ``[num_chunks]``.
     """
     num_chunks = len(bounds) - 1
-    group = max(1, -(-num_chunks // max_blocks))
-    block = np.arange(num_chunks, dtype=np.int64) // group
     pieces, chunk = bd.cut_rows(mask.bands, bounds)
     pieces, index = bd.tighten_with_index(pieces)
     chunk = chunk[index]
-    edges = bounds[::group] if (num_chunks % group == 0) else np.append(bounds[::group], bounds[-1])
-    first = np.searchsorted(edges, pieces[:, bd.K0], side="right") - 1
-    last = np.searchsorted(edges, pieces[:, bd.K1], side="left")
-    # Marks of starts and ends, summed up along the row, are the covered blocks.
-    marks = np.zeros((num_chunks, int(block[-1]) + 2), dtype=np.int32)
-    np.add.at(marks, (chunk, first), 1)
-    np.add.at(marks, (chunk, last), -1)
-    return np.cumsum(marks[:, :-1], axis=1) > 0, block
+    low = np.searchsorted(bounds, pieces[:, bd.K0], side="right") - 1
+    high = np.searchsorted(bounds, pieces[:, bd.K1], side="left")
+    most_needs = min(_MAX_NEEDS, _MAX_VISITS // cp_size)
+    group = max(1, -(-num_chunks // (_MAX_CELLS // cp_size + 1)), -(-int((high - low).sum()) // most_needs))
+    merged, owner = bd.merge_ranges(np.stack([low // group, (high - 1) // group + 1], axis=1), chunk)
+    i, needed = bd.expand(merged[:, 0], merged[:, 1] - merged[:, 0])
+    first = np.searchsorted(owner[i], np.arange(num_chunks + 1))
+    return first, needed, np.arange(num_chunks, dtype=np.int64) // group

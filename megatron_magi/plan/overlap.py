@@ -21,25 +21,24 @@ def choose_degree(
     if config.degree is not None:
         return max(config.degree, 1)
     times = [
-        max(
-            forward_us(int(a), int(b), int(n), degree, config.cost)
-            for a, b, n in zip(local_area, remote_area, remote_rows, strict=True)
-        )
+        float(forward_us(local_area, remote_area, remote_rows, degree, config.cost).max())
         for degree in range(1, config.max_degree + 1)
     ]
     return 1 + int(np.argmin(times))
 
 
-def forward_us(local_area: int, remote_area: int, remote_rows: int, degree: int, cost: CostModel) -> float:
-    """Predicted forward time of one rank: fetches run one stage ahead of the compute, in order."""
+def forward_us(
+    local_area: np.ndarray, remote_area: np.ndarray, remote_rows: np.ndarray, degree: int, cost: CostModel
+) -> np.ndarray:
+    """Predicted forward time of each rank: fetches run one stage ahead of the compute, in order."""
     fetch = cost.fetch_us(remote_rows / degree)
     attend = cost.attend_us(remote_area / degree)
     computed = cost.attend_us(local_area) + cost.stage_latency_us
     fetched = fetch
     for stage in range(1, degree + 1):
-        start = max(computed, fetched)
+        start = np.maximum(computed, fetched)
         if stage < degree:
             # The next fetch is issued when the stage before this one was launched.
-            fetched = max(fetched, computed) + fetch
+            fetched = np.maximum(fetched, computed) + fetch
         computed = start + attend + cost.stage_latency_us
     return computed

@@ -16,6 +16,7 @@ from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.overlap import choose_degree
 from megatron_magi.plan.partition import areas_by_place, localise, partition, split_stages
 from megatron_magi.plan.schedule import make_schedule
+from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
 
@@ -176,18 +177,23 @@ def dispatch_from_chunks(total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank
         raise ValueError(f"chunk_bounds: expected increasing bounds from 0 to at least {total_seqlen} tokens")
     if rank.shape != (len(bounds) - 1,) or (rank < 0).any() or (rank >= cp_size).any():
         raise ValueError(f"chunk_rank: expected {len(bounds) - 1} ranks in [0, {cp_size})")
-    ranges = tuple(_joined_ranges(bounds, rank == r) for r in range(cp_size))
-    lengths = tuple(int((r[:, 1] - r[:, 0]).sum()) for r in ranges)
+    ranges = _joined_ranges(bounds, rank, cp_size)
+    lengths = tuple(sum_by_rank(rank, np.diff(bounds), cp_size).tolist())
     text = hashlib.sha256(np.int64([total_seqlen, cp_size]).tobytes() + bounds.tobytes() + rank.tobytes())
-    for array in (bounds, rank, *ranges):
+    for array in (bounds, rank):
         array.setflags(write=False)
     return Dispatch(total_seqlen, int(bounds[-1]), cp_size, bounds, rank, ranges, lengths, text.digest())
 
 
-def _joined_ranges(bounds: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    edge = np.diff(np.concatenate([[0], mine.astype(np.int8), [0]]))
-    first, last = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
-    return np.stack([bounds[first], bounds[last]], axis=1)
+def _joined_ranges(bounds: np.ndarray, rank: np.ndarray, cp_size: int) -> tuple[np.ndarray, ...]:
+    """The tokens of each rank, read-only ``[n, 2]``, with touching chunks joined."""
+    chunk = np.argsort(rank, kind="stable")
+    breaks = np.flatnonzero((np.diff(chunk) != 1) | (np.diff(rank[chunk]) != 0)) + 1
+    first, last = np.append(0, breaks), np.append(breaks, len(chunk)) - 1
+    ranges = np.stack([bounds[chunk[first]], bounds[chunk[last] + 1]], axis=1)
+    ranges.setflags(write=False)
+    edges = np.searchsorted(rank[chunk[first]], np.arange(cp_size + 1)).tolist()
+    return tuple(ranges[edges[r] : edges[r + 1]] for r in range(cp_size))
 
 
 def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule, comm: CommConfig) -> int:

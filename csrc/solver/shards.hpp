@@ -1,0 +1,120 @@
+// Which chunks each rank has, sorted by area, and the load that they make.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace magi {
+
+using Int = std::int64_t;
+using Ints = std::vector<Int>;
+
+struct Chunk {
+  Int area;
+  Int index;
+  bool operator<(const Chunk& other) const { return area != other.area ? area < other.area : index < other.index; }
+};
+
+// Every so manieth of many, at most `few`: positions 0, step, 2 * step, ...
+template <typename T>
+std::vector<T> some(const std::vector<T>& candidates, Int few) {
+  const Int count = static_cast<Int>(candidates.size());
+  const Int step = std::max<Int>(1, count / few);
+  std::vector<T> out;
+  for (Int i = 0; i < count && static_cast<Int>(out.size()) < few; i += step) out.push_back(candidates[i]);
+  return out;
+}
+
+class Shards {
+ public:
+  Shards(const Ints& ranks, const Int* areas, Int cp_size)
+      : rank(ranks), load(cp_size, 0), area(areas), largest_(0), chunks_(cp_size) {
+    for (Int i = 0; i < static_cast<Int>(rank.size()); ++i) {
+      chunks_[rank[i]].push_back({area[i], i});
+      load[rank[i]] += area[i];
+      largest_ = std::max(largest_, area[i]);
+    }
+    for (auto& row : chunks_) std::sort(row.begin(), row.end());
+    for (Int r = 0; r < cp_size; ++r) order_.insert({load[r], r});
+  }
+
+  // The most loaded rank, of equal ones the first.
+  Int fullest() const { return order_.lower_bound({max_load(), 0})->second; }
+  Int max_load() const { return order_.rbegin()->first; }
+  // Ranks by rising load, equal ones in their order.
+  const std::set<std::pair<Int, Int>>& order() const { return order_; }
+  const std::vector<Chunk>& chunks(Int rank) const { return chunks_[rank]; }
+
+  // For each chunk of rank `top`, in order, and each partner the two chunks there that even out the two ranks best:
+  // `place` is the later of the two, and `after` the larger load of the two ranks when either is swapped, the
+  // earlier one first: [num_mine, num_partners, 2].
+  void best_swaps(Int top, const Ints& partners, Ints& place, Ints& after) const {
+    const auto& mine = chunks_[top];
+    const Int num_mine = static_cast<Int>(mine.size()), num_partners = static_cast<Int>(partners.size());
+    place.resize(num_mine * num_partners), after.resize(2 * num_mine * num_partners);
+    for (Int p = 0; p < num_partners; ++p) {
+      const auto& theirs = chunks_[partners[p]];
+      const Int count = static_cast<Int>(theirs.size()), other = load[partners[p]], half = (load[top] - other) / 2;
+      Int at = 0;  // the wanted area rises with the chunk
+      for (Int m = 0; m < num_mine; ++m) {
+        const Int wanted = std::clamp<Int>(mine[m].area - half, 0, largest_);
+        while (at < count && theirs[at].area < wanted) ++at;
+        const Int i = m * num_partners + p;
+        place[i] = at;
+        for (Int side : {0, 1}) {
+          const Int moved = mine[m].area - theirs[std::clamp<Int>(at - 1 + side, 0, count - 1)].area;
+          after[2 * i + side] = std::max(load[top] - moved, other + moved);
+        }
+      }
+    }
+  }
+
+  // Chunks of rank `other` that `chunk` can be swapped with, so that no load passes `limit`.
+  Ints swaps_within(Int chunk, Int other, Int limit) const {
+    const auto& theirs = chunks_[other];
+    const Int low = lower(theirs, load[other] + area[chunk] - limit);
+    const Int high = lower(theirs, limit - load[rank[chunk]] + area[chunk] + 1);
+    Ints out;
+    for (Int i = low; i < high; ++i) out.push_back(theirs[i].index);
+    return out;
+  }
+
+  void swap(Int one, Int other) {
+    const Int delta = area[one] - area[other];
+    replace(chunks_[rank[one]], one, other);
+    replace(chunks_[rank[other]], other, one);
+    change_load(rank[one], -delta);
+    change_load(rank[other], delta);
+    std::swap(rank[one], rank[other]);
+  }
+
+  Ints rank;        // of each chunk
+  Ints load;        // of each rank
+  const Int* area;  // of each chunk
+
+ private:
+  static Int lower(const std::vector<Chunk>& row, Int area) {
+    return std::lower_bound(row.begin(), row.end(), Chunk{area, -1}) - row.begin();
+  }
+
+  void change_load(Int rank, Int by) {
+    order_.erase({load[rank], rank});
+    load[rank] += by;
+    order_.insert({load[rank], rank});
+  }
+
+  void replace(std::vector<Chunk>& row, Int out, Int into) {
+    row.erase(std::lower_bound(row.begin(), row.end(), Chunk{area[out], out}));
+    const Chunk chunk{area[into], into};
+    row.insert(std::lower_bound(row.begin(), row.end(), chunk), chunk);
+  }
+
+  Int largest_;
+  std::set<std::pair<Int, Int>> order_;
+  std::vector<std::vector<Chunk>> chunks_;
+};
+
+}  // namespace magi

@@ -1,0 +1,52 @@
+// What megatron_magi/plan/native.py calls. Arrays are int64 and belong to the caller; the meaning of each function,
+// and every result to the last bit, is that of the planner in Python.
+#include "swaps.hpp"
+
+#define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
+
+using magi::Int;
+using magi::Ints;
+
+// Raised whenever results or arguments change: a library that was built from other sources is not used.
+MAGI_EXPORT Int magi_solver_version() { return 1; }
+
+// Each chunk's rank: largest chunk first to the least loaded rank, then swaps until no load is above `target`.
+MAGI_EXPORT void magi_balance(Int num_chunks, Int cp_size, const Int* area, const Int* capacity, Int target,
+                              const magi::Limits* limits, Int* rank) {
+  magi::Shards shards(magi::min_heap(area, num_chunks, Ints(capacity, capacity + cp_size)), area, cp_size);
+  magi::Repair(shards, nullptr, *limits).run(target, [] {});
+  std::copy(shards.rank.begin(), shards.rank.end(), rank);
+}
+
+// `rank` holds the even dispatch and receives the one that moves the fewest rows.
+MAGI_EXPORT void magi_search(const magi::Traffic* traffic, Int cp_size, const Int* area, const Int* capacity,
+                             const Int* starts, const Int* most, Int num_starts, const Int* targets, Int num_targets,
+                             Int limit, const magi::Limits* limits, Int* rank) {
+  const Int num_chunks = traffic->num_chunks, tight = targets[num_targets - 1];
+  const Ints balanced(rank, rank + num_chunks);
+  magi::Holdings holdings(*traffic, cp_size);
+  holdings.restart({}, balanced);
+  Ints best = balanced, now = balanced;
+  Int fewest = holdings.fetched;
+  bool reached = false;
+  for (Int i = 0; i < num_starts; ++i) {
+    magi::Placing placing(*traffic, area, capacity, cp_size, starts + i * num_chunks);
+    magi::Shards shards(placing.run(most[i]), area, cp_size);
+    holdings.restart(now, shards.rank);
+    magi::Repair repair(shards, &holdings, *limits);
+    for (Int j = 0; j < num_targets; ++j) {
+      repair.run(targets[j], [&] {
+        if (holdings.fetched < fewest && shards.max_load() <= limit) best = shards.rank, fewest = holdings.fetched;
+      });
+    }
+    reached |= most[i] == most[0] && shards.max_load() <= tight;
+    now = shards.rank;
+  }
+  if (!reached) {
+    magi::Shards shards(balanced, area, cp_size);
+    holdings.restart(now, balanced);
+    magi::gather(shards, holdings, tight, *limits);
+    if (holdings.fetched < fewest) best = shards.rank;
+  }
+  std::copy(best.begin(), best.end(), rank);
+}

@@ -1,0 +1,130 @@
+"""The default dispatch: queries stay near the keys they need, as far as balance allows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_magi.mask import AttnMask
+from megatron_magi.plan import native
+from megatron_magi.plan.swaps import Shards, gather, repair, sum_by_rank
+from megatron_magi.plan.traffic import Holdings, Traffic
+
+_RUNGS = (1500, 1200, 1100, 1050, 1020, 1010, 1005, 1001)
+"""Repair goes for these loads in turn, not for the lowest at once: it has more swaps to choose from. The last is
+``tight``."""
+_PLACING_SLACK = (5, 6, 8)
+"""Quarters of the load up to which chunks are placed for repair to even out: with 4 up to a quarter more is fetched.
+More than the first only where the limit leaves as much of it."""
+
+
+def affinity(
+    mask: AttnMask, bounds: np.ndarray, area: np.ndarray, balanced: np.ndarray, tight: int, limit: int, use_native: bool
+) -> np.ndarray:
+    """The dispatch that moves the fewest keys among those found whose largest load is at most ``limit``.
+
+    Every start is repaired down to ``tight`` in the same steps whatever the limit is, so a wider
+    limit only has more to choose from and never moves more.
+
+    Args:
+        balanced: a dispatch within ``tight``, which gives the number of chunks of each rank.
+        tight: load at which balance is good enough, at most ``limit``.
+        use_native: search in C++.
+    """
+    capacity = np.bincount(balanced)
+    starts = _starts(area, capacity, tight, limit)
+    targets = [tight * rung // _RUNGS[-1] for rung in _RUNGS]
+    run = native.search if use_native else search
+    return run(Traffic(mask, bounds, len(capacity)), area, balanced, starts, targets, limit)
+
+
+def search(
+    traffic: Traffic,
+    area: np.ndarray,
+    balanced: np.ndarray,
+    starts: list[tuple[np.ndarray, int]],
+    targets: list[int],
+    limit: int,
+) -> np.ndarray:
+    """Completes and repairs each start, and returns the best of all that is passed on the way.
+
+    Args:
+        starts: ranks of chunks that are placed beforehand (others are -1), and the load up to which to place those.
+        targets: loads to repair to, one after the other, falling.
+    """
+    capacity = np.bincount(balanced)
+    best, fewest = balanced, Holdings(traffic, balanced, len(capacity)).fetched
+    reached = False
+    for start, most in starts:
+        rank = _place_greedily(start, traffic, area, capacity, most)
+        shards, holdings = Shards(rank, area, len(capacity)), Holdings(traffic, rank, len(capacity))
+        for target in targets:
+            for _ in repair(shards, target, holdings):
+                if holdings.fetched < fewest and shards.load.max() <= limit:
+                    best, fewest = shards.rank.copy(), holdings.fetched
+        # A start of wider limits alone must not take away what narrower ones get.
+        reached = reached or (most == starts[0][1] and shards.load.max() <= targets[-1])
+    if not reached:
+        # Few chunks, uneven ones: what no start reached is approached from the other side.
+        shards, holdings = Shards(balanced, area, len(capacity)), Holdings(traffic, balanced, len(capacity))
+        gather(shards, targets[-1], holdings)
+        if holdings.fetched < fewest:
+            best = shards.rank
+    return best
+
+
+def _starts(area: np.ndarray, capacity: np.ndarray, tight: int, limit: int) -> list[tuple[np.ndarray, int]]:
+    """Where `search` starts: with nothing placed, and with contiguous pieces."""
+    nothing = np.full(len(area), -1, dtype=np.int64)
+    starts = [(nothing, tight * slack // 4) for slack in _PLACING_SLACK if slack == 5 or tight * slack <= limit * 5]
+    return [*starts, (_contiguous_start(area, capacity), tight * _PLACING_SLACK[0] // 4)]
+
+
+def _contiguous_start(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+    """Contiguous pieces of equal area; of a piece with too many chunks, the largest. Others are -1."""
+    cp_size, total = len(capacity), int(area.sum())
+    share, rest = divmod(total, cp_size)
+    edges = share * np.arange(1, cp_size) + rest * np.arange(1, cp_size) // cp_size
+    piece = np.searchsorted(edges, np.cumsum(area) - area // 2, side="right")
+    order = np.lexsort((-area, piece))
+    position = np.arange(len(area)) - np.searchsorted(piece[order], piece[order])
+    kept = order[position < capacity[piece[order]]]
+    rank = np.full(len(area), -1, dtype=np.int64)
+    rank[kept] = piece[kept]
+    return rank
+
+
+def _place_greedily(
+    start: np.ndarray, traffic: Traffic, area: np.ndarray, capacity: np.ndarray, most: int
+) -> np.ndarray:
+    """Places the chunks that ``start`` leaves open (-1), by falling area.
+
+    Each goes, among the ranks with room and whose load stays within ``most``, to the one that
+    would have to fetch the fewest new keys for it.
+    """
+    cp_size = len(capacity)
+    nothing = np.iinfo(np.int64).max
+    rank = start.copy()
+    missing = np.tile(traffic.block_rows[:, None], cp_size)  # rows of each block that a rank does not hold yet
+    placed = np.flatnonzero(rank >= 0)
+    i, block = traffic.needs_of(placed)
+    np.subtract.at(missing, (traffic.block[placed], rank[placed]), traffic.chunk_rows[placed])
+    missing[block, rank[placed[i]]] = 0
+    load = sum_by_rank(rank[placed], area[placed], cp_size)
+    room = capacity - np.bincount(rank[placed], minlength=cp_size)
+    open_chunks = np.flatnonzero(rank < 0)
+    for chunk in open_chunks[np.argsort(-area[open_chunks], kind="stable")].tolist():
+        wanted = traffic.needs(chunk)
+        fits = (room > 0) & (load + area[chunk] <= most)
+        if fits.any():
+            # Fewest new keys first, then the least loaded rank.
+            cost = np.where(fits, missing[wanted].sum(axis=0), nothing)
+            r = int(np.argmin(np.where(cost == cost.min(), load, nothing)))
+        else:
+            r = int(np.argmin(np.where(room > 0, load, nothing)))
+        rank[chunk] = r
+        load[r] += area[chunk]
+        room[r] -= 1
+        missing[wanted, r] = 0
+        own = traffic.block[chunk]
+        missing[own, r] = max(0, missing[own, r] - traffic.chunk_rows[chunk])
+    return rank

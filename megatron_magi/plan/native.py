@@ -1,0 +1,122 @@
+"""The planner in C++ (csrc/solver): the same results as the functions in Python that it stands in for, sooner.
+
+It is a library without Python in it, called through ctypes, so it needs no headers to build and fits any interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_magi.plan import swaps
+from megatron_magi.plan.traffic import Traffic
+
+_VERSION = 1
+"""Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
+_Int = ctypes.c_int64
+
+
+class _Limits(ctypes.Structure):
+    _fields_ = [(name, _Int) for name in ("swaps_per_chunk", "partners", "swaps_tried", "gathering_passes")]
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = [
+        *((name, _Int) for name in ("num_chunks", "num_blocks")),
+        *((name, ctypes.c_void_p) for name in ("first", "needed", "block", "chunk_rows", "block_rows")),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The library beside this file; None where it was not built, or from other sources than these."""
+    path = Path(__file__).with_name("_solver" + sysconfig.get_config_var("EXT_SUFFIX"))
+    try:
+        library = ctypes.CDLL(str(path))
+        library.magi_solver_version.restype = _Int
+        fits = library.magi_solver_version() == _VERSION
+    except (OSError, AttributeError):
+        return None
+    return library if fits else None
+
+
+def available() -> bool:
+    """Whether the planner in C++ was built, from the sources that belong to this package."""
+    return _library() is not None
+
+
+def chosen(planner: str) -> bool:
+    """Whether to plan in C++, by `DispatchConfig.planner`.
+
+    Raises:
+        ValueError: ``native`` was asked for and is not there.
+    """
+    if planner == "native" and not available():
+        raise ValueError(
+            "planner: the planner in C++ is not built, or from other sources; `python setup.py build_ext --inplace` "
+            "builds it where there is a C++ compiler"
+        )
+    return planner != "python" and available()
+
+
+def even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
+    """As `balance._even`."""
+    rank = np.empty(len(area), dtype=np.int64)
+    sizes = _Int(len(area)), _Int(len(capacity))
+    _call("magi_balance", *sizes, area, capacity, _Int(target), ctypes.byref(_limits()), rank)
+    return rank
+
+
+def search(
+    traffic: Traffic,
+    area: np.ndarray,
+    balanced: np.ndarray,
+    starts: list[tuple[np.ndarray, int]],
+    targets: list[int],
+    limit: int,
+) -> np.ndarray:
+    """As `affinity.search`."""
+    arrays = [_array(a) for a in (traffic.first, traffic.needed, traffic.block, traffic.chunk_rows, traffic.block_rows)]
+    view = _Traffic(len(area), len(traffic.block_rows), *(a.ctypes.data for a in arrays))
+    capacity = np.bincount(balanced)
+    rank = balanced.astype(np.int64)
+    _call(
+        "magi_search",
+        ctypes.byref(view),
+        _Int(len(capacity)),
+        area,
+        capacity,
+        np.stack([ranks for ranks, _ in starts]),
+        np.array([most for _, most in starts], dtype=np.int64),
+        _Int(len(starts)),
+        np.array(targets, dtype=np.int64),
+        _Int(len(targets)),
+        _Int(limit),
+        ctypes.byref(_limits()),
+        rank,
+    )
+    return rank
+
+
+def _limits() -> _Limits:
+    return _Limits(swaps.SWAPS_PER_CHUNK, swaps.PARTNERS, swaps.SWAPS_TRIED, swaps.GATHERING_PASSES)
+
+
+def _array(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Calls a function of the library; arrays are passed by address, and those to be written to must fit already."""
+    library = _library()
+    assert library is not None
+    function: Callable[..., Any] = getattr(library, name)
+    function.restype = None
+    kept = [_array(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    function(*(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in kept))

@@ -1,0 +1,113 @@
+"""The planner in C++ against the one in Python, which defines what is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask import AttnMask, builders
+from megatron_magi.plan import Plan, make_plan, native, swaps
+
+from .test_plan import configs, masks, skip_too_few_tokens, uneven_lengths
+
+built = pytest.mark.skipif(not native.available(), reason="the planner in C++ is not built")
+
+
+def plan_with(planner: str, mask: AttnMask, config: MagiConfig, cp_size: int) -> Plan:
+    return make_plan(mask, replace(config, dispatch=replace(config.dispatch, planner=planner)), cp_size)
+
+
+def assert_equal_plans(mask: AttnMask, config: MagiConfig, cp_size: int) -> None:
+    ours, theirs = (plan_with(planner, mask, config, cp_size) for planner in ("python", "native"))
+    np.testing.assert_array_equal(ours.dispatch.chunk_rank, theirs.dispatch.chunk_rank)
+    assert ours.dispatch.chunk_rank.dtype == theirs.dispatch.chunk_rank.dtype == np.int64
+    assert ours.plan_hash == theirs.plan_hash
+    assert ours.stats() == theirs.stats()
+    for rank in range(cp_size):
+        a, b = ours.for_rank(rank), theirs.for_rank(rank)
+        assert (a.num_rows, a.schedule, a.area, a.degree) == (b.num_rows, b.schedule, b.area, b.degree)
+        for x, y in zip(a.bands, b.bands, strict=True):
+            np.testing.assert_array_equal(x, y)
+        for x, y in zip(a.transfers, b.transfers, strict=True):
+            assert (x.send_splits, x.recv_splits) == (y.send_splits, y.recv_splits)
+            np.testing.assert_array_equal(x.send_index, y.send_index)
+            assert (x.recv_order is None) == (y.recv_order is None)
+            if x.recv_order is not None:
+                np.testing.assert_array_equal(x.recv_order, y.recv_order)
+
+
+@built
+@settings(max_examples=150, deadline=None)
+@given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
+def test_plans_of_any_mask_equal_those_of_the_python_planner(mask, config, cp_size) -> None:
+    if not skip_too_few_tokens(mask, config, cp_size):
+        assert_equal_plans(mask, config, cp_size)
+
+
+@built
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    tokens=st.integers(2000, 40_000),
+    documents=st.sampled_from([1, 2, 9, 40]),
+    cp_size=st.integers(2, 40),
+    window=st.sampled_from([None, 64, 1024]),
+    causal=st.booleans(),
+    tolerance=st.sampled_from([1.0, 1.01, 1.25, 2.0]),
+    chunk_size=st.sampled_from([None, 50, 128]),
+    algorithm=st.sampled_from(["affinity", "affinity", "min_heap"]),
+    uneven=st.booleans(),
+)
+def test_plans_of_packed_documents_equal_those_of_the_python_planner(
+    seed, tokens, documents, cp_size, window, causal, tolerance, chunk_size, algorithm, uneven
+) -> None:
+    lengths = uneven_lengths(tokens, documents, seed)
+    if window is None:
+        mask = builders.varlen(doc_lengths=lengths, causal=causal)
+    else:
+        mask = builders.sliding_window(left=window, right=0 if causal else window, doc_lengths=lengths)
+    if uneven and tokens < cp_size * (chunk_size or 1):
+        return
+    dispatch = DispatchConfig(
+        algorithm=algorithm, chunk_size=chunk_size, uneven_shard=uneven, balance_tolerance=tolerance
+    )
+    assert_equal_plans(mask, MagiConfig(dispatch=dispatch), cp_size)
+
+
+@built
+def test_plans_that_are_gathered_from_the_even_dispatch_equal_those_of_the_python_planner() -> None:
+    mask = builders.sliding_window(left=1024, right=0, doc_lengths=uneven_lengths(1 << 18, 8, 1))
+    assert_equal_plans(mask, MagiConfig(dispatch=DispatchConfig(balance_tolerance=1.0)), 16)
+
+
+@built
+def test_ranks_that_are_asked_for_a_swap_last_are_asked_in_the_same_order(monkeypatch) -> None:
+    monkeypatch.setattr(swaps, "PARTNERS", 1)
+    for seed in range(4):
+        mask = builders.varlen(doc_lengths=uneven_lengths(20_000, 30, seed), causal=False)
+        assert_equal_plans(mask, MagiConfig(dispatch=DispatchConfig(chunk_size=128, balance_tolerance=1.0)), 12)
+
+
+def test_where_it_is_not_built_plans_are_made_in_python_and_asking_for_it_is_an_error(monkeypatch) -> None:
+    mask = builders.varlen(doc_lengths=[100, 300], causal=True)
+    expected = plan_with("python", mask, MagiConfig(), 4)
+    monkeypatch.setattr(native, "_library", lambda: None)
+    assert make_plan(mask, cp_size=4).plan_hash == expected.plan_hash
+    with pytest.raises(ValueError, match=r"^planner: .*not built"):
+        plan_with("native", mask, MagiConfig(), 4)
+
+
+@built
+def test_a_library_of_other_sources_is_not_used(monkeypatch) -> None:
+    monkeypatch.setattr(native, "_VERSION", native._VERSION + 1)
+    assert native._library.__wrapped__() is None
+
+
+@built
+def test_the_default_plans_in_cpp_where_it_is_built() -> None:
+    assert native.chosen("auto") and native.chosen("native") and not native.chosen("python")
