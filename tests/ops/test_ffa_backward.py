@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.ops.hopper import backward as hopper_backward
+from megatron_magi.ops.hopper import choices as hopper_choices
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.choices import WHOLE_TILE
@@ -66,7 +66,7 @@ def all_ways(all_dims):
 def way(request, monkeypatch):
     """How dq is computed, whatever the mask."""
     summed, most = WAYS[request.param]
-    monkeypatch.setattr(hopper_backward, "sums_pay", lambda *_: summed)
+    monkeypatch.setattr(hopper_choices, "sums_pay", lambda *_: summed)
     pack_heads(monkeypatch, most)
 
 
