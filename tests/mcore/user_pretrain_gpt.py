@@ -65,8 +65,8 @@ def forward_step(data_iterator, model):
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, position_ids, attention_mask = get_batch(data_iterator, vp_stage)
     losses = model(tokens, position_ids, attention_mask, labels=labels)
-    # Every third token counts half: what counts is the script's matter, and uneven over ranks.
-    weights = None if loss_mask is None else torch.where(position_ids % 3 == 0, loss_mask / 2, loss_mask)
+    # Every third byte counts half: what counts is the script's matter, and uneven over ranks.
+    weights = None if loss_mask is None else torch.where(labels % 3 == 0, loss_mask / 2, loss_mask)
     return losses, partial(loss_func, weights)
 
 
