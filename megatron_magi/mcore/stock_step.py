@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,7 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         loaded = next(data_iterator)
+        _check_fields(loaded, args)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         batch = dict.fromkeys((*_SEQUENCES, *_OPTIONAL))
         # A user's data set may have fields that Megatron does not know.
@@ -96,6 +97,19 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
         # Conversations are padded for a zigzag over the whole sequence.
         use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
+
+
+def _check_fields(loaded: Mapping[str, torch.Tensor], args: Any) -> None:
+    """Refuses a microbatch without what Megatron's other tensor-parallel ranks would wait for.
+
+    Raises:
+        ValueError: a data set of the user's lacks a field.
+    """
+    wanted = [*_SEQUENCES, *(["attention_mask"] if args.create_attention_mask_in_dataloader else [])]
+    missing = [name for name in wanted if name not in loaded]
+    if missing:
+        advice = "; give --no-create-attention-mask-in-dataloader" if "attention_mask" in missing else ""
+        raise ValueError(f"dataset_provider: its items have no {' and no '.join(missing)}{advice}")
 
 
 def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:

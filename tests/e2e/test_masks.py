@@ -45,7 +45,7 @@ def test_tree_of_eight_samples_trains_as_the_samples_by_themselves(tmp_path: Pat
     script.write_text(block)
 
     def train(script: Path, cp_size: int, global_batch_size: int, *extra: str) -> RunResult:
-        options = ["--calculate-per-token-loss", *extra]
+        options = ["--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader", *extra]
         sizes = {"global_batch_size": global_batch_size, "context_parallel_size": cp_size}
         args = tiny_gpt_args("mock", *options, train_iters=NUM_ITERATIONS, **sizes)
         unused = ("--mock-data", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")

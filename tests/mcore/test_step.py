@@ -137,3 +137,14 @@ def test_a_replayed_microbatch_adds_no_plan_to_the_log(
     machine.state = RerunState.INITIAL_RUN
     forward_step(iter(()), model.eval())
     assert plans == ["plan"]
+
+
+def test_items_without_what_other_backends_broadcast_are_refused() -> None:
+    """On tensor-parallel rank 0, which alone reads: the others would wait for ever."""
+    items = dict.fromkeys(stock_step._SEQUENCES)
+    stock_step._check_fields(items, SimpleNamespace(create_attention_mask_in_dataloader=False))
+    with pytest.raises(ValueError, match=r"^dataset_provider: .* no attention_mask; give --no-create-attention"):
+        stock_step._check_fields(items, SimpleNamespace(create_attention_mask_in_dataloader=True))
+    del items["labels"]
+    with pytest.raises(ValueError, match=r"^dataset_provider: its items have no labels$"):
+        stock_step._check_fields(items, SimpleNamespace(create_attention_mask_in_dataloader=False))
