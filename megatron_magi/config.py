@@ -78,7 +78,8 @@ class DispatchConfig:
         if self.pad_size is not None:
             _check_count("pad_size", self.pad_size, 0)
         _check_count("alignment", self.alignment, 1)
-        if not _is_number(self.balance_tolerance) or not self.balance_tolerance >= 1.0:
+        tolerance = self.balance_tolerance
+        if not (_is_number(tolerance) or tolerance == float("inf")) or not tolerance >= 1.0:
             raise ValueError(f"balance_tolerance: expected a ratio of at least 1, got {self.balance_tolerance!r}")
 
 

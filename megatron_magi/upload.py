@@ -49,7 +49,7 @@ class PackedArrays:
         """
         device = torch.device(device)
         memory = self.buffer
-        if device.type == "cuda":
+        if device.type == "cuda" and type(memory) is torch.Tensor:  # not a fake one, which lies nowhere
             # The allocator of page-locked memory hands a block out again only once copies from it are done.
             memory = (memory if memory.is_pinned() else memory.pin_memory()).to(device, non_blocking=True)
         elif device.type != "cpu":

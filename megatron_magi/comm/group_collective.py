@@ -403,9 +403,10 @@ def _choose(tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.Pr
     for x in tensors:
         if x.device != device:
             raise ValueError(f"tensors: all must be on the device of args, {device}, got {x.device}")
-    way = args.ways.get((group, impl))
+    key = (group if len(args.send_splits) > 1 else None, impl)
+    way = args.ways.get(key)
     if way is None:
-        way = args.ways[group, impl] = _find_way(args, group, impl)
+        way = args.ways[key] = _find_way(args, group, impl)
     return way
 
 

@@ -66,7 +66,7 @@ CASES = {
     "rows": (attend, {"rows": 7}, r"raised ValueError: q: expected \[\d+, heads, dim\]"),
     "width": (undispatch, {"width": 4}, r"undispatch: .* has row_shape \(4,\) instead of \(3,\)"),
     "partial": (undispatch, {"is_partial_grad": True}, "has is_partial_grad True instead of False"),
-    "shift": (roll, {"shift": 2}, "roll: .* has shift 2 instead of -1"),
+    "shift": (roll, {"shift": 2}, r"roll: .* has shift 2 instead of \d+"),
 }
 
 

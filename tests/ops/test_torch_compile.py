@@ -140,7 +140,7 @@ def test_arguments_are_checked_when_a_compiled_function_runs():
 def test_the_operators_keep_the_rules_of_torch(sink, max_logits):
     q, k, v = tensors(12, dim_v=6)
     sinks = torch.randn(2, 4, requires_grad=True) if sink else None
-    options = (0.3, 0.0, False, 0, "torch")
+    options = (0.3, 0.0, False, 0, False, "torch")
     masks = ([torch.from_numpy(builders.causal(12).packed)], [torch.tensor([[0, 12]])] * 2)
     for mask in masks:
         torch.library.opcheck(attention._forward_operator, (q, k, v, sinks, mask, max_logits, *options))
