@@ -1,4 +1,4 @@
-"""Arrays that go to a device together: one buffer, one copy, for which the host does not wait."""
+"""Arrays that go to a device together: one buffer, one copy."""
 
 from __future__ import annotations
 
@@ -77,5 +77,11 @@ def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
-    """Copies of the arrays on ``device``; see `PackedArrays.to`."""
-    return pack(arrays).to(device)
+    """Copies of the arrays on ``device``, there when this returns: whatever stream uses them first.
+
+    The host waits for what is queued on the current stream. What is not to wait goes through `PackedArrays.to`.
+    """
+    tensors = pack(arrays).to(device)
+    if tensors and tensors[0].is_cuda and type(tensors[0]) is torch.Tensor:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return tensors

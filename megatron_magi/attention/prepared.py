@@ -59,14 +59,16 @@ class _PreparedPlan:
     casts: tuple[CastFacts, ...]
     tables: tuple[MaskTables, ...]
 
-    def keep(self, left: Iterator[Tensor], device: torch.device) -> None:
+    def keep(
+        self, left: Iterator[Tensor], device: torch.device, ready: torch.cuda.Event | None, plan_bytes: int
+    ) -> None:
         """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
         self.plan.runtime[str(device)] = tuple(
             GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
         )
         # One for the bands of each stage, or none at all.
         for bands, tables in zip(self.plan.bands, self.tables, strict=False):
-            tables.keep(bands, list(islice(left, tables.num_arrays)))
+            tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,10 +103,18 @@ class PreparedBatch:
             The ``arrays`` of `prepare_batch`, on the device.
         """
         device = torch.device(device)
-        left = iter(self._packed.to(device))
+        tensors = self._packed.to(device)
+        ready = None
+        if tensors and tensors[0].is_cuda:
+            device = tensors[0].device  # with its number
+            ready = torch.cuda.current_stream(device).record_event()
+        # All arrays lie in one block, which lives as long as any of them.
+        num_plans = sum(len(tables.plans) for prepared in self._plans.values() for tables in prepared.tables)
+        plan_bytes = -(-self._packed.num_bytes // max(num_plans, 1))
+        left = iter(tensors)
         named = {name: next(left) for name in self._names}
         for prepared in self._plans.values():
-            prepared.keep(left, device)
+            prepared.keep(left, device, ready, plan_bytes)
         return named
 
 

@@ -26,12 +26,15 @@ class Board:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
         self._num_read = 0
+        # A store may outlive its groups, and another group may get the name of one that is gone.
+        prefix = dist.PrefixStore(_PREFIX, group.get_group_store())
+        self._prefix = f"{_PREFIX}/{prefix.add(f'generation/{self.rank}', 1)}"
 
     def _store(self) -> dist.Store:
         group = self._group()
         if group is None:
             raise RuntimeError("group: does not exist any more")
-        return dist.PrefixStore(_PREFIX, group.get_group_store())
+        return dist.PrefixStore(self._prefix, group.get_group_store())
 
     def vote(self, call: int, digest: str) -> bool:
         """Counts this rank among those for which call number ``call`` is ``digest``; True when that is every rank."""

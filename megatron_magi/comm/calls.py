@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from megatron_magi.comm.board import Board
 
@@ -49,8 +50,11 @@ EXPLAIN_S = 3 * LOOK_S
 WARN_S = 30.0
 """How long a rank waits for the others before it says so in the log."""
 
+_NOT_ERRORS = (getattr(torch.utils.checkpoint, "_StopRecomputationError", ()),)
+"""What checkpointing raises, on all ranks alike, once it has recomputed as much as it needs."""
 _NUM_RECORDS = 1024
 _MAX_KNOWN = 4096
+_MOST_FAILURES = 5
 _POISON_TAG = 0x6D616769
 
 
@@ -113,7 +117,7 @@ class CallLog:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         try:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, _NOT_ERRORS):
                 self._fail(error)
         finally:
             self._phase = _Phase.OVER
@@ -442,16 +446,18 @@ def _close_logs() -> None:
 
 def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: float) -> None:
     """What the thread of a log does. It ends with the log, or with the store."""
-    busy = False
+    busy, failures = False, 0
     while not stop.wait(BUSY_S if busy else interval_s):
         log = log_ref()
         if log is None or not dist.is_initialized():
             return
         try:
-            busy = log.look()
+            busy, failures = log.look(), 0
         except RuntimeError:
-            _log.debug("the store is gone, as it is when a job ends", exc_info=True)
-            return
+            failures += 1
+            if failures == _MOST_FAILURES:
+                _log.debug("the store is gone, as it is when a job ends", exc_info=True)
+                return
         del log
 
 

@@ -31,7 +31,7 @@ class Tables(Protocol):
         """Of device memory."""
 
     def hold_for_stream(self) -> None:
-        """Once dropped, the memory is not used for anything else before what the current stream has queued is done."""
+        """What the current stream queues from now on finds the tables there, and keeps their memory as long."""
 
 
 class Launch:

@@ -25,8 +25,9 @@ def install() -> None:
 
     @functools.wraps(stock_validate)
     def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Any:
-        validate = functools.partial(_validate_for_magi if args.magi_attention else _validate_stock, stock_validate)
-        return validate(args, {} if defaults is None else defaults)
+        # Arguments from a YAML file do not have it.
+        validate = _validate_for_magi if getattr(args, "magi_attention", False) else _validate_stock
+        return validate(stock_validate, args, {} if defaults is None else defaults)
 
     seams.put(_ADD, add_megatron_arguments)
     seams.put(_VALIDATE, validate_args)
@@ -40,6 +41,14 @@ def check_argv() -> None:
     """
     if FLAG in sys.argv and any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
         raise ValueError("yaml_cfg: not supported; give the arguments themselves")
+
+
+def is_magi() -> bool:
+    """Whether the command line asks for magi; there may be none, for models and data sets are built without, too."""
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS
+    return bool(args is not None and getattr(args, "magi_attention", False))
 
 
 def buffer_length(args: Namespace) -> int:

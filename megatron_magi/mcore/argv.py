@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_magi.mcore.config_file import add_config_argument
-
 _OPTION = "--attention-backend"
 _VALUE = "magi"
 FLAG = "--magi-attention"
@@ -54,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds this package's options to Megatron's parser, unless it has them."""
     if any(FLAG in action.option_strings for action in parser._actions):
         return parser
-    group = parser.add_argument_group(title="magi attention")
-    add_config_argument(group)
+    group = parser.add_argument_group(
+        title="magi attention", description="pretrain_scripts/pretrain_gpt.py also takes --config FILE of arguments."
+    )
     group.add_argument(
         FLAG,
         action="store_true",

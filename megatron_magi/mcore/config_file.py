@@ -23,16 +23,6 @@ OPTION = "--config"
 _SWITCHES = {"true": True, "false": False}
 
 
-def add_config_argument(group: argparse._ArgumentGroup) -> None:
-    """Adds ``--config`` to the help; it is gone from the command line when Megatron parses it."""
-    group.add_argument(
-        OPTION,
-        metavar="FILE",
-        default=None,
-        help="YAML file of arguments: option names without the dashes and their values; the command line wins.",
-    )
-
-
 def expand_config(argv: Sequence[str]) -> list[str]:
     """The command line with the entries of its ``--config FILE`` before its other arguments.
 
@@ -158,8 +148,8 @@ class _Parser(argparse.ArgumentParser):
         add_arguments(seams.original("training.arguments:add_megatron_arguments")(self))
 
     def actions_by_name(self) -> dict[str, argparse.Action]:
-        """Each option of two dashes without these, but for `--config` itself."""
-        return {name.removeprefix("--"): action for name, action in self._options() if name != OPTION}
+        """Each option of two dashes without these."""
+        return {name.removeprefix("--"): action for name, action in self._options()}
 
     def _options(self) -> Iterator[tuple[str, argparse.Action]]:
         for action in self._actions:

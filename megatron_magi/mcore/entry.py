@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from megatron_magi import cpu_device
+from megatron_magi.mcore.config_file import expand_config
 from megatron_magi.mcore.installation import install
+from megatron_magi.mcore.versions import check_version
 
 _ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What Megatron's GPT script takes where the command line says nothing."""
@@ -40,7 +43,7 @@ def main(
     if argv is not None:
         # Megatron's trainer parses sys.argv again.
         sys.argv = [sys.argv[0], *argv]
-    install()
+    _prepare()
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, training
@@ -64,9 +67,17 @@ def main(
     )
 
 
+def _prepare() -> None:
+    """Expands ``--config`` in ``sys.argv``, and `install`."""
+    check_version()
+    cpu_device.install()
+    sys.argv = [sys.argv[0], *expand_config(sys.argv[1:])]
+    install()
+
+
 def _parse() -> Namespace:
     """Parses and validates as Megatron's script does; also for who only wants to know whether it is right."""
-    install()
+    _prepare()
     from megatron.training import arguments
 
     if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):

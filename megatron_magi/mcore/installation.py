@@ -6,7 +6,6 @@ import sys
 
 from megatron_magi import cpu_device
 from megatron_magi.mcore.argv import rewrite_argv
-from megatron_magi.mcore.config_file import expand_config
 from megatron_magi.mcore.versions import check_version
 
 
@@ -29,7 +28,7 @@ def install() -> None:
     """
     check_version()
     on_cpu = cpu_device.install()
-    sys.argv = [sys.argv[0], *rewrite_argv(expand_config(sys.argv[1:]))]
+    sys.argv = [sys.argv[0], *rewrite_argv(sys.argv[1:])]
     from megatron_magi.mcore import arguments, seams, wheel_repairs
 
     arguments.check_argv()

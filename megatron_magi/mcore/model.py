@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_magi.mcore import seams
+from megatron_magi.mcore.arguments import is_magi
 from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.carrier import MagiSeqParams, carrier_of
 from megatron_magi.mcore.layer_spec import check_attention, replace_core_attention
@@ -120,13 +121,11 @@ class MagiGPTModel(MagiModelMixin, GPTModel):
 
 def install() -> None:
     """Megatron's builder builds `MagiGPTModel` where the command line asks for it. Idempotent."""
-    from megatron.training import get_args
-
     stock = seams.original(_BUILT)
 
     # The builder names its model class as a global of its module, and no argument says it.
     @functools.wraps(stock, updated=())
     def build(*args: Any, **kwargs: Any) -> GPTModel:
-        return (MagiGPTModel if get_args().magi_attention else stock)(*args, **kwargs)
+        return (MagiGPTModel if is_magi() else stock)(*args, **kwargs)
 
     seams.put(_BUILT, build)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.arguments import buffer_length
+from megatron_magi.mcore.arguments import buffer_length, is_magi
 
 _SCHEDULE, _SKIP = "training.training:get_forward_backward_func", "training.training:dummy_train_step"
 
@@ -32,11 +32,11 @@ def install() -> None:
     @functools.wraps(stock_schedule)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
         schedule = stock_schedule(*args, **kwargs)
-        return _with_length(schedule, buffer_length(get_args())) if get_args().magi_attention else schedule
+        return _with_length(schedule, buffer_length(get_args())) if is_magi() else schedule
 
     @functools.wraps(stock_skip)
     def dummy_train_step(data_iterator: Any) -> None:
-        return (_skip_step if get_args().magi_attention else stock_skip)(data_iterator)
+        return (_skip_step if is_magi() else stock_skip)(data_iterator)
 
     seams.put(_SCHEDULE, get_forward_backward_func)
     seams.put(_SKIP, dummy_train_step)

@@ -14,7 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.arguments import buffer_length
+from megatron_magi.mcore.arguments import buffer_length, is_magi
 from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.forward_step import MagiForwardStep, make_dispatcher
 from megatron_magi.mcore.loss_log import LossLog
@@ -113,8 +113,8 @@ def _install_pretrain() -> None:
         cfg_container: Any, provider: Callable, model_type: Any, forward_step: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         if not isinstance(forward_step, (MagiForwardStep, StockForwardStep)):
-            log = make_loss_log(get_args().magi_loss_log)
-            if get_args().magi_attention:
+            log = make_loss_log(getattr(get_args(), "magi_loss_log", None))
+            if is_magi():
                 forward_step = UserForwardStep(forward_step, lambda: make_dispatcher(get_args()), log)
                 provider = _preparing(provider, forward_step.prepare)
         return stock(cfg_container, provider, model_type, forward_step, *args, **kwargs)
@@ -151,18 +151,10 @@ def _install_data() -> None:
     @functools.wraps(stock)
     def init(self: Any, cls: type, sizes: list, is_built_on_rank: Callable, config: Any, *args: Any, **kw: Any) -> None:
         # Every rank needs the plan of a batch, so every rank reads it.
-        is_built = (lambda: True) if _is_magi() else is_built_on_rank
+        is_built = (lambda: True) if is_magi() else is_built_on_rank
         stock(self, cls, sizes, is_built, config, *args, **kw)
 
     seams.put(_BLENDED, init)
-
-
-def _is_magi() -> bool:
-    """Data sets are also built without a command line, by tools."""
-    from megatron.training import global_vars
-
-    args = global_vars._GLOBAL_ARGS
-    return bool(args is not None and getattr(args, "magi_attention", False))
 
 
 def _install_batches() -> None:
@@ -171,7 +163,7 @@ def _install_batches() -> None:
 
     @functools.wraps(stock_over_tp)
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict:
-        if not _is_magi():
+        if not is_magi():
             return stock_over_tp(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         command_line = get_args()
@@ -181,7 +173,7 @@ def _install_batches() -> None:
 
     @functools.wraps(stock_over_cp)
     def get_batch_on_this_cp_rank(batch: dict, *args: Any, **kwargs: Any) -> dict:
-        return batch if _is_magi() else stock_over_cp(batch, *args, **kwargs)
+        return batch if is_magi() else stock_over_cp(batch, *args, **kwargs)
 
     seams.put(_OVER_TP, get_batch_on_this_tp_rank)
     seams.put(_OVER_CP, get_batch_on_this_cp_rank)

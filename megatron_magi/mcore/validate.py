@@ -24,7 +24,7 @@ def check_unused(args: Namespace) -> None:
         ValueError: there is one.
     """
     for name in ("magi_mask", "magi_layer_masks"):
-        if getattr(args, name) is not None:
+        if getattr(args, name, None) is not None:  # arguments from a YAML file do not have it
             raise ValueError(f"{name}: needs --attention-backend magi")
 
 

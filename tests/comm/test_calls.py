@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from megatron_magi import api
 from megatron_magi.comm import calls
@@ -261,6 +262,38 @@ def trust(rank, num_ranks):
 
 def test_without_verify_nothing_is_compared(ranks):
     assert ranks(2, trust) == [True, True]
+
+
+def recompute(rank, num_ranks):
+    be_quick()
+    key = new_key(dist.group.WORLD)
+    for _ in range(3):
+        x = torch.ones(len(api.get_position_ids(key)), 4, 8, requires_grad=True)
+        out = checkpoint(lambda x: api.calc_attn(x, x[:, :2], x[:, 2:], key)[0], x, use_reentrant=False)
+        out.sum().backward()
+        assert bool(x.grad.isfinite().all())
+    return calls.log_of(dist.group.WORLD)._failures
+
+
+def test_a_recomputation_that_stops_early_is_no_error(ranks):
+    assert ranks(2, recompute) == [set(), set()]
+
+
+def boards_of_two_lives(rank, num_ranks):
+    old = Board(dist.group.WORLD)
+    old.post({"kind": "failed", "call": 1, "text": "long ago"})
+    voted = old.vote(1, "digest")
+    dist.barrier()
+    new = Board(dist.group.WORLD)
+    first = new.unread()
+    dist.barrier()
+    return len(old.unread()), first, voted, new.vote(1, "digest")
+
+
+def test_a_group_reads_nothing_of_one_that_had_its_name(ranks):
+    found = ranks(2, boards_of_two_lives)
+    assert [events for events, *_ in found] == [1, 1] and all(first == [] for _, first, *_ in found)
+    assert sorted(voted for *_, voted, _ in found) == sorted(again for *_, again in found) == [False, True]
 
 
 def leave_group(rank, num_ranks):

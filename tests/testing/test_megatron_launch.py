@@ -139,7 +139,10 @@ time.sleep(100)
         torch.cuda.is_available = lambda: True  # ranks are spawned: Megatron need not be imported
         launch([], 1, script={_script(tmp_path, text)!r}, workdir={str(tmp_path / "run")!r})
     """
-    caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # ranks are started elsewhere
+    caller = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():

@@ -88,28 +88,34 @@ class DevicePlan:
     Attributes:
         host: the same on the CPU, without its table.
         memory: int32 tensor that holds all tables.
+        ready: when the tables, and the schedules that came with them, are there; None if they are.
+        charged_bytes: of the memory that lives as long as this, where that is more than ``memory``.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
     """
 
     host: HostPlan
     memory: Tensor
+    ready: torch.cuda.Event | None = None
+    charged_bytes: int | None = None
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
 
     def hold_for_stream(self) -> None:
-        """Once dropped, its memory is not used for anything else before what the current stream has queued is done.
+        """What the current stream queues from now on finds the tables there, and keeps their memory until it is done.
 
         The host may be masks ahead of the device, on several streams.
         """
+        if self.ready is not None:
+            torch.cuda.current_stream(self.memory.device).wait_event(self.ready)
         for table in (self.memory, *(schedule.items for schedule in self.schedules.values())):
             if table.is_cuda:
                 table.record_stream(torch.cuda.current_stream(table.device))
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory, without schedules."""
-        return self.memory.nbytes
+        """Of device memory, without schedules that were made later."""
+        return self.memory.nbytes if self.charged_bytes is None else self.charged_bytes
 
     @property
     def tiles(self) -> int:
@@ -229,7 +235,7 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
 
 def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> None:
     """Keeps a plan that was made ahead, for a mask with this digest."""
-    _plans.put((digest, tiling, plan.memory.device.index), plan, plan.memory.nbytes)
+    _plans.put((digest, tiling, plan.memory.device.index), plan, plan.num_bytes)
 
 
 def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> tuple[int, int, int, int]:

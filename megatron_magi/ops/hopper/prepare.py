@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_magi.ops.hopper import plan as hopper_plan
@@ -53,16 +54,20 @@ class MaskTables:
         """Arrays that go to the device."""
         return len(self.plans) + len(self.schedules)
 
-    def keep(self, bands: np.ndarray, tensors: Sequence[Tensor]) -> None:
+    def keep(
+        self, bands: np.ndarray, tensors: Sequence[Tensor], ready: torch.cuda.Event | None, plan_bytes: int
+    ) -> None:
         """Makes the tables known to the calls that will need them.
 
         Args:
             bands: the mask; nothing may change it.
             tensors: the arrays of `make_tables` on the device.
+            ready: when they are there; None if they are.
+            plan_bytes: of device memory that each plan keeps alive.
         """
         hopper_plan.remember(bands, self.digest, self.facts)
         left = iter(tensors)
-        plans = {tiling: DevicePlan(host, next(left)) for tiling, host in self.plans}
+        plans = {tiling: DevicePlan(host, next(left), ready, plan_bytes) for tiling, host in self.plans}
         for tiling, key, num_apart in self.schedules:
             plans[tiling].schedules[key] = DeviceSchedule(next(left), num_apart)
         for tiling, plan in plans.items():
