@@ -44,14 +44,16 @@ RUN --mount=type=cache,target=/root/.cache/uv if [ -n "${TE_VERSION}" ]; then \
       install einops onnx onnxscript 'pydantic<2.14' importlib-metadata packaging nvdlfw-inspect; \
     fi
 
-# What changes often: this package, with its kernels.
+# What changes often: this package, with its kernels, and its planner, which is C++.
 FROM dependencies AS package
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY setup.py README.md LICENSE ./
 COPY csrc csrc
 COPY megatron_magi megatron_magi
 RUN uv build --wheel --no-build-isolation --python /opt/venv/bin/python --out-dir /dist \
     && uv pip install --no-deps --target /package /dist/*.whl \
-    && test -d /package/megatron_magi/prebuilt
+    && test -d /package/megatron_magi/prebuilt && ls /package/megatron_magi/plan/_solver*.so
 
 FROM base
 RUN useradd --create-home --uid 1000 magi

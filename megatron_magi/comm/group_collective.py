@@ -265,7 +265,7 @@ def group_cast(
             ``args``; may be changed or freed once this returns.
         args: which rows travel where.
         group: the ranks; the default group when None.
-        impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; Triton kernels on
+        impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
             GPUs), or ``auto``: the former on gloo, the latter on NCCL.
 
     Returns:

@@ -40,7 +40,7 @@ def check_argv() -> None:
         ValueError: the process's command line asks for magi and for a YAML file of arguments.
     """
     if FLAG in sys.argv and any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
-        raise ValueError("yaml_cfg: not supported; give the arguments themselves")
+        raise ValueError("yaml_cfg: not supported; use --config FILE or give the arguments themselves")
 
 
 def is_magi() -> bool:

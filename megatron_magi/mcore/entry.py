@@ -81,7 +81,7 @@ def _parse() -> Namespace:
     from megatron.training import arguments
 
     if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
-        raise ValueError("yaml_cfg: not supported; give the arguments themselves")
+        raise ValueError("yaml_cfg: not supported; use --config FILE or give the arguments themselves")
     return arguments.parse_and_validate_args(args_defaults=_ARGS_DEFAULTS)
 
 
