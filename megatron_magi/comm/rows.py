@@ -1,11 +1,11 @@
 """Row operations in plain torch, on any device: they define what the kernels compute.
 
-`megatron_magi.comm.impl.triton_rows` and `cuda_rows` have the same functions for GPUs.
+`megatron_magi.comm.gpu_rows` has those that collectives call for GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,36 +52,6 @@ def arrival_arrays(local_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     return rows.astype(np.int64), starts, sources.astype(np.int64), levels
 
 
-def pack_rows(
-    tensors: Sequence[torch.Tensor], index: torch.Tensor | None, layout: RowLayout, buffer: torch.Tensor
-) -> None:
-    """Row i of ``buffer`` is row ``index[i]`` of all tensors; row i itself without an index.
-
-    Args:
-        tensors: ``[num_rows, ...]`` each.
-        index: int64 ``[n]`` or None.
-        layout: of the tensors.
-        buffer: uint8 ``[n, layout.row_bytes]``.
-    """
-    for x, view in zip(tensors, layout.views(buffer), strict=True):
-        if index is None:
-            view.copy_(x)
-        else:
-            gather_rows(x, index, view)
-
-
-def unpack_rows(buffer: torch.Tensor, index: torch.Tensor | None, layout: RowLayout) -> list[torch.Tensor]:
-    """The tensors in a buffer, whose row i is row ``index[i]`` of it: new ones, or views without an index."""
-    views = layout.views(buffer)
-    return views if index is None else [view.index_select(0, index) for view in views]
-
-
-def add_rows(buffer: torch.Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequence[torch.Tensor]) -> None:
-    """`sum_rows` of each tensor in a buffer."""
-    for view, x in zip(layout.views(buffer), into, strict=True):
-        sum_rows(view, arrivals, x)
-
-
 def gather_rows(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
     """``out[i] = source[index[i]]``.
 
@@ -111,6 +81,54 @@ def sum_rows(arriving: torch.Tensor, arrivals: Arrivals, into: torch.Tensor) -> 
     for k, size in enumerate(arrivals.level_sizes):
         total[:size] += arriving.index_select(0, arrivals.level(k)).to(dtype)
     into.index_copy_(0, arrivals.rows, total.to(into.dtype))
+
+
+def pack_rows(
+    tensors: Sequence[torch.Tensor],
+    index: torch.Tensor | None,
+    layout: RowLayout,
+    buffer: torch.Tensor,
+    gather: Callable[..., None] = gather_rows,
+) -> None:
+    """Row i of ``buffer`` is row ``index[i]`` of all tensors; row i itself without an index.
+
+    Args:
+        tensors: ``[num_rows, ...]`` each.
+        index: int64 ``[n]`` or None.
+        layout: of the tensors.
+        buffer: uint8 ``[n, layout.row_bytes]``.
+        gather: `gather_rows`, or another implementation of it.
+    """
+    for x, view in zip(tensors, layout.views(buffer), strict=True):
+        if index is None:
+            view.copy_(x)
+        else:
+            gather(x, index, view)
+
+
+def unpack_rows(
+    buffer: torch.Tensor, index: torch.Tensor | None, layout: RowLayout, gather: Callable[..., None] = gather_rows
+) -> list[torch.Tensor]:
+    """The tensors in a buffer, whose row i is row ``index[i]`` of it: new ones, or views without an index."""
+    views = layout.views(buffer)
+    if index is None:
+        return views
+    ordered = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
+    for view, x in zip(views, ordered, strict=True):
+        gather(view, index, x)
+    return ordered
+
+
+def add_rows(
+    buffer: torch.Tensor,
+    layout: RowLayout,
+    arrivals: Arrivals,
+    into: Sequence[torch.Tensor],
+    add: Callable[..., None] = sum_rows,
+) -> None:
+    """`sum_rows`, or ``add``, another implementation of it, of each tensor in a buffer."""
+    for view, x in zip(layout.views(buffer), into, strict=True):
+        add(view, arrivals, x)
 
 
 def merge_rows(

@@ -6,7 +6,6 @@ Offsets are 64-bit: rows times row length passes 2^31 at a million tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
@@ -14,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.rows import Arrivals, accumulator_dtype
 
 _TILE = 2048
@@ -31,34 +29,6 @@ _TL_DTYPES = {
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-
-
-def pack_rows(
-    tensors: Sequence[torch.Tensor], index: torch.Tensor | None, layout: RowLayout, buffer: torch.Tensor
-) -> None:
-    """See `megatron_magi.comm.rows.pack_rows`."""
-    for x, view in zip(tensors, layout.views(buffer), strict=True):
-        if index is None:
-            view.copy_(x)
-        else:
-            gather_rows(x, index, view)
-
-
-def unpack_rows(buffer: torch.Tensor, index: torch.Tensor | None, layout: RowLayout) -> list[torch.Tensor]:
-    """See `megatron_magi.comm.rows.unpack_rows`."""
-    views = layout.views(buffer)
-    if index is None:
-        return views
-    ordered = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in views]
-    for view, x in zip(views, ordered, strict=True):
-        gather_rows(view, index, x)
-    return ordered
-
-
-def add_rows(buffer: torch.Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequence[torch.Tensor]) -> None:
-    """See `megatron_magi.comm.rows.add_rows`."""
-    for view, x in zip(layout.views(buffer), into, strict=True):
-        sum_rows(view, arrivals, x)
 
 
 def gather_rows(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
