@@ -39,7 +39,13 @@ def check_argv() -> None:
     Raises:
         ValueError: the process's command line asks for magi and for a YAML file of arguments.
     """
-    if FLAG in sys.argv and any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
+    if FLAG in sys.argv:
+        refuse_yaml()
+
+
+def refuse_yaml() -> None:
+    """Raises ValueError if the process's command line names a YAML file of arguments, which no check would see."""
+    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
         raise ValueError("yaml_cfg: not supported; use --config FILE or give the arguments themselves")
 
 

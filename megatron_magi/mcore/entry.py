@@ -80,8 +80,9 @@ def _parse() -> Namespace:
     _prepare()
     from megatron.training import arguments
 
-    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in sys.argv):
-        raise ValueError("yaml_cfg: not supported; use --config FILE or give the arguments themselves")
+    from megatron_magi.mcore.arguments import refuse_yaml
+
+    refuse_yaml()
     return arguments.parse_and_validate_args(args_defaults=_ARGS_DEFAULTS)
 
 
