@@ -1,4 +1,5 @@
-"""``python -m megatron_magi env``: environment variables; ``build``: compiles kernels ahead of their first use."""
+"""``python -m megatron_magi env``: environment variables; ``build``: compiles kernels ahead of their first use;
+``explain``: what a mask costs on some ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_magi import envs
+from megatron_magi.explain import command as explain_command
 
 
 def environment_listing(environ: Mapping[str, str] | None = None, width: int = 100) -> tuple[str, bool]:
@@ -110,9 +112,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     build.add_argument("--into", type=Path, help="folder; that of the cache when not given")
     build.add_argument("--jobs", type=int, help="kernels at a time; 90 %% of the cores when not given")
     build.add_argument("--optional", action="store_true", help="a step of an installation: failing is no error")
+    explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
+    explain_command.add_arguments(explain)
     args = parser.parse_args(argv)
     if args.command == "build":
         return _build(args)
+    if args.command == "explain":
+        try:
+            print(explain_command.run(args))
+        except ValueError as error:
+            explain.error(str(error))
+        return 0
     if args.markdown:
         sys.stdout.write(environment_page())
         return 0
