@@ -35,7 +35,8 @@ ENTRIES = [
     ("prefix_lm", "Prefix LM", "Full attention inside the prefix of each document, causal after it.",
      "builders.prefix_lm(prefix_lengths=[150, 100], doc_lengths=[300, 700])"),
     ("prefix_tree", "Prefix tree", "Samples that share prompts: each token is computed once. Here one prompt of "
-     "400 tokens has two answers.", "builders.prefix_tree(node_lengths=[400, 300, 300], sample_paths=[[0, 1], [0, 2]])[0]"),
+     "400 tokens has two answers.",
+     "builders.prefix_tree(node_lengths=[400, 300, 300], sample_paths=[[0, 1], [0, 2]])[0]"),
     ("slices", "Slices of your own", "Whatever rectangles, triangles and bands can express.",
      "AttnMask([(0, 500, 0, 500, MaskType.CAUSAL), (500, 1000, 0, 1000, MaskType.FULL)], total_seqlen_q=1000)"),
 ]  # fmt: skip
