@@ -63,3 +63,11 @@ def test_every_builder_is_in_the_user_guide():
     page = (ROOT / "docs/user_guide.md").read_text()
     small = {"cu_seqlens_from_eod", "window_slices"}
     assert [name for name in builders.__all__ if name not in small and f"`{name}`" not in page] == []
+
+
+def test_every_refused_argument_of_megatron_is_in_the_user_guide():
+    guide = (ROOT / "docs/user_guide.md").read_text()
+    source = (ROOT / "megatron_magi/mcore/validate.py").read_text()
+    refused = set(re.findall(r'"(\w+): ', source)) | {"qk_clip", "log_max_attention_logit", "logits_load_dir"}
+    assert len(refused) > 10
+    assert [name for name in sorted(refused) if name not in guide] == []
