@@ -193,6 +193,8 @@ def refuses(rank, num_ranks):
     args = GroupCastArgs.build(np.zeros(0, dtype=np.int64), [0] * num_ranks, [0] * num_ranks)
     wrong = GroupCastArgs.build(np.zeros(0, dtype=np.int64), [0] * 3, [0] * 3)
     with pytest.raises(ValueError, match="impl: expected one of"):
+        group_cast([torch.ones(3, 2)], args, impl="push")
+    with pytest.raises(ValueError, match="impl: 'native' is for GPUs and NCCL"):
         group_cast([torch.ones(3, 2)], args, impl="native")
     with pytest.raises(ValueError, match="args: splits for 3 ranks"):
         group_cast([torch.ones(3, 2)], wrong)
