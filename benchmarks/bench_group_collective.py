@@ -27,8 +27,8 @@ HEADS_KV, HEAD_DIM = 8, 128
 ROW_BYTES = 2 * HEADS_KV * HEAD_DIM * 2  # a key and a value in bf16
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
 HEADER = ["operation", "way", "ranks", "bytes", "device_us", "gb_a_s", "call_us", "host_us"]
-AHEAD_CYCLES = 2_000_000
-"""Of the clock: about a millisecond, in which the host queues what is measured."""
+AHEAD_CYCLES = 8_000_000
+"""Of the clock: some milliseconds, in which the host queues what is measured."""
 
 
 def exchange_args(rank: int, num_ranks: int, num_rows: int) -> GroupCastArgs:

@@ -113,12 +113,13 @@ struct Pull {
   DEVICE Pull(const Peers& p, u32 call, int chunk_shift, i64 row_bytes)
       : peers(p), call(call), chunk_shift(chunk_shift), slot(call % kSlots * p.slot_bytes), row_bytes(row_bytes) {}
 
-  // Address of a published row, 0 if its owner does not come.
-  DEVICE u64 await_row(i64 place) {
+  // Address of a published row, 0 if its owner does not come. `by_engine`: it is the copy engine that reads it.
+  DEVICE u64 await_row(i64 place, bool by_engine = false) {
     const int peer = static_cast<int>(place >> kPeerShift);
     const u32 row = static_cast<u32>(place), chunk = row >> chunk_shift;
     if (peer != seen_peer || chunk != seen_chunk) {
       if (!await(peers, &peers.control[peers.rank]->published[peer][chunk], peer, call, kPull)) return 0;
+      if (by_engine) asm volatile("fence.proxy.async;" ::: "memory");
       seen_peer = peer;
       seen_chunk = chunk;
     }
@@ -151,15 +152,14 @@ DEVICE bool is_last_block(u32* blocks_done) {
 }
 
 // The end of a call that reads rows: the owners may use the slot again.
-DEVICE void end_pull(const Peers& p, u32 call, bool failed) {
+DEVICE void end_pull(const Peers& p, u32 call) {
   Control* mine = p.control[p.rank];
-  const bool any_failed = __syncthreads_or(failed);
   if (!is_last_block(&mine->blocks_pulled)) return;
   if (threadIdx.x == 0) {
     mine->blocks_pulled = 0;
     mine->calls_pulled = call;
   }
-  if (!any_failed && threadIdx.x < p.num_ranks) store_release(&p.control[threadIdx.x]->pulled[p.rank], call);
+  if (threadIdx.x < p.num_ranks) store_release(&p.control[threadIdx.x]->pulled[p.rank], call);
 }
 
 DEVICE u64 address_of(const SlotRows& s, i64 row, int unit, int unit_bytes) {

@@ -42,5 +42,5 @@ extern "C" __global__ void __launch_bounds__(512) magi_pull_rows(const __grid_co
       }
     }
   }
-  end_pull(p.peers, call, failed);
+  end_pull(p.peers, call);
 }

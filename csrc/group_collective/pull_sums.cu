@@ -66,5 +66,5 @@ extern "C" __global__ void __launch_bounds__(512) magi_pull_sums(const __grid_co
     for (i64 i = first; i < first + runs.run && i < num_rows && !failed; ++i)
       add_parts(p.into, pull, p.rows[i], p.places + p.starts[i], p.starts[i + 1] - p.starts[i], walk.lane, walk.lanes,
                 failed);
-  end_pull(p.peers, call, failed);
+  end_pull(p.peers, call);
 }

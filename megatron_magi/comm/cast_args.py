@@ -99,6 +99,7 @@ class GroupCastArgs:
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is made; None where all is made.
         ways: how rows travel, by group and implementation, found out at the first call.
+        launches: what implementations prepare for calls, by what they like.
     """
 
     send_index: torch.Tensor
@@ -109,6 +110,7 @@ class GroupCastArgs:
     most: tuple[int, int] | None
     host: CastTables | None
     ways: dict[Any, Any] = field(default_factory=dict, repr=False)
+    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(

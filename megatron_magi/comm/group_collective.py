@@ -77,8 +77,7 @@ class Handle:
         self.received_bytes = received_bytes
         self._works, self._buffers = started.works, started.buffers
         self._finish: Callable[[], Any] | None = finish
-        device = started.buffers[0].device
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = _raw_stream(started.buffers[0].device)
 
     def wait(self) -> Any:
         """Waits for the rows and returns what the operation promises.
@@ -96,12 +95,17 @@ class Handle:
         # Communication runs on a stream of its own, which waited for the starting stream at the start; work.wait()
         # makes the current stream wait for it. So when both are one stream, a buffer that is freed now cannot be
         # handed out again before the communication is over. Another stream must tell the allocator.
-        if self._stream is not None and torch.cuda.current_stream(self._stream.device) != self._stream:
+        if self._stream is not None and self._stream != _raw_stream(self._buffers[0].device):
             for buffer in self._buffers:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
         self._works, self._buffers = [], ()
         with torch.no_grad():
             return finish()
+
+
+def _raw_stream(device: torch.device) -> int | None:
+    """Handle of the current stream, where there are streams."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
 @torch.no_grad()

@@ -163,6 +163,7 @@ class PeerMemory:
 
     Attributes:
         slot_bytes: of one of the slots.
+        generation: another one whenever the slots are others.
         packed: ``Peers`` of peers.cuh.
         notice: int32 ``[4]`` in page-locked memory, ``Notice`` of peers.cuh.
     """
@@ -170,7 +171,7 @@ class PeerMemory:
     def __init__(self, meeting: Meeting, control: Shared, device: torch.device) -> None:
         self._meeting, self._control, self._device = meeting, control, device
         self._data: Shared | None = None
-        self.slot_bytes = 0
+        self.slot_bytes = self.generation = 0
         self.notice = torch.zeros(4, dtype=torch.int32, pin_memory=True)
         self._owned = [control]
         self._finalizer = weakref.finalize(self, _free_all, self._owned)
@@ -195,7 +196,7 @@ class PeerMemory:
         if self._data is None:
             return reason
         self._owned.append(self._data)
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self.generation = slot_bytes, self.generation + 1
         rest = [0] * (MAX_RANKS - self._meeting.size)
         self.packed = PEERS.pack(
             *self._data.addresses, *rest, *self._control.addresses, *rest, self.notice.data_ptr(), slot_bytes,

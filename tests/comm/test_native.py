@@ -120,6 +120,7 @@ def test_what_ranks_decide_by_is_the_same_whatever_their_tensors_lie_like():
     [
         ("publish_rows", "PublishParams", 3, ("UNIT=16",)),
         ("pull_rows", "PullParams", 2, ("UNIT=1",)),
+        ("pull_bulk", "PullParams", 2, ()),
         ("pull_sums", "PullSumsParams", 4, ("FROM=BFloat", "INTO=float", "VECTOR=8")),
     ],
 )
@@ -195,8 +196,8 @@ def reduce_each_type(rank, num_ranks):
             assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True)), (seed, partial, wide)
         send_index = np.concatenate(transfers.rows[rank])
         for i, got in enumerate(results[0]):
-            parts = [x[i].double().reshape(len(x[i]), -1).numpy() for x in everyone]
-            exact = base[i].double().reshape(len(base[i]), -1).numpy()
+            parts = [x[i].double().flatten(1).numpy() for x in everyone]
+            exact = base[i].double().flatten(1).numpy()
             size = np.abs(exact)
             returned = simulation.expected_back(transfers, parts, rank)
             np.add.at(exact, send_index, returned)

@@ -14,8 +14,9 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Started
-from megatron_magi.comm.peer_tables import CHUNK_ROWS, PeerTables
+from megatron_magi.comm.peer_tables import CHUNK_ROWS
 from megatron_magi.comm.peers import PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.cuda.build import build
@@ -34,11 +35,15 @@ MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
 _MAX_CHUNKS = 1 << 16
 _CHUNK_BYTES = 64 << 10  # about what is published together
+BULK_ROW_BYTES = 1024
+"""Rows at least as long are read by the copy engine."""
 _MAX_TENSORS = 4
 _WIDEST = 16  # bytes of an access
 _ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
 _SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
 _NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
+
+_CAST, _GIVE_BACK, _ADD = "cast", "give back", "add"
 
 _Row = tuple[int, int, int]
 """Rows in memory: address, bytes from one to the next, bytes of one."""
@@ -52,7 +57,8 @@ class Native:
         self._notice = memory.notice.numpy()
         self._most_bytes = MOST_BYTES
         self._side = torch.cuda.Stream(device, priority=-1)
-        self._last: torch.cuda.Stream | None = None
+        self._last = -1  # stream on which rows were published
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready = torch.cuda.Event()
         self._events: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
@@ -90,24 +96,17 @@ class Native:
 
     def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        tables = _tables(args)
         new = tensors[0].new_empty
         out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-        counts = tables.counts.data_ptr()
-        published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
-        pulled = tables.fetch.data_ptr(), counts + _NUM_FETCHED
-        work = self._run(tensors, published, _rows(out, layout.sizes), None, pulled, layout)
+        work = self._run(_CAST, tensors, args, layout, _rows(out, layout.sizes))
         return Started((work,), tuple(out), lambda: out)
 
     def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        tables = _tables(args)
         received = layout.new_buffer(args.num_send, tensors[0].device)
         address, size = received.data_ptr(), layout.row_bytes
         rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
-        counts = tables.counts.data_ptr()
-        pulled = tables.back.data_ptr(), counts + _NUM_BACK
-        work = self._run(tensors, (0, 0, counts + _NUM_FETCHED), rows, None, pulled, layout)
+        work = self._run(_GIVE_BACK, tensors, args, layout, rows)
         return Started((work,), (received,), lambda: received)
 
     def can_add(self, layout: RowLayout, into: Sequence[torch.Tensor]) -> bool:
@@ -124,18 +123,9 @@ class Native:
         into: Sequence[torch.Tensor],
     ) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
-        tables, arrivals, types = _tables(args), args.arrivals, (layout.dtypes[0], into[0].dtype)
-        counts = tables.counts.data_ptr()
-        addresses = (t.data_ptr() for t in (arrivals.rows, arrivals.starts, tables.parts))
-        sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
-        work = self._run(
-            tensors,
-            (0, 0, counts + _NUM_FETCHED),
-            _rows(into, sizes),
-            types,
-            (*addresses, counts + _NUM_PUBLISHED),
-            layout,
-        )
+        partial, wide = layout.dtypes[0], into[0].dtype
+        sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
+        work = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
         return Started((work,), tuple(into), lambda: list(into))
 
     def failure(self) -> str | None:
@@ -152,58 +142,108 @@ class Native:
 
     def _run(
         self,
+        kind: str,
         tensors: Sequence[torch.Tensor],
-        published: tuple[int, ...],
-        rows: list[_Row],
-        types: tuple[torch.dtype, torch.dtype] | None,
-        pulled: tuple[int, ...],
+        args: GroupCastArgs,
         layout: RowLayout,
+        results: list[_Row],
+        types: tuple[torch.dtype, ...] = (),
     ) -> _Done:
         """Publishes ``tensors`` on the current stream, and reads what others publish on a stream beside it.
 
         Args:
+            kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
             tensors: what is published.
-            published, pulled: addresses of the tables of the kernels.
-            rows: what is read goes there.
-            types: of what is published, and of the rows that it is added to; None where it is copied.
+            args: which rows travel where.
             layout: of ``tensors``.
+            results: what is read goes there.
+            types: of what is published, and of the rows that it is added to; empty where it is copied.
         """
-        device, peers = self._device, self._memory.packed
-        row_bytes = slot_row_bytes(layout)
-        shift = chunk_shift(row_bytes)
         tensors = [_with_rows(x) for x in tensors]
-        publish, publish_rows = _plain("publish_rows", _rows(tensors, layout.sizes), row_bytes, device)
-        if types is None:
-            pull, pull_rows = _plain("pull_rows", rows, row_bytes, device)
-        else:
-            pull, pull_rows = _summing(rows, types, row_bytes, device)
+        rows = _rows(tensors, layout.sizes)
+        forms = [(address % _WIDEST, stride, size) for address, stride, size in (*rows, *results)]
+        key = (self, self._memory.generation, kind, types, *forms)
+        launches = args.launches.get(key)
+        if launches is None:
+            launches = args.launches[key] = self._prepare(kind, args, layout, rows, results, types)
+        publish, pull = launches
         with self._lock:
-            current = torch.cuda.current_stream(device)
-            if self._last is not None and self._last != current:
-                current.wait_stream(self._last)  # calls are published one after the other
-            self._last = current
+            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+            current = self._stream(raw)
+            if self._last not in (-1, raw):
+                current.wait_stream(self._stream(self._last))  # calls are published one after the other
+            self._last = raw
             self._ready.record(current)
-            publish.fire(peers, publish_rows, published, shift, current)
+            publish.fire(rows, raw)
             self._side.wait_event(self._ready)
-            pull.fire(peers, pull_rows, pulled, shift, self._side)
+            pull.fire(results, self._side.cuda_stream)
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
-        return _Done(event, self._events, device)
+        return _Done(event, self)
+
+    def _prepare(
+        self,
+        kind: str,
+        args: GroupCastArgs,
+        layout: RowLayout,
+        rows: list[_Row],
+        results: list[_Row],
+        types: tuple[torch.dtype, ...],
+    ) -> tuple[_Launch, _Launch]:
+        """The kernels of a call with their parameters, all but addresses of rows."""
+        tables, device, row_bytes = args.peers, self._device, slot_row_bytes(layout)
+        assert tables is not None  # or there would be a refusal
+        counts = tables.counts.data_ptr()
+        published: tuple[int, ...] = (0, 0, counts + _NUM_FETCHED)
+        if kind == _CAST:
+            published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
+            pulled: tuple[int, ...] = (tables.fetch.data_ptr(), counts + _NUM_FETCHED)
+        elif kind == _GIVE_BACK:
+            pulled = (tables.back.data_ptr(), counts + _NUM_BACK)
+        else:
+            targets = args.arrivals.rows.data_ptr(), args.arrivals.starts.data_ptr()
+            pulled = (*targets, tables.parts.data_ptr(), counts + _NUM_PUBLISHED)
+        shift, packed = chunk_shift(row_bytes), self._memory.packed
+        unit = _widest(rows)
+        publish = _kernel("publish_rows", (f"UNIT={unit}",), device)
+        if types:
+            vector, unit_to = _vector(results, *types), types[1].itemsize
+            defines = f"FROM={_ELEMENTS[types[0]]}", f"INTO={_ELEMENTS[types[1]]}", f"VECTOR={vector}"
+            pull, unit_to = _kernel("pull_sums", defines, device), vector * unit_to
+        else:
+            unit_to = _widest(results)
+            is_bulk = unit_to == _WIDEST and row_bytes >= BULK_ROW_BYTES
+            pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
+        return (
+            _Launch(publish, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)),
+            _Launch(pull, packed, pack_slot_rows(results, row_bytes, unit_to, pull.loads), (*pulled, shift)),
+        )
+
+    def _stream(self, raw: int) -> torch.cuda.Stream:
+        """The stream of a handle, which is the current one, or was."""
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = torch.cuda.current_stream(self._device)
+        return stream
+
+    def await_event(self, event: torch.cuda.Event) -> None:
+        """Makes the current stream wait for an event of this object, and takes that back."""
+        self._stream(torch._C._cuda_getCurrentRawStream(self._device.index)).wait_event(event)
+        self._events.append(event)
 
 
 class _Done:
     """The end of a call: a `Work`."""
 
-    def __init__(self, event: torch.cuda.Event, events: list[torch.cuda.Event], device: torch.device) -> None:
+    def __init__(self, event: torch.cuda.Event, native: Native) -> None:
         self._event: torch.cuda.Event | None = event
-        self._events, self._device = events, device
+        self._native = native
 
     def wait(self) -> None:
         """Makes the current stream wait."""
         if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-            self._events.append(self._event)
-            self._event = None
+            event, self._event = self._event, None
+            self._native.await_event(event)
 
     def __del__(self) -> None:
         # Who has been stopped by an error does not wait, but frees memory that is being written.
@@ -211,65 +251,81 @@ class _Done:
             self.wait()
 
 
-class _PeerKernel:
-    """A kernel with room for its parameters, on one device."""
+class _Shape(NamedTuple):
+    """How a kernel is launched: few processors for what runs beside attention.
 
-    def __init__(self, name: str, defines: tuple[str, ...], device: torch.device) -> None:
-        threads, num_blocks = _SHAPES[name]
-        image = build(f"group_collective/{name}.cu", defines)
-        self._kernel: Kernel = load_kernel(image, f"magi_{name}", threads, 0, device)
-        tables = {"publish_rows": 3, "pull_rows": 2, "pull_sums": 4}[name]
-        self._layout = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{tables}Qq")
-        self._params = ctypes.create_string_buffer(self._layout.size)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._config = LaunchConfig(self._kernel, num_blocks)
+    Attributes:
+        threads, num_blocks, shared_bytes: of the launch.
+        num_tables: addresses among its parameters.
+        loads: of a thread before its first store.
+    """
 
-    def fire(
-        self,
-        peers: bytes,
-        rows: bytes,
-        tables: tuple[int, ...],
-        shift: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Queues the kernel on a stream."""
-        self._layout.pack_into(self._params, 0, peers, rows, *tables, shift)
-        self._config.stream = stream.cuda_stream
-        self._kernel.launch(ctypes.addressof(self._config), self._pointers)
+    threads: int
+    num_blocks: int
+    num_tables: int
+    loads: int = 8
+    shared_bytes: int = 0
 
 
-_SHAPES = {"publish_rows": (256, 128), "pull_rows": (512, 32), "pull_sums": (512, 64)}
-"""Threads and blocks of each kernel: few processors for what runs beside attention."""
-_LOADS = {"publish_rows": 8, "pull_rows": 8, "pull_sums": 4}  # of a thread before its first store
+SHAPES = {
+    "publish_rows": _Shape(256, 128, 3),
+    "pull_rows": _Shape(512, 32, 2),
+    "pull_bulk": _Shape(128, 16, 2, shared_bytes=4 * 12 * 4096),
+    "pull_sums": _Shape(512, 64, 4, loads=4),
+}
+
+
+class _PeerKernel(NamedTuple):
+    """A kernel on one device."""
+
+    kernel: Kernel
+    num_blocks: int
+    params: struct.Struct
+    loads: int
 
 
 @cache
 def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerKernel:
-    return _PeerKernel(name, defines, device)
+    shape = SHAPES[name]
+    image = build(f"group_collective/{name}.cu", defines)
+    kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
+    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq")
+    return _PeerKernel(kernel, shape.num_blocks, params, shape.loads)
 
 
-def _plain(name: str, rows: list[_Row], row_bytes: int, device: torch.device) -> tuple[_PeerKernel, bytes]:
-    """The kernel that copies such rows, and ``SlotRows`` for it."""
+class _Launch:
+    """A kernel with its parameters in memory; a call fills in the addresses of rows."""
+
+    def __init__(self, kernel: _PeerKernel, peers: bytes, rows: bytes, rest: tuple[int, ...]) -> None:
+        self._kernel = kernel.kernel
+        self._params = ctypes.create_string_buffer(kernel.params.pack(peers, rows, *rest))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
+        self._addresses = (ctypes.c_uint64 * _MAX_TENSORS).from_buffer(self._params, PEERS.size)
+        self._config = LaunchConfig(self._kernel, kernel.num_blocks)
+
+    def fire(self, rows: list[_Row], stream: int) -> None:
+        """Queues the kernel on a stream; the parameters are copied."""
+        for i, row in enumerate(rows):
+            self._addresses[i] = row[0]
+        self._config.stream = stream
+        self._kernel.launch(ctypes.addressof(self._config), self._pointers)
+
+
+def _widest(rows: list[_Row]) -> int:
+    """Bytes of the widest access that all addresses, strides and lengths allow."""
     bits = _WIDEST
     for row in rows:
         for number in row:
             bits |= number
-    unit = bits & -bits
-    return _kernel(name, (f"UNIT={unit}",), device), pack_slot_rows(rows, row_bytes, unit, _LOADS[name])
+    return bits & -bits
 
 
-def _summing(
-    rows: list[_Row], types: tuple[torch.dtype, torch.dtype], row_bytes: int, device: torch.device
-) -> tuple[_PeerKernel, bytes]:
-    """The kernel that adds to such rows, and ``SlotRows`` for it."""
-    partial, wide = types
-    bits = _WIDEST * wide.itemsize // partial.itemsize if wide.itemsize > partial.itemsize else _WIDEST
+def _vector(rows: list[_Row], partial: torch.dtype, wide: torch.dtype) -> int:
+    """Elements of an access when rows of one type are added to ``rows`` of another."""
+    bits = _WIDEST * max(wide.itemsize // partial.itemsize, 1)
     for address, stride, size in rows:
         bits |= stride | size | (address if address % _WIDEST else 0)
-    vector = min((bits & -bits) // wide.itemsize, _WIDEST // partial.itemsize)
-    defines = f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[wide]}", f"VECTOR={vector}"
-    packed = pack_slot_rows(rows, row_bytes, vector * wide.itemsize, _LOADS["pull_sums"])
-    return _kernel("pull_sums", defines, device), packed
+    return min((bits & -bits) // wide.itemsize, _WIDEST // partial.itemsize)
 
 
 def pack_slot_rows(rows: list[_Row], row_bytes: int, unit: int, loads: int) -> bytes:
@@ -290,6 +346,7 @@ def pack_slot_rows(rows: list[_Row], row_bytes: int, unit: int, loads: int) -> b
     )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
 def slot_row_bytes(layout: RowLayout) -> int:
     """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""
     return max(-(-sum(layout.sizes) // _WIDEST), 1) * _WIDEST
@@ -306,13 +363,7 @@ def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[_Row]:
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy, with contiguous rows."""
-    return x if not x.shape[0] or x[0].is_contiguous() else x.contiguous()
-
-
-def _tables(args: GroupCastArgs) -> PeerTables:
-    tables = args.peers
-    assert tables is not None  # or there would be a refusal
-    return tables
+    return x if x.is_contiguous() or x[0].is_contiguous() else x.contiguous()
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Native | None, str]] = weakref.WeakKeyDictionary()
