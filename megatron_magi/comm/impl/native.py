@@ -268,7 +268,7 @@ class _Shape(NamedTuple):
 
 
 SHAPES = {
-    "publish_rows": _Shape(256, 128, 3),
+    "publish_rows": _Shape(512, 64, 3),
     "pull_rows": _Shape(512, 32, 2),
     "pull_bulk": _Shape(128, 16, 2, shared_bytes=4 * 12 * 4096),
     "pull_sums": _Shape(512, 64, 4, loads=4),
