@@ -131,7 +131,10 @@ def refusal_of_host(meeting: Meeting, device: torch.device) -> str | None:
             "capability": torch.cuda.get_device_capability(device),
         }
     )
-    reason = refusal_of(said) or _refusal_of_links([s["device"] for s in said], device)
+    try:
+        reason = refusal_of(said) or _refusal_of_links([s["device"] for s in said], device)
+    except RuntimeError as error:
+        reason = f"cannot ask for links: {error}"
     reasons = [r for r in meeting.gather(reason) if r]
     return reasons[0] if reasons else None
 

@@ -148,6 +148,10 @@ def test_rows_of_a_slot_have_their_tensors_side_by_side():
     assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
 
 
+def test_kernels_that_wait_leave_processors_to_those_that_publish():
+    assert all(native.SHAPES[name].num_blocks <= 64 for name in ("pull_rows", "pull_bulk", "pull_sums"))
+
+
 on_two_gpus = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(2)]
 
 

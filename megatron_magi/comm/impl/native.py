@@ -267,6 +267,7 @@ class _Shape(NamedTuple):
     shared_bytes: int = 0
 
 
+# Kernels that wait take half of the processors at most: if they took all, those that publish could not start.
 SHAPES = {
     "publish_rows": _Shape(512, 64, 3),
     "pull_rows": _Shape(512, 32, 2),
