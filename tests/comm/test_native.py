@@ -115,6 +115,35 @@ def test_what_ranks_decide_by_is_the_same_whatever_their_tensors_lie_like():
     assert native.chunk_shift(1 << 20) == CHUNK_ROWS.bit_length() - 1 and native.chunk_shift(16) == 12
 
 
+class Slots:
+    """Memory that grows up to ``most`` bytes a slot."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.slot_bytes, self.grown = most, 0, []
+
+    def grow(self, slot_bytes: int) -> str | None:
+        self.grown.append(slot_bytes)
+        self.slot_bytes = slot_bytes if slot_bytes <= self.most else 0
+        return None if self.slot_bytes else "rank 1: out of memory"
+
+
+def test_slots_grow_with_need_and_what_does_not_fit_is_refused():
+    layout = RowLayout.make(((8, 128), (8, 128)), (torch.bfloat16, torch.bfloat16))
+    slots = Slots(256 << 20)
+    room = native.Room(slots)
+    assert room.refusal(layout, 0) is None and room.refusal(layout, 4096) is None and slots.grown == [16 << 20]
+    assert room.refusal(layout, 4097) is None and slots.grown[1:] == [32 << 20]
+    assert "at most 1073741824 bytes" in room.refusal(layout, (1 << 18) + 1)
+    assert "built with peers" in room.refusal(layout, None)
+    assert "at most 4 tensors" in room.refusal(RowLayout.make(((),) * 5, (torch.int8,) * 5), 1)
+    narrow = RowLayout.make(((),), (torch.int8,))
+    assert "at most" in room.refusal(narrow, (native._MAX_CHUNKS << native.chunk_shift(16)) + 1)
+    assert len(slots.grown) == 2
+    assert "rank 1: out of memory" in room.refusal(layout, 1 << 17) and slots.grown[2:] == [512 << 20]
+    assert "at most 33554432 bytes" in room.refusal(layout, 1 << 17)  # it is not tried again
+    assert room.refusal(layout, 4097) is None and slots.grown[3:] == [32 << 20]
+
+
 @pytest.mark.parametrize(
     ("source", "params", "num_tables", "defines"),
     [

@@ -37,7 +37,7 @@ _MAX_CHUNKS = 1 << 16
 _CHUNK_BYTES = 64 << 10  # about what is published together
 BULK_ROW_BYTES = 1024
 """Rows at least as long are read by the copy engine."""
-_MAX_TENSORS = 4
+_MAX_TENSORS, _MAX_FITTING = 4, 1024
 _WIDEST = 16  # bytes of an access
 _ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
 _SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
@@ -49,13 +49,51 @@ _Row = tuple[int, int, int]
 """Rows in memory: address, bytes from one to the next, bytes of one."""
 
 
+class Room:
+    """What fits in the slots of a group, which grow with need. Every rank asks the same, and is told the same.
+
+    Attributes:
+        most_bytes: of a slot.
+    """
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory = memory
+        self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
+        self.most_bytes = MOST_BYTES
+
+    def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
+        """See `Native.refusal`."""
+        if (id(layout), most_rows) in self._fitting:
+            return None
+        if most_rows is None:
+            return "needs args that were built with peers"
+        if len(layout.sizes) > _MAX_TENSORS:
+            return f"moves at most {_MAX_TENSORS} tensors at once, got {len(layout.sizes)}"
+        row_bytes = slot_row_bytes(layout)
+        num_bytes = row_bytes * most_rows
+        if num_bytes > self.most_bytes or most_rows > _MAX_CHUNKS << chunk_shift(row_bytes):
+            return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
+        if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
+            wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            before = self._memory.slot_bytes
+            self._fitting.clear()
+            reason = self._memory.grow(wanted)
+            if reason is not None:
+                self.most_bytes = before
+                return f"has no room for {wanted} bytes: {reason}"
+        if len(self._fitting) >= _MAX_FITTING:
+            self._fitting.clear()
+        self._fitting[id(layout), most_rows] = layout
+        return None
+
+
 class Native:
     """A `Mover` for the ranks of one group; made by `native_of`."""
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
         self._meeting, self._memory, self._device = meeting, memory, device
         self._notice = memory.notice.numpy()
-        self._most_bytes = MOST_BYTES
+        self._room = Room(memory)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -77,22 +115,7 @@ class Native:
         failure = self.failure()
         if failure is not None:
             raise RuntimeError(failure)
-        if most_rows is None:
-            return "needs args that were built with peers"
-        if len(layout.sizes) > _MAX_TENSORS:
-            return f"moves at most {_MAX_TENSORS} tensors at once, got {len(layout.sizes)}"
-        row_bytes = slot_row_bytes(layout)
-        num_bytes = row_bytes * most_rows
-        if num_bytes > self._most_bytes or most_rows > _MAX_CHUNKS << chunk_shift(row_bytes):
-            return f"moves at most {self._most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
-        if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
-            wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-            before = self._memory.slot_bytes
-            reason = self._memory.grow(wanted)
-            if reason is not None:
-                self._most_bytes = before
-                return f"has no room for {wanted} bytes: {reason}"
-        return None
+        return self._room.refusal(layout, most_rows)
 
     def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
