@@ -283,11 +283,11 @@ def test_slots_are_used_again_and_grow_over_a_thousand_calls():
     assert [wrong for wrong, _ in run_ranks(cast_many, 2, 1000, backend="nccl", timeout_s=180)] == [0, 0]
 
 
-def stay_away(rank, num_ranks):
+def stay_away(rank, num_ranks, width):
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=2))
     transfers = Transfers([4] * 2, [[np.arange(0), np.arange(4)], [np.arange(4), np.arange(0)]], [None, None])
     args = transfers.args(rank, "cuda")
-    x = torch.ones(4, 128, device="cuda")
+    x = torch.ones(4, width, device="cuda")
     group_cast([x], args, group, "native").wait()
     torch.cuda.synchronize()
     if rank == 1:
@@ -303,8 +303,9 @@ def stay_away(rank, num_ranks):
 
 
 @each(on_two_gpus)
-def test_a_rank_that_does_not_come_is_named_and_nothing_hangs():
-    run_ranks(stay_away, 2, backend="nccl", timeout_s=60)
+@pytest.mark.parametrize("width", [128, 1024], ids=["threads", "copy_engine"])
+def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(width):
+    run_ranks(stay_away, 2, width, backend="nccl", timeout_s=60)
 
 
 def ask_for_too_much(rank, num_ranks):
