@@ -1,6 +1,6 @@
 """Training steps of attention alone, with a new mask in each: what planning, copies and the host cost.
 
-    python benchmarks/bench_steps.py [--csv FILE] [--cases NAME ...] [--layers N] [--steps N]
+    python benchmarks/bench_steps.py [--csv FILE] [--cases NAME ...] [--layers N] [--steps N] [--comm IMPL ...]
 
 A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Three ways:
 
@@ -15,6 +15,7 @@ over the masks of the slowest rank's step, with the time that the host takes to 
 from __future__ import annotations
 
 import argparse
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from provenance import write_csv
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_magi.attention import AttnShape, PreparedBatch, distributed_attention, prepare_batch
-from megatron_magi.config import CostModel, MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, varlen
@@ -36,8 +37,8 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.plan import RankPlan, make_plan
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
-HEADER = ["documents", "tokens_a_gpu", "ranks", "way", "step_ms", "tflops_a_gpu", "rate_to_same", "host_forward_us",
-          "host_backward_us"]  # fmt: skip
+HEADER = ["documents", "tokens_a_gpu", "ranks", "comm", "way", "step_ms", "tflops_a_gpu", "rate_to_same",
+          "host_forward_us", "host_backward_us"]  # fmt: skip
 WARM_UP = 2
 
 
@@ -128,12 +129,14 @@ def forget() -> None:
         kept.drop(lambda _key: True)
 
 
-def measure(rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, num_steps: int) -> list[list]:
+def measure(
+    rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, num_steps: int, comm: str
+) -> list[list]:
     """Rows of the table for one kind of mask, equal on all ranks."""
     torch.cuda.set_device(rank)
     total, seeds = tokens * num_ranks, range(num_steps + WARM_UP)
     cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
-    config = MagiConfig(overlap=OverlapConfig(cost=cost))
+    config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl=comm))
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
 
     def plan_of(seed: int) -> RankPlan:
@@ -171,7 +174,7 @@ def measure(rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, 
         results.append((way, step_ms, np.median(steps.host_us[WARM_UP:], axis=0)))
     return [
         [
-            name, tokens, num_ranks, way, f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}",
+            name, tokens, num_ranks, comm, way, f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}",
             f"{results[0][1] / step_ms:.3f}", f"{host[0]:.0f}", f"{host[1]:.0f}",
         ]
         for way, step_ms, host in results
@@ -211,9 +214,9 @@ def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespac
     if options.soak:
         soak(rank, num_ranks, options.soak)
     rows = []
-    for case in options.cases:
+    for case, comm in itertools.product(options.cases, options.comm):
         name, tokens = case.split(":")
-        rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps)
+        rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps, comm)
         if rank == 0:
             for row in rows[-3:]:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
@@ -230,6 +233,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short, causal):tokens a GPU")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--comm", nargs="*", default=["auto"], help="implementations of group_cast and group_reduce")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="first so many steps, to watch memory")
     options = parser.parse_args()
     with socket.socket() as probe:

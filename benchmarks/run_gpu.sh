@@ -26,6 +26,7 @@ part training "${TRAINING_S:-280}" "$PYTHON" benchmarks/run_gpu_training.py --ou
 part tests "${TESTS_S:-300}" "$PYTHON" benchmarks/record_tests.py --csv "$OUT/gpu_tests_distributed.csv" -- \
   -m gpu ${TESTS:-tests/comm tests/attention} -q --no-header -p no:cacheprovider
 part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"
+part collectives 75 "$PYTHON" benchmarks/bench_group_collective.py --csv "$OUT/group_collective.csv"
 if "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
   part te "${TE_S:-420}" "$PYTHON" benchmarks/run_gpu_te.py --out te_work
   cp te_work/training_te.csv "$OUT/" 2>/dev/null

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 DispatchAlgorithm = Literal["affinity", "min_heap", "sorted_sequential", "sequential"]
-CommImpl = Literal["auto", "reference", "all_to_all"]
+CommImpl = Literal["auto", "reference", "all_to_all", "native"]
 PlannerImpl = Literal["auto", "python", "native"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa"]
 
@@ -186,7 +186,8 @@ class CommConfig:
     """How rows travel.
 
     Attributes:
-        impl: implementation of group_cast and group_reduce; ``auto`` chooses by backend.
+        impl: implementation of group_cast and group_reduce; ``auto`` chooses by backend, and ``native`` where GPUs of
+            one host are linked. ``native`` itself is an error where it cannot serve.
         backward_high_precision_reduce: partial dk and dv travel in fp32, at twice the bytes.
         dsink_all_reduce: reduction of the sink's gradient over the CP group inside the
             operator: ``none`` leaves it to the framework.
@@ -200,7 +201,7 @@ class CommConfig:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("impl", self.impl, ("auto", "reference", "all_to_all"))
+        _check_choice("impl", self.impl, ("auto", "reference", "all_to_all", "native"))
         _check_choice("dsink_all_reduce", self.dsink_all_reduce, ("none", "sum", "avg"))
         _check_flags(self, "backward_high_precision_reduce", "verify")
 

@@ -189,7 +189,16 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "Number of plans that are kept, the least recently used one is dropped first.",
             least=1,
         ),
-        _unavailable("NATIVE_GRPCOLL", "Native kernels for group_cast and group_reduce are not available yet."),
+        _toggle(
+            "NATIVE_GRPCOLL",
+            "1 has the ranks of one host read each other's memory for group_cast and group_reduce, and is an error "
+            "where they cannot, 0 leaves both to NCCL.",
+            "comm.impl",
+            default=None,
+            field_value="native",
+            off_value="all_to_all",
+            default_text="where the GPUs are linked",
+        ),
         _unavailable(
             "HIERARCHICAL_COMM", "Communication in two levels, inside and between nodes, is not available yet."
         ),
@@ -280,7 +289,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             None,
             default_text="that of the GPU",
         ),
-        _unneeded("NVSHMEM_DIR", "Belongs to native communication, see NATIVE_GRPCOLL.", Kind.TEXT, None),
+        _unneeded("NVSHMEM_DIR", "Native communication does without, see NATIVE_GRPCOLL.", Kind.TEXT, None),
     ),
 }
 """Every variable, by what it is for."""

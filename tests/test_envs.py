@@ -52,7 +52,7 @@ KNOWN = {
     "FFA_FORWARD_INPLACE_CORRECT",
     "FFA_BACKWARD_HIGH_PRECISION_REDUCE",
 }
-UNAVAILABLE = ["FA4_BACKEND", "NATIVE_GRPCOLL", "QO_COMM", "HIERARCHICAL_COMM", "PROFILE_MODE"]
+UNAVAILABLE = ["FA4_BACKEND", "QO_COMM", "HIERARCHICAL_COMM", "PROFILE_MODE"]
 
 
 def config_of(**variables) -> MagiConfig:
@@ -90,6 +90,8 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
         ("FFA_BACKWARD_HIGH_PRECISION_REDUCE", "1", "comm", "backward_high_precision_reduce", True),
         ("DSINK_ALL_REDUCE_OP", "avg", "comm", "dsink_all_reduce", "avg"),
         ("BWD_HIDE_TAIL_REDUCE", "1", "overlap", "hide_tail_reduce", True),
+        ("NATIVE_GRPCOLL", "1", "comm", "impl", "native"),
+        ("NATIVE_GRPCOLL", "0", "comm", "impl", "all_to_all"),
         ("CPP_BACKEND", "1", "dispatch", "planner", "native"),
         ("CPP_BACKEND", "0", "dispatch", "planner", "python"),
     ],

@@ -1,37 +1,13 @@
 // Copies rows: row i of each result is row index[i] of its source. UNIT: bytes of an access, which divide all widths,
 // strides and addresses.
 
-#include "rows.cuh"
+#include "units.cuh"
 
 struct GatherParams {
   RowTensors rows;
   const i64* index;  // null: row i itself
   i64 num_rows;
 };
-
-template <int kBytes>
-struct UnitOf;
-template <>
-struct UnitOf<1> {
-  using Type = u8;
-};
-template <>
-struct UnitOf<2> {
-  using Type = u16;
-};
-template <>
-struct UnitOf<4> {
-  using Type = u32;
-};
-template <>
-struct UnitOf<8> {
-  using Type = u64;
-};
-template <>
-struct UnitOf<16> {
-  using Type = uint4;
-};
-using Unit = UnitOf<UNIT>::Type;
 
 DEVICE void copy_row(Unit* to, const Unit* from, int units, int lane, int lanes) {
   for (int unit = lane; unit < units; unit += kInFlight * lanes) {

@@ -260,6 +260,7 @@ class _Backward:
         self._dv: torch.Tensor | None = None
         # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
         self._wide = accumulate_dtype(q.dtype) if self._plan.degree else q.dtype
+        self._is_local_done = False  # then only reductions add to dk and dv
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         for step in self._plan.schedule.backward:
@@ -306,7 +307,7 @@ class _Backward:
         if stage:
             self._partial[stage] = (dk, dv)
         else:
-            self._dk, self._dv = dk, dv
+            self._dk, self._dv, self._is_local_done = dk, dv, True
 
     def _own_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
         """dk and dv of this rank's keys so far."""
@@ -324,6 +325,7 @@ class _Backward:
             call.group,
             into=list(self._own_gradients()),
             impl=call.config.comm.impl,
+            at_once=self._is_local_done,
         )
         self._reduces.append(handle)
 

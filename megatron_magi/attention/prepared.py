@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.attention.runtime import peer_rows
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import Problem
@@ -147,7 +148,7 @@ def _prepare_plan(
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
     for t in plan.transfers:
-        facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order).arrays()
+        facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peer_rows(t)).arrays()
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from megatron_magi.comm.group_collective import GroupCastArgs
-from megatron_magi.plan import RankPlan
+from megatron_magi.comm.peer_tables import PeerRows
+from megatron_magi.plan import RankPlan, Transfer
+
+
+def peer_rows(transfer: Transfer) -> PeerRows:
+    """The other side of each row of a transfer."""
+    return PeerRows(transfer.owner_rows, transfer.buffer_rows, transfer.most_rows, transfer.most_recv)
 
 
 def plan_casts(plan: RankPlan, device: torch.device) -> tuple[GroupCastArgs, ...]:
@@ -18,7 +24,7 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[GroupCastArgs, ...
     casts = plan.runtime.get(key)
     if casts is None:
         casts = plan.runtime[key] = tuple(
-            GroupCastArgs.build(t.send_index, t.send_splits, t.recv_splits, t.recv_order, device)
+            GroupCastArgs.build(t.send_index, t.send_splits, t.recv_splits, t.recv_order, device, peer_rows(t))
             for t in plan.transfers
         )
     return casts

@@ -25,15 +25,15 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import timedelta
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
 from megatron_magi.comm.board import Board
+from megatron_magi.comm.groups import abort, names_of, timeout_s
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,16 @@ _NOT_ERRORS = (getattr(torch.utils.checkpoint, "_StopRecomputationError", ()),)
 _NUM_RECORDS = 1024
 _MAX_KNOWN = 4096
 _MOST_FAILURES = 5
-_POISON_TAG = 0x6D616769
+
+
+class Guard(Protocol):
+    """What a group has under way beside its process group."""
+
+    def failure(self) -> str | None:
+        """What went wrong in it, None as long as nothing did."""
+
+    def stop(self) -> None:
+        """Ends it, for good."""
 
 
 class _Phase(Enum):
@@ -84,7 +93,7 @@ class CallLog:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._world_ranks = dist.get_process_group_ranks(group)
-        self._timeout_s = _timeout_s(group)
+        self._timeout_s = timeout_s(group)
         self._board = Board(group)
         self._count = 0
         self._phase = _Phase.OVER
@@ -258,6 +267,10 @@ class CallLog:
 
     def look(self) -> bool:
         """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
+        group = self._group()
+        guard = None if group is None or self._broken is not None else _guards.get(group)
+        if guard is not None and (text := guard.failure()) is not None:
+            self._end(self._count, text)
         for event in self._board.unread():
             if event["kind"] == "question":
                 self._questions.add(event["call"])
@@ -291,7 +304,9 @@ class CallLog:
     def _abort(self) -> None:
         group = self._group()
         if group is not None:
-            _abort(group)
+            if group in _guards:
+                _guards[group].stop()
+            abort(group)
 
     def conclude(self, call: int, text: str, *, ends: bool) -> str:
         """Makes ``text`` what all ranks raise, unless there is a text already, which is returned.
@@ -318,7 +333,7 @@ class CallLog:
 
     def names(self, ranks: Iterable[int]) -> str:
         """Ranks in words."""
-        return ", ".join(f"rank {rank} of the group (global rank {self._world_ranks[rank]})" for rank in ranks)
+        return names_of(ranks, self._world_ranks)
 
     def _failure(self, answers: dict[int, dict[str, Any]], call: int) -> str | None:
         failed = [f"{self.names([rank])} {a['failed']}" for rank, a in sorted(answers.items()) if "failed" in a]
@@ -418,6 +433,13 @@ _NO_CALLS = NoCalls()
 _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.WeakKeyDictionary()
 """One a group, as long as the group is there: all callers must number their calls together."""
 
+_guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Guard] = weakref.WeakKeyDictionary()
+
+
+def add_guard(group: dist.ProcessGroup, guard: Guard) -> None:
+    """Has the log of a group look after ``guard``: its failure ends the group, an end of the group stops it."""
+    _guards[group] = guard
+
 
 def calls_of(group: dist.ProcessGroup | None, num_ranks: int, verify: bool = True) -> CallLog | NoCalls:
     """Where the calls on a group are told and compared; nothing for one rank, or without ``verify``.
@@ -463,29 +485,9 @@ def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: flo
         del log
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    """Ends what is under way on a group, and whatever is started after: it raises on this rank and on its peers."""
-    with suppress(RuntimeError):
-        group.abort()
-    # gloo cannot be told to; but a receive that times out closes its connection, and all that wait for it raise.
-    with suppress(RuntimeError, ValueError):
-        if "gloo" not in dist.get_backend_config(group):
-            return
-        for peer in range(group.size()):
-            if peer != group.rank():
-                with suppress(RuntimeError):
-                    group.recv([torch.empty(1)], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
-
-
 def _differences(found: dict[str, str], expected: dict[str, str]) -> str:
     """Where two records differ, in words; in the operation alone if in that."""
     if found["operation"] != expected["operation"]:
         return f"operation {found['operation']} instead of {expected['operation']}"
     names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
     return " and ".join(f"{name} {found.get(name)} instead of {expected.get(name)}" for name in names)
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long collectives of a group wait."""
-    device = next(iter(dist.get_backend_config(group).split(","))).split(":")[0]
-    return group._get_backend(torch.device(device)).options._timeout.total_seconds()

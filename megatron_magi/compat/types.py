@@ -185,7 +185,7 @@ def _chosen_overlap() -> OverlapConfig:
 
 @dataclass(frozen=True)
 class GrpCollConfig:
-    """Sizes of the buffers of native communication kernels, which are not available yet: no effect."""
+    """Sizes of the buffers of native communication kernels: no effect, as ours grow with need."""
 
     num_sms: int = 24
     nvl_chunk_size: int = 8

@@ -26,14 +26,19 @@ class TransferTable:
 
     def _transfer(self, rank: int, stage: int) -> Transfer:
         p = self._pieces
-        sent = np.flatnonzero((self._src == rank) & (p.stage == stage))  # by dst, then start
-        received = np.flatnonzero((p.dst == rank) & (p.stage == stage))
+        here = p.stage == stage
+        sent = np.flatnonzero((self._src == rank) & here)  # by dst, then start
+        received = np.flatnonzero((p.dst == rank) & here)
         by_source = received[np.lexsort((p.start[received], self._src[received]))]
         return Transfer(
             send_index=_rows(self._src_row[sent], p.length[sent]),
             send_splits=self._splits(p.dst[sent], p.length[sent]),
             recv_splits=self._splits(self._src[received], p.length[received]),
             recv_order=self._recv_order(by_source),
+            owner_rows=_rows(self._src_row[by_source], p.length[by_source]),
+            buffer_rows=_rows(self._buffer_row[sent], p.length[sent]),
+            most_rows=int((self._src_row + p.length)[here].max(initial=0)),
+            most_recv=int((self._buffer_row + p.length)[here].max(initial=0)),
         )
 
     def _splits(self, peer: np.ndarray, length: np.ndarray) -> tuple[int, ...]:

@@ -57,13 +57,18 @@ class Transfer:
 
     The rank sends the rows ``send_index`` of its shard, grouped by destination, and receives
     ``sum(recv_splits)`` rows grouped by source. ``recv_order`` is None when they are already
-    in buffer order; otherwise buffer row i is received row ``recv_order[i]``.
+    in buffer order; otherwise buffer row i is received row ``recv_order[i]``. The other side of each
+    row is known too, for ranks that read each other's memory.
     """
 
     send_index: np.ndarray  # [sum(send_splits)]
     send_splits: tuple[int, ...]  # rows to each rank
     recv_splits: tuple[int, ...]  # rows from each rank
     recv_order: np.ndarray | None  # [sum(recv_splits)]
+    owner_rows: np.ndarray  # [sum(recv_splits)]: row of each received row in the shard of its owner
+    buffer_rows: np.ndarray  # [sum(send_splits)]: row of each sent row in the buffer of its destination
+    most_rows: int  # of any rank: rows of its shard up to the last that it sends
+    most_recv: int  # of any rank: rows that it receives
 
     @property
     def num_recv(self) -> int:

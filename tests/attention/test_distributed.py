@@ -115,10 +115,16 @@ def run_all_cases_on_gpus(rank: int, num_ranks: int, todo: list[cs.Case]) -> lis
 
 @pytest.mark.gpu
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_nccl_equals_dense_attention_within_the_error_of_one_device(ranks, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        *(("all_to_all", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
+        *(pytest.param("native", dtype, marks=pytest.mark.sm90) for dtype in (torch.float64, torch.bfloat16)),
+    ],
+)
+def test_gpus_equal_dense_attention_within_the_error_of_one_device(ranks, impl: str, dtype: torch.dtype) -> None:
     num_ranks = min(4, torch.cuda.device_count())
-    comm = CommConfig(impl="all_to_all")
+    comm = CommConfig(impl=impl)
     todo = [
         dataclasses.replace(c, dtype=dtype, config=dataclasses.replace(c.config, comm=comm))
         for c in cs.variants()

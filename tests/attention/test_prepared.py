@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
-from megatron_magi.comm import group_collective
+from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
@@ -68,7 +68,7 @@ def one_rank_alone(monkeypatch):
         return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])
 
     monkeypatch.setattr(distributed, "group_cast", cast)
-    monkeypatch.setattr(distributed, "group_reduce", lambda tensors, args, group, into, impl: NothingUnderWay(into))
+    monkeypatch.setattr(distributed, "group_reduce", lambda tensors, args, group, into, **_: NothingUnderWay(into))
 
     class Group:
         def size(self):
@@ -136,7 +136,7 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
     monkeypatch.setattr(PackedArrays, "to", fail)
-    monkeypatch.setattr(group_collective, "arrival_arrays", fail)
+    monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 
 
 def tensors(num_rows: int, shape: AttnShape) -> list[torch.Tensor]:

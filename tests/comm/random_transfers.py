@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.comm.rows import Arrivals, arrival_arrays
 
 
@@ -27,6 +28,24 @@ class Transfers:
             [len(self.rows[i][rank]) for i in range(num_ranks)],
             self.recv_order[rank],
             device,
+            self.peers(rank),
+        )
+
+    def peers(self, rank: int) -> PeerRows:
+        """The other side of each row that ``rank`` receives, and sends."""
+        num_ranks = len(self.rows)
+        buffer_rows = []
+        for j in range(num_ranks):
+            first = sum(len(self.rows[i][j]) for i in range(rank))
+            arrival = np.arange(first, first + len(self.rows[rank][j]))
+            order = self.recv_order[j]
+            buffer_rows.append(arrival if order is None else np.argsort(order)[arrival])
+        sent = [row for rows in self.rows for some in rows for row in some.tolist()]
+        return PeerRows(
+            np.concatenate([self.rows[i][rank] for i in range(num_ranks)]),
+            np.concatenate(buffer_rows).astype(np.int64),
+            max(sent, default=-1) + 1,
+            max(sum(len(self.rows[i][j]) for i in range(num_ranks)) for j in range(num_ranks)),
         )
 
     def expected(self, everyone: list[torch.Tensor], rank: int) -> torch.Tensor:

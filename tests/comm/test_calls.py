@@ -381,3 +381,36 @@ def test_a_collective_of_nccl_is_given_up_for_a_message(change, expected):
         assert seconds < 30
         if rank != ODD or "rows" not in change:
             assert "rank 1 of the group (global rank 1)" in message and expected in message, message
+
+
+class Failing:
+    """Something beside a process group: fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.text, self.is_stopped = None, False
+
+    def failure(self) -> str | None:
+        return self.text
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def fail_beside(rank, num_ranks):
+    be_quick()
+    group, guard = dist.group.WORLD, Failing()
+    calls.add_guard(group, guard)
+    key = new_key(group)
+    undispatch(key)
+    if rank == 0:
+        guard.text = "group collective: rank 1 of the group (global rank 1) did not come within 2 s"
+    end = time.monotonic() + 10
+    while not guard.is_stopped and time.monotonic() < end:
+        time.sleep(0.05)
+    assert guard.is_stopped
+    with pytest.raises(RuntimeError, match=r"group collective: rank 1 .* did not come within 2 s"):
+        undispatch(key)
+
+
+def test_what_fails_beside_the_group_ends_it_on_all_ranks(ranks):
+    ranks(2, fail_beside)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, group_reduce_lse
+from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import random_tensor, random_transfers
 
@@ -19,7 +20,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous(), b.contiguous())
 
 
-def cast_everything(rank, num_ranks, device="cpu"):
+def cast_everything(rank, num_ranks, device="cpu", impls=IMPLS):
     """Casts of every dtype, width, order and implementation; returns the number of comparisons."""
     compared = 0
     for seed in range(6):
@@ -32,7 +33,7 @@ def cast_everything(rank, num_ranks, device="cpu"):
                 [random_tensor((n, *shape), kind, 100 * seed + 10 * r + i) for r, n in enumerate(transfers.num_rows)]
                 for i, (shape, kind) in enumerate(kinds)
             ]
-            for impl in IMPLS:
+            for impl in impls:
                 mine = [x[rank].clone().to(device) for x in everyone]
                 handle = group_cast(mine, args, impl=impl)
                 for x in mine:
@@ -82,11 +83,11 @@ def test_group_reduce_sums_like_a_dense_computation_and_is_the_adjoint_of_group_
     ranks(num_ranks, reduce_everything)
 
 
-def reduce_low_precision(rank, num_ranks, device="cpu"):
+def reduce_low_precision(rank, num_ranks, device="cpu", impls=IMPLS):
     transfers = random_transfers(num_ranks, 4, with_order=True)
     args = transfers.args(rank, device)
     results = []
-    for impl in (*IMPLS, *IMPLS):
+    for impl in (*impls, *impls):
         partials = [random_tensor((args.num_recv, w), torch.bfloat16, 5 * rank + w).to(device) for w in (3, 8)]
         into = [random_tensor((transfers.num_rows[rank], w), torch.float32, w).to(device) for w in (3, 8)]
         handle = group_reduce(partials, args, into=into, impl=impl)
@@ -105,20 +106,22 @@ def test_group_reduce_of_bf16_into_fp32_is_bitwise_repeatable_across_impls_and_r
     assert all(x.dtype == torch.float32 and x.isfinite().all() for x in first)
 
 
-def merge_lse(rank, num_ranks, device="cpu"):
+def merge_lse(rank, num_ranks, device="cpu", impls=IMPLS):
     """Rank 0 owns 4 rows; every other rank has a partial result for all of them."""
     num_rows, num_heads, head_dim = 4, 2, 3
     others = num_ranks - 1
     rows = np.tile(np.arange(num_rows), others) if rank == 0 else np.zeros(0, dtype=np.int64)
     splits = [0] + [num_rows] * others if rank == 0 else [0] * num_ranks
     recv = [0] * num_ranks if rank == 0 else [num_rows] + [0] * others
-    args = GroupCastArgs.build(rows, splits, recv, None, device)
+    others_rows = np.tile(np.arange(num_rows), others if rank == 0 else 1)
+    peers = PeerRows(np.arange(sum(recv)), others_rows[: len(rows)], num_rows, num_rows)
+    args = GroupCastArgs.build(rows, splits, recv, None, device, peers)
     out = random_tensor((num_ranks, num_rows, num_heads, head_dim), torch.float64, 1).to(device)
     lse = 30 * random_tensor((num_ranks, num_rows, num_heads), torch.float64, 2).to(device)
     lse[0, 0], lse[1:, 1], lse[:, 2], lse[1, 3] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
     part_out, part_lse = out.clone(), lse.clone()
     part_out[part_lse == -torch.inf] = float("nan")  # must not be looked at
-    for impl in IMPLS:
+    for impl in impls:
         into = (part_out[0].clone(), part_lse[0].clone()) if rank == 0 else (out[0, :0].clone(), lse[0, :0].clone())
         mine = slice(None) if rank else slice(0)
         handle = group_reduce_lse(part_out[rank][mine], part_lse[rank][mine], args, into=into, impl=impl)
@@ -193,6 +196,8 @@ def refuses(rank, num_ranks):
     args = GroupCastArgs.build(np.zeros(0, dtype=np.int64), [0] * num_ranks, [0] * num_ranks)
     wrong = GroupCastArgs.build(np.zeros(0, dtype=np.int64), [0] * 3, [0] * 3)
     with pytest.raises(ValueError, match="impl: expected one of"):
+        group_cast([torch.ones(3, 2)], args, impl="push")
+    with pytest.raises(ValueError, match="impl: 'native' is for GPUs and NCCL"):
         group_cast([torch.ones(3, 2)], args, impl="native")
     with pytest.raises(ValueError, match="args: splits for 3 ranks"):
         group_cast([torch.ones(3, 2)], wrong)

@@ -86,6 +86,26 @@ def stage_keys(plan: Plan, cp_rank: int) -> list[np.ndarray]:
     return keys
 
 
+def check_other_sides(plan: Plan) -> None:
+    """Each row that travels is where its owner and its destination say of each other."""
+    views = [plan.for_rank(rank).transfers for rank in range(plan.cp_size)]
+    for stage in range(plan.degree):
+        every = [view[stage] for view in views]
+        for src, sent in enumerate(every):
+            rows, buffer_rows = (
+                np.split(a, np.cumsum(sent.send_splits)[:-1]) for a in (sent.send_index, sent.buffer_rows)
+            )
+            for dst, received in enumerate(every):
+                order = np.arange(received.num_recv) if received.recv_order is None else received.recv_order
+                first = sum(received.recv_splits[:src])
+                part = slice(first, first + received.recv_splits[src])
+                np.testing.assert_array_equal(received.owner_rows[part], rows[dst])
+                np.testing.assert_array_equal(order[buffer_rows[dst]], np.arange(part.start, part.stop))
+        assert {(t.most_rows, t.most_recv) for t in every} == {
+            (max(t.send_index.max(initial=-1) + 1 for t in every), max(t.num_recv for t in every))
+        }
+
+
 def skip_too_few_tokens(mask: AttnMask, config: MagiConfig, cp_size: int) -> bool:
     return config.dispatch.uneven_shard and mask.total_seqlen_q < cp_size
 
@@ -105,6 +125,7 @@ def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: Mag
     np.testing.assert_array_equal(computed[:n, :n], dense_mask(mask).astype(np.int64))
     assert computed[n:].sum() == 0 and computed[:, n:].sum() == 0
     assert sum(plan.stats().areas) == mask.area
+    check_other_sides(plan)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,132 @@
+"""group_cast and group_reduce on the GPUs of one machine: rows of keys and values that every rank needs of every other.
+
+    python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...]
+
+Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; beside them NCCL's
+``nccl_all_to_all`` and ``nccl_all_gather`` on bytes that lie packed already, and where a reduction is meant without it.
+Bytes are those that a rank receives of the others, or gets back. Times are of the slowest rank: on the device, the host
+being ahead (median of some, each the mean of a few calls), and of a call that the host waits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from provenance import write_csv
+
+from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
+from megatron_magi.comm.peer_tables import PeerRows
+from megatron_magi.testing.spawn import run_ranks
+
+HEADS_KV, HEAD_DIM = 8, 128
+ROW_BYTES = 2 * HEADS_KV * HEAD_DIM * 2  # a key and a value in bf16
+SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
+HEADER = ["operation", "way", "ranks", "bytes", "device_us", "gb_a_s", "call_us", "host_us"]
+AHEAD_CYCLES = 8_000_000
+"""Of the clock: some milliseconds, in which the host queues what is measured."""
+
+
+def exchange_args(rank: int, num_ranks: int, num_rows: int) -> GroupCastArgs:
+    """All ``num_rows`` rows of each rank to every other, in the order of ranks."""
+    splits = [num_rows if r != rank else 0 for r in range(num_ranks)]
+    rows = np.tile(np.arange(num_rows), num_ranks - 1)
+    # This rank's rows come after those of the ranks before it, of which the destination may be one.
+    firsts = [rank - (r < rank) for r in range(num_ranks) if r != rank]
+    buffer_rows = np.concatenate([first * num_rows + np.arange(num_rows) for first in firsts])
+    peers = PeerRows(rows, buffer_rows, num_rows, num_rows * (num_ranks - 1))
+    return GroupCastArgs.build(rows, splits, splits, None, "cuda", peers)
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks."""
+    largest = torch.tensor([value], device="cuda")
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def measure(run: Callable[[], object], num_bytes: int) -> tuple[float, float, float]:
+    """Device, call and host time, microseconds."""
+    calls = 10 if num_bytes <= 4 << 20 else 4 if num_bytes <= 64 << 20 else 2
+    device, alone, host = [], [], []
+    for i in range(7):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD_CYCLES)
+        start.record()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        host.append((time.perf_counter() - begin) / calls * 1e6)
+        end.record()
+        torch.cuda.synchronize()
+        device.append(slowest(start.elapsed_time(end) / calls * 1e3))
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        alone.append(slowest((time.perf_counter() - begin) * 1e6))
+        if i == 1:
+            for times in (device, alone, host):
+                times.clear()
+    return float(np.median(device)), float(np.median(alone)), float(np.median(host))
+
+
+def ways(rank: int, num_ranks: int, num_bytes: int) -> dict[tuple[str, str], Callable[[], object]]:
+    """What is measured, by operation and way."""
+    num_rows = num_bytes // ROW_BYTES // (num_ranks - 1)
+    args = exchange_args(rank, num_ranks, num_rows)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    shape = (num_rows, HEADS_KV, HEAD_DIM)
+    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    dk, dv = (torch.randn(args.num_recv, *shape[1:], device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    into = [torch.zeros(shape, device="cuda") for _ in range(2)]
+    sent = torch.empty(num_rows * ROW_BYTES, dtype=torch.uint8, device="cuda")
+    everything = torch.empty(num_ranks * len(sent), dtype=torch.uint8, device="cuda")
+    packed, received = (torch.empty(args.num_recv * ROW_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    splits = [n * ROW_BYTES for n in args.recv_splits]
+    result: dict[tuple[str, str], Callable[[], object]] = {}
+    for impl in ("native", "all_to_all"):
+        result["cast", impl] = lambda impl=impl: group_cast([k, v], args, impl=impl).wait()
+        result["reduce", impl] = lambda impl=impl: group_reduce(
+            [dk, dv], args, into=into, impl=impl, at_once=True
+        ).wait()
+    result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, into=into, impl="native").wait()
+    result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
+    result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
+    return result
+
+
+def measure_all(rank: int, num_ranks: int, sizes: list[int]) -> list[list]:
+    """Rows of the table, equal on all ranks."""
+    rows = []
+    for num_bytes in sizes:
+        for (operation, way), run in ways(rank, num_ranks, num_bytes).items():
+            device, call, host = measure(run, num_bytes)
+            rate = num_bytes / device / 1e3
+            rows.append(
+                [operation, way, num_ranks, num_bytes, f"{device:.1f}", f"{rate:.1f}", f"{call:.1f}", f"{host:.1f}"]
+            )
+            if rank == 0:
+                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measures on all GPUs of the machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="also write the rows to this file")
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes that a rank receives")
+    options = parser.parse_args()
+    num_ranks = torch.cuda.device_count()
+    rows = run_ranks(measure_all, num_ranks, options.sizes, timeout_s=300.0, backend="nccl")[0]
+    if options.csv:
+        write_csv(options.csv, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()

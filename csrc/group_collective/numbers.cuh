@@ -1,0 +1,56 @@
+// Sums in fp32 or wider. FROM, INTO: types of what is added and of results. VECTOR: elements of an access.
+#pragma once
+
+#include "rows.cuh"
+
+struct BFloat {
+  u16 bits;
+};
+struct Half {
+  u16 bits;
+};
+
+DEVICE float widen(BFloat x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+DEVICE float widen(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+DEVICE float widen(float x) { return x; }
+DEVICE double widen(double x) { return x; }
+
+template <class To, class Wide>
+struct Narrow {
+  static DEVICE To of(Wide x) { return static_cast<To>(x); }
+};
+template <>
+struct Narrow<BFloat, float> {
+  static DEVICE BFloat of(float x) {
+    BFloat y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+  }
+};
+template <>
+struct Narrow<Half, float> {
+  static DEVICE Half of(float x) {
+    Half y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+  }
+};
+
+template <class T>
+struct alignas(VECTOR * sizeof(T)) Vector {
+  T at[VECTOR];
+};
+
+template <bool kWide>
+struct SumOf {
+  using Type = float;
+};
+template <>
+struct SumOf<true> {
+  using Type = double;
+};
+using Sum = SumOf<sizeof(FROM) == 8 || sizeof(INTO) == 8>::Type;

@@ -1,0 +1,178 @@
+// Ranks of one host that read each other's memory. A rank publishes rows in a slot of its own memory, chunk by chunk,
+// and tells each peer which chunks are there; a peer that has read all it needs tells the owner. What is told is the
+// number of the call, so nothing is ever reset, and a rank that runs ahead waits before it takes the slot again.
+#pragma once
+
+#include "rows.cuh"
+
+constexpr int kMaxRanks = 8, kSlots = 2, kMaxChunks = 1 << 16, kPeerShift = 32;
+
+// Of one rank, in its memory; what others write comes first.
+struct Control {
+  u32 published[kMaxRanks][kMaxChunks];  // by rank and chunk: the call in which it was last published
+  u32 pulled[kMaxRanks];                 // by rank: the call whose rows it has last read
+  u32 broken;                            // 1 + the rank that did not come
+  // Only this rank's:
+  u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
+};
+
+// In page-locked memory of the host.
+struct Notice {
+  u32 stop;    // by the host: give up
+  u32 absent;  // 1 + the rank that did not come
+  u32 call, kind;
+};
+
+enum Kind : u32 { kPublish = 1, kPull = 2 };
+
+struct Peers {
+  u64 data[kMaxRanks];  // slots of each rank
+  Control* control[kMaxRanks];
+  Notice* notice;
+  i64 slot_bytes, timeout_ns;
+  int rank, num_ranks;
+};
+
+// Rows side by side in a slot, without gaps but at their end: a unit of such a row belongs to one tensor.
+struct SlotRows {
+  u64 rows[kMaxTensors];    // addresses of row 0 of the tensors
+  i64 stride[kMaxTensors];  // bytes
+  int begin[kMaxTensors];   // first unit of each tensor; of those that are not there: the end
+  int units, log2_lanes;    // of a row; threads that share one
+  i64 row_bytes;            // in the slot
+};
+
+DEVICE u32 load_acquire(const u32* p) {
+  u32 x;
+  asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
+DEVICE u32 load_relaxed_sys(const u32* p) {
+  u32 x;
+  asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
+DEVICE void store_release(u32* p, u32 x) {
+  asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
+DEVICE void store_relaxed_sys(u32* p, u32 x) {
+  asm volatile("st.relaxed.sys.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
+DEVICE i64 now_ns() {
+  i64 x;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(x));
+  return x;
+}
+
+DEVICE bool has_come(u32 flag, u32 call) { return static_cast<int>(flag - call) >= 0; }
+
+// Tells all that a rank did not come, so that every rank names the same one.
+DEVICE void give_up(const Peers& p, int absent, u32 call, u32 kind) {
+  for (int r = 0; r < p.num_ranks; ++r) store_relaxed_sys(&p.control[r]->broken, absent + 1);
+  p.notice->call = call;
+  p.notice->kind = kind;
+  store_release(&p.notice->absent, absent + 1);
+}
+
+static __device__ __noinline__ bool await_slowly(const Peers& p, const u32* flag, int peer, u32 call, u32 kind) {
+  const i64 begin = now_ns();
+  for (u32 i = 1; !has_come(load_acquire(flag), call); ++i) {
+    const u32 broken = load_relaxed_sys(&p.control[p.rank]->broken);
+    if (broken) {
+      store_release(&p.notice->absent, broken);
+      return false;
+    }
+    if (i % 256 == 0 && load_relaxed_sys(&p.notice->stop)) return false;
+    if (now_ns() - begin > p.timeout_ns) {
+      give_up(p, peer, call, kind);
+      return false;
+    }
+  }
+  return true;
+}
+
+// Waits until `flag` says that `peer` has come to a call; false if it does not.
+DEVICE bool await(const Peers& p, const u32* flag, int peer, u32 call, u32 kind) {
+  return has_come(load_acquire(flag), call) || await_slowly(p, flag, peer, call, kind);
+}
+
+// Rows that a thread has a part in, as `places` says where they lie; a few that follow each other at a time, which
+// mostly are of one chunk.
+struct Pull {
+  const Peers& peers;
+  u32 call, chunk_shift;
+  u64 slot;
+  i64 row_bytes;
+  u32 seen_chunk = ~0u;
+  int seen_peer = -1;
+
+  DEVICE Pull(const Peers& p, u32 call, int chunk_shift, i64 row_bytes)
+      : peers(p), call(call), chunk_shift(chunk_shift), slot(call % kSlots * p.slot_bytes), row_bytes(row_bytes) {}
+
+  // Address of a published row, 0 if its owner does not come. `by_engine`: it is the copy engine that reads it.
+  DEVICE u64 await_row(i64 place, bool by_engine = false) {
+    const int peer = static_cast<int>(place >> kPeerShift);
+    const u32 row = static_cast<u32>(place), chunk = row >> chunk_shift;
+    if (peer != seen_peer || chunk != seen_chunk) {
+      if (!await(peers, &peers.control[peers.rank]->published[peer][chunk], peer, call, kPull)) return 0;
+      if (by_engine) asm volatile("fence.proxy.async;" ::: "memory");
+      seen_peer = peer;
+      seen_chunk = chunk;
+    }
+    return peers.data[peer] + slot + row * row_bytes;
+  }
+};
+
+// How the rows of a call are dealt: `run` that follow each other to each group of threads.
+struct Runs {
+  i64 first, step;
+  int run;
+  DEVICE Runs(const RowWalk& walk, i64 num_rows) {
+    const i64 most = num_rows / (2 * walk.step);
+    run = most < 1 ? 1 : most > 8 ? 8 : static_cast<int>(most);
+    first = walk.row * run;
+    step = walk.step * run;
+  }
+};
+
+DEVICE bool is_last_block(u32* blocks_done) {
+  __syncthreads();
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(blocks_done, 1) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last;
+}
+
+// The end of a call that reads rows: the owners may use the slot again.
+DEVICE void end_pull(const Peers& p, u32 call) {
+  Control* mine = p.control[p.rank];
+  if (!is_last_block(&mine->blocks_pulled)) return;
+  if (threadIdx.x == 0) {
+    mine->blocks_pulled = 0;
+    mine->calls_pulled = call;
+  }
+  if (threadIdx.x < p.num_ranks) store_release(&p.control[threadIdx.x]->pulled[p.rank], call);
+}
+
+DEVICE u64 address_of(const SlotRows& s, i64 row, int unit, int unit_bytes) {
+  int i = 0;
+#pragma unroll
+  for (int j = 1; j < kMaxTensors; ++j) i += unit >= s.begin[j];
+  u64 to = s.rows[0] + row * s.stride[0];
+  int begin = s.begin[0];
+#pragma unroll
+  for (int j = 1; j < kMaxTensors; ++j)
+    if (i == j) {
+      to = s.rows[j] + row * s.stride[j];
+      begin = s.begin[j];
+    }
+  return to + static_cast<i64>(unit - begin) * unit_bytes;
+}

@@ -1,0 +1,62 @@
+// Puts the rows that others need into this rank's slot, each at its own number, and says so chunk by chunk.
+
+#include "peers.cuh"
+#include "units.cuh"
+
+struct PublishParams {
+  Peers peers;
+  SlotRows from;
+  const i64* rows;    // ascending; null: all
+  const i64* starts;  // chunk i of kChunkRows numbers is rows[starts[i]] to rows[starts[i + 1] - 1]
+  const i64* count;   // of these chunks; of rows where all are published
+  i64 chunk_shift;    // log2 of the numbers of rows that are told together, kChunkRows or more
+};
+
+constexpr int kLog2ChunkRows = 4, kLoads = 8;
+
+DEVICE void publish_row(const SlotRows& s, i64 row, u64 slot, int lane, int lanes) {
+  Unit* to = reinterpret_cast<Unit*>(slot + row * s.row_bytes);
+  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
+    Unit value[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (unit + i * lanes < s.units)
+        value[i] = *reinterpret_cast<const Unit*>(address_of(s, row, unit + i * lanes, UNIT));
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (unit + i * lanes < s.units) to[unit + i * lanes] = value[i];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(512) magi_publish_rows(const __grid_constant__ PublishParams p) {
+  Control* mine = p.peers.control[p.peers.rank];
+  const u32 call = mine->calls_published + 1;
+  const int thread = threadIdx.x, lanes = 1 << p.from.log2_lanes, shift = static_cast<int>(p.chunk_shift);
+  bool failed = false;
+  // The slot is free once all have read what was in it.
+  if (thread < p.peers.num_ranks) failed = !await(p.peers, &mine->pulled[thread], thread, call - kSlots, kPublish);
+  if (!__syncthreads_or(failed)) {
+    const u64 slot = p.peers.data[p.peers.rank] + call % kSlots * p.peers.slot_bytes;
+    const i64 count = *p.count,
+              base = p.rows == nullptr ? (count + (1 << kLog2ChunkRows) - 1) >> kLog2ChunkRows : count;
+    const int more = shift - kLog2ChunkRows;
+    const i64 num_chunks = (base + (1 << more) - 1) >> more;
+    for (i64 chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+      i64 begin = chunk << shift, end = begin + (1 << shift) < count ? begin + (1 << shift) : count;
+      if (p.rows != nullptr) {
+        const i64 last = (chunk + 1) << more;
+        begin = p.starts[chunk << more];
+        end = p.starts[last < base ? last : base];
+      }
+      for (i64 i = begin + (thread >> p.from.log2_lanes); i < end; i += blockDim.x >> p.from.log2_lanes)
+        publish_row(p.from, p.rows == nullptr ? i : p.rows[i], slot, thread & (lanes - 1), lanes);
+      __syncthreads();
+      if (begin < end && thread < p.peers.num_ranks)
+        store_release(&p.peers.control[thread]->published[p.peers.rank][chunk], call);
+    }
+  }
+  if (is_last_block(&mine->blocks_published) && thread == 0) {
+    mine->blocks_published = 0;
+    mine->calls_published = call;
+  }
+}

@@ -1,0 +1,101 @@
+// pull_rows.cu for rows of multiples of 16 bytes, by the copy engine: one thread of each warp has pieces of rows loaded
+// into a ring of places in shared memory and stored from there. Few processors have all in flight that the links carry.
+
+#include "peers.cuh"
+
+struct PullParams {
+  Peers peers;
+  SlotRows to;  // units of 16 bytes
+  const i64* places;
+  const i64* count;
+  i64 chunk_shift;
+};
+
+constexpr int kWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
+constexpr int kSpare = 2;  // places that stores may still be read from when the next load is due
+
+DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(smem), "r"(bytes)
+               : "memory");
+}
+
+// The pieces that one thread copies, one after the other: rows in runs, each in pieces.
+struct Pieces {
+  i64 row, end_of_run, num_rows, step;
+  int run, piece, num_pieces;
+
+  DEVICE Pieces(i64 thread, i64 num_threads, i64 num_rows, int units) : num_rows(num_rows), piece(0) {
+    const i64 share = (num_rows + num_threads - 1) / num_threads;
+    run = share < kMostRun ? static_cast<int>(share) : kMostRun;
+    row = thread * run;
+    end_of_run = row + run;
+    step = num_threads * run;
+    num_pieces = (units + kPieceUnits - 1) / kPieceUnits;
+  }
+  DEVICE bool any() const { return row < num_rows && num_pieces; }
+  DEVICE void advance() {
+    if (++piece < num_pieces) return;
+    piece = 0;
+    if (++row < end_of_run) return;
+    end_of_run += step;
+    row = end_of_run - run;
+  }
+};
+
+DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
+  const int begin = piece * kPieceUnits, end = begin + kPieceUnits < s.units ? begin + kPieceUnits : s.units;
+#pragma unroll
+  for (int i = 0; i < kMaxTensors; ++i) {
+    const int last = i + 1 < kMaxTensors ? s.begin[i + 1] : s.units;
+    const int from = begin > s.begin[i] ? begin : s.begin[i], to = end < last ? end : last;
+    if (from < to)
+      store_bytes(s.rows[i] + row * s.stride[i] + (from - s.begin[i]) * 16, smem + (from - begin) * 16,
+                  (to - from) * 16);
+  }
+  bulk_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ u64 barriers[kWarps][kDepth];
+  const SlotRows& s = p.to;
+  const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
+  const int warp = threadIdx.x / 32;
+  bool failed = false;
+  if (threadIdx.x % 32 == 0) {
+    const u32 ring = smem_address(memory) + warp * kDepth * kPieceBytes, full = smem_address(barriers[warp]);
+    for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
+    barrier_init_fence();
+    fence_async_proxy();
+    Pieces loads(static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count, s.units);
+    Pieces stores = loads;
+    Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
+    i64 place = loads.any() ? p.places[loads.row] : 0;
+    u64 from = 0;
+    for (u32 loaded = 0, stored = 0; stores.any() && !failed; ++stored) {
+      for (; loads.any() && loaded - stored < kDepth - kSpare; ++loaded) {
+        if (loads.piece == 0) {
+          from = pull.await_row(place, true);
+          failed = from == 0;
+          if (failed) break;
+        }
+        const int left = (s.units - loads.piece * kPieceUnits) * 16, bytes = left < kPieceBytes ? left : kPieceBytes;
+        const u32 at = loaded % kDepth, offset = loads.piece * kPieceBytes;
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kSpare) : "memory");
+        barrier_expect_bytes(full + 8 * at, bytes);
+        load_bytes(ring + at * kPieceBytes, reinterpret_cast<const void*>(from + offset), bytes, full + 8 * at);
+        loads.advance();
+        if (loads.piece == 0 && loads.any()) place = p.places[loads.row];
+      }
+      if (stored == loaded) break;
+      barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
+      store_piece(s, stores.row, stores.piece, ring + stored % kDepth * kPieceBytes);
+      stores.advance();
+      // What was loaded before a rank failed to come is waited for: the memory that it goes to may not be left.
+      if (failed)
+        for (++stored; stored < loaded; ++stored) barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
+    }
+    bulk_wait();
+  }
+  end_pull(p.peers, call);
+}

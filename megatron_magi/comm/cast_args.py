@@ -1,0 +1,255 @@
+"""Which rows travel where, as one rank sees it: index arrays on the CPU and on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_magi.comm.peer_tables import NUM_ARRAYS, PeerRows, PeerTables, peer_arrays
+from megatron_magi.comm.rows import Arrivals, arrival_arrays
+from megatron_magi.upload import upload
+
+
+class CastFacts(NamedTuple):
+    """What is left of `CastTables` when its arrays are on a device.
+
+    Attributes:
+        send_splits, recv_splits, num_rows_min: see `GroupCastArgs`.
+        level_sizes: see `Arrivals`.
+        most: ``most_rows`` and ``most_recv`` of `PeerRows`; None without.
+        num_arrays: that there are.
+    """
+
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    num_rows_min: int
+    level_sizes: tuple[int, ...]
+    most: tuple[int, int] | None
+    num_arrays: int
+
+
+@dataclass(frozen=True, eq=False)
+class CastTables:
+    """Which rows travel where, as arrays on the CPU; made by `of`.
+
+    Attributes:
+        send_index, send_splits, recv_splits, recv_order, num_rows_min: see `GroupCastArgs`.
+        peers: the other side of each row, if it is known.
+    """
+
+    send_index: np.ndarray
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    recv_order: np.ndarray | None
+    num_rows_min: int
+    peers: PeerRows | None = None
+
+    @classmethod
+    def of(
+        cls,
+        send_index: np.ndarray,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        recv_order: np.ndarray | None,
+        peers: PeerRows | None = None,
+    ) -> CastTables:
+        """Checks the arguments of `GroupCastArgs.build`, with its errors."""
+        send_splits, recv_splits = tuple(int(n) for n in send_splits), tuple(int(n) for n in recv_splits)
+        send_index = np.asarray(send_index, dtype=np.int64)
+        order = None if recv_order is None else np.asarray(recv_order, dtype=np.int64)
+        _check_indices(send_index, send_splits, recv_splits, order)
+        num_rows_min = int(send_index.max(initial=-1)) + 1
+        if peers is not None:
+            _check_peers(peers, len(send_index), sum(recv_splits), num_rows_min)
+        return cls(send_index, send_splits, recv_splits, order, num_rows_min, peers)
+
+    def arrays(self) -> tuple[CastFacts, list[np.ndarray]]:
+        """All index arrays, those of group_reduce included, and the rest; see `GroupCastArgs.from_uploaded`."""
+        rows, starts, sources, levels = arrival_arrays(self.send_index)
+        arrays = [self.send_index, rows, starts, sources]
+        if self.recv_order is not None:
+            arrays += [self.recv_order, _inverse(self.recv_order)]
+        if self.peers is not None:
+            arrays += self.peer_arrays(sources)
+        most = None if self.peers is None else (self.peers.most_rows, self.peers.most_recv)
+        return CastFacts(self.send_splits, self.recv_splits, self.num_rows_min, levels, most, len(arrays)), arrays
+
+    def peer_arrays(self, sources: np.ndarray) -> list[np.ndarray]:
+        """The arrays of `PeerTables`; ``sources``: of `Arrivals`."""
+        assert self.peers is not None
+        return peer_arrays(self.send_index, self.send_splits, self.recv_splits, self.recv_order, sources, self.peers)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupCastArgs:
+    """Which rows travel where, as one rank sees it; made by `build`.
+
+    Attributes:
+        send_index: local rows to send, grouped by destination, int64 ``[num_send]``.
+        send_splits: rows to each rank.
+        recv_splits: rows from each rank.
+        recv_order: buffer row i is received row ``recv_order[i]``, int64 ``[num_recv]``; None
+            when received rows are in buffer order already.
+        num_rows_min: smallest number of local rows that ``send_index`` is valid for.
+        most: see `CastFacts`.
+        host: the arrays on the CPU, from which the rest is made; None where all is made.
+        ways: how rows travel, by group and implementation, found out at the first call.
+        launches: what implementations prepare for calls, by what they like.
+    """
+
+    send_index: torch.Tensor
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    recv_order: torch.Tensor | None
+    num_rows_min: int
+    most: tuple[int, int] | None
+    host: CastTables | None
+    ways: dict[Any, Any] = field(default_factory=dict, repr=False)
+    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        send_index: np.ndarray,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        recv_order: np.ndarray | None = None,
+        device: torch.device | str = "cpu",
+        peers: PeerRows | None = None,
+    ) -> GroupCastArgs:
+        """From index arrays on the CPU, which must not change; copied to ``device`` at once.
+
+        Args:
+            send_index: int64 ``[sum(send_splits)]``, see the class.
+            send_splits, recv_splits: one number a rank of the group.
+            recv_order: int64 ``[sum(recv_splits)]``, a permutation, or None.
+            device: where the tensors to move live.
+            peers: the other side of each row, without which ``native`` cannot move them.
+
+        Raises:
+            ValueError: lengths disagree, a number is negative, or ``recv_order`` is no permutation.
+        """
+        tables = CastTables.of(send_index, send_splits, recv_splits, recv_order, peers)
+        order = tables.recv_order
+        moved = upload([tables.send_index] if order is None else [tables.send_index, order], device)
+        return cls(
+            send_index=moved[0],
+            send_splits=tables.send_splits,
+            recv_splits=tables.recv_splits,
+            recv_order=None if order is None else moved[1],
+            num_rows_min=tables.num_rows_min,
+            most=None if peers is None else (peers.most_rows, peers.most_recv),
+            host=tables,
+        )
+
+    @classmethod
+    def from_uploaded(cls, facts: CastFacts, moved: Sequence[torch.Tensor]) -> GroupCastArgs:
+        """With everything on its device already: nothing is made or copied when it is first used.
+
+        Args:
+            facts: of the tables.
+            moved: `CastTables.arrays` as tensors.
+        """
+        send_index, rows, starts, sources, *rest = moved
+        tables = None if facts.most is None else PeerTables(*rest[-NUM_ARRAYS:], *facts.most)
+        order = rest if tables is None else rest[:-NUM_ARRAYS]
+        args = cls(
+            send_index=send_index,
+            send_splits=facts.send_splits,
+            recv_splits=facts.recv_splits,
+            recv_order=order[0] if order else None,
+            num_rows_min=facts.num_rows_min,
+            most=facts.most,
+            host=None,
+        )
+        known = vars(args)  # where cached properties keep what they have made
+        known["arrivals"] = Arrivals(rows, starts, sources, facts.level_sizes)
+        known["recv_position"] = order[1] if order else None
+        known["peers"] = tables
+        return args
+
+    @staticmethod
+    def num_indices(num_send: int, num_recv: int) -> int:
+        """The most int64 indices that such arguments keep on their device, those for group_reduce included.
+
+        But for the chunks of `PeerTables`, which are few.
+        """
+        return 7 * num_send + 3 * num_recv + 8
+
+    @cached_property
+    def arrivals(self) -> Arrivals:
+        """For group_reduce: which returning rows belong to which local row. Made when first asked for."""
+        assert self.host is not None
+        *arrays, levels = arrival_arrays(self.host.send_index)
+        return Arrivals(*upload(arrays, self.send_index.device), levels)
+
+    @cached_property
+    def recv_position(self) -> torch.Tensor | None:
+        """For group_reduce: the inverse of ``recv_order``, None like it. Made when first asked for."""
+        if self.host is None or self.host.recv_order is None:
+            return None
+        return upload([_inverse(self.host.recv_order)], self.send_index.device)[0]
+
+    @cached_property
+    def peers(self) -> PeerTables | None:
+        """For ranks that read each other's memory; None where the other side is not known. Made at first use."""
+        if self.most is None:
+            return None
+        assert self.host is not None
+        arrays = self.host.peer_arrays(arrival_arrays(self.host.send_index)[2])
+        return PeerTables(*upload(arrays, self.send_index.device), *self.most)
+
+    @property
+    def num_send(self) -> int:
+        """Rows this rank sends."""
+        return sum(self.send_splits)
+
+    @property
+    def num_recv(self) -> int:
+        """Rows this rank receives."""
+        return sum(self.recv_splits)
+
+
+def _inverse(order: np.ndarray) -> np.ndarray:
+    """The inverse of a permutation."""
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    return position
+
+
+def _check_indices(
+    send_index: np.ndarray, send_splits: tuple[int, ...], recv_splits: tuple[int, ...], recv_order: np.ndarray | None
+) -> None:
+    """Raises ValueError for inconsistent arguments."""
+    if len(send_splits) != len(recv_splits) or not send_splits:
+        raise ValueError(f"recv_splits: for {len(recv_splits)} ranks, but send_splits is for {len(send_splits)}")
+    for name, splits in (("send_splits", send_splits), ("recv_splits", recv_splits)):
+        if min(splits) < 0:
+            raise ValueError(f"{name}: must not be negative, got {list(splits)}")
+    if send_index.shape != (sum(send_splits),):
+        raise ValueError(f"send_index: expected {sum(send_splits)} rows, got shape {list(send_index.shape)}")
+    if send_index.min(initial=0) < 0:
+        raise ValueError(f"send_index: must not be negative, got {send_index.min()}")
+    if recv_order is None:
+        return
+    num_recv = sum(recv_splits)
+    is_permutation = recv_order.shape == (num_recv,) and recv_order.min(initial=0) >= 0
+    if not is_permutation or not np.array_equal(np.bincount(recv_order, minlength=num_recv), np.ones(num_recv)):
+        raise ValueError(f"recv_order: not a permutation of {num_recv} rows")
+
+
+def _check_peers(peers: PeerRows, num_send: int, num_recv: int, num_rows_min: int) -> None:
+    """Raises ValueError for what does not fit the splits."""
+    for name, rows, count, most in (
+        ("owner_rows", peers.owner_rows, num_recv, peers.most_rows),
+        ("buffer_rows", peers.buffer_rows, num_send, peers.most_recv),
+    ):
+        if rows.shape != (count,) or rows.min(initial=0) < 0 or rows.max(initial=-1) >= most:
+            raise ValueError(f"peers: expected {count} {name} from 0 to {most - 1}, got shape {list(rows.shape)}")
+    if peers.most_rows < num_rows_min or peers.most_recv < num_recv:
+        raise ValueError(f"peers: bounds {peers.most_rows}, {peers.most_recv} are below {num_rows_min}, {num_recv}")

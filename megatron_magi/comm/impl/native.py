@@ -1,0 +1,416 @@
+"""Ranks of one host read each other's rows where they lie, over NVLink: nothing is packed, sent or ordered.
+
+A rank publishes the rows that others need in memory that all map, once and in chunks, on the stream of the caller.
+On a stream of its own each rank reads exactly the rows it needs into their place, or adds them there, as chunks come.
+Flags in the same memory stand for what NCCL would do; the host waits for nothing. A kernel that waits longer than the
+time-out of the group ends, and what it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_magi.comm.calls import add_guard
+from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.movement import Started
+from megatron_magi.comm.peer_tables import CHUNK_ROWS
+from megatron_magi.comm.peers import PEERS, Meeting, PeerMemory, refusal_of_host
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.cuda.build import build
+from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
+
+MOST_BYTES = 1 << 30
+"""Of a slot, of which a rank has two; what does not fit travels otherwise."""
+_LEAST_BYTES = 16 << 20
+_MAX_CHUNKS = 1 << 16
+_CHUNK_BYTES = 64 << 10  # about what is published together
+BULK_ROW_BYTES = 1024
+"""Rows at least as long are read by the copy engine."""
+_MAX_TENSORS, _MAX_FITTING = 4, 1024
+_WIDEST = 16  # bytes of an access
+_ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
+_SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
+_NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
+
+_CAST, _GIVE_BACK, _ADD = "cast", "give back", "add"
+
+_Row = tuple[int, int, int]
+"""Rows in memory: address, bytes from one to the next, bytes of one."""
+
+
+class Room:
+    """What fits in the slots of a group, which grow with need. Every rank asks the same, and is told the same.
+
+    Attributes:
+        most_bytes: of a slot.
+    """
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory = memory
+        self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
+        self.most_bytes = MOST_BYTES
+
+    def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
+        """See `Native.refusal`."""
+        if (id(layout), most_rows) in self._fitting:
+            return None
+        if most_rows is None:
+            return "needs args that were built with peers"
+        if len(layout.sizes) > _MAX_TENSORS:
+            return f"moves at most {_MAX_TENSORS} tensors at once, got {len(layout.sizes)}"
+        row_bytes = slot_row_bytes(layout)
+        num_bytes = row_bytes * most_rows
+        if num_bytes > self.most_bytes or most_rows > _MAX_CHUNKS << chunk_shift(row_bytes):
+            return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
+        if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
+            wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            before = self._memory.slot_bytes
+            self._fitting.clear()
+            reason = self._memory.grow(wanted)
+            if reason is not None:
+                self.most_bytes = before
+                return f"has no room for {wanted} bytes: {reason}"
+        if len(self._fitting) >= _MAX_FITTING:
+            self._fitting.clear()
+        self._fitting[id(layout), most_rows] = layout
+        return None
+
+
+class Native:
+    """A `Mover` for the ranks of one group; made by `native_of`."""
+
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
+        self._meeting, self._memory, self._device = meeting, memory, device
+        self._notice = memory.notice.numpy()
+        self._room = Room(memory)
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self._last = -1  # stream on which rows were published
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._ready = torch.cuda.Event()
+        self._events: list[torch.cuda.Event] = []
+        self._lock = threading.Lock()
+        add_guard(group, self)
+
+    def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
+        """Why rows cannot be moved, None if they can: then there is room for them. Collective, the same on all ranks.
+
+        Args:
+            layout: of the tensors.
+            most_rows: how many rows of them any rank publishes; None if that is not known.
+
+        Raises:
+            RuntimeError: a rank did not come to an earlier call in time.
+        """
+        failure = self.failure()
+        if failure is not None:
+            raise RuntimeError(failure)
+        return self._room.refusal(layout, most_rows)
+
+    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+        """See `megatron_magi.comm.movement.Mover`."""
+        new = tensors[0].new_empty
+        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
+        work = self._run(_CAST, tensors, args, layout, _rows(out, layout.sizes))
+        return Started((work,), tuple(out), lambda: out)
+
+    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+        """See `megatron_magi.comm.movement.Mover`."""
+        received = layout.new_buffer(args.num_send, tensors[0].device)
+        address, size = received.data_ptr(), layout.row_bytes
+        rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
+        work = self._run(_GIVE_BACK, tensors, args, layout, rows)
+        return Started((work,), (received,), lambda: received)
+
+    def can_add(self, layout: RowLayout, into: Sequence[torch.Tensor]) -> bool:
+        """Whether `add` takes these: tensors of equal dtypes, of 16 or 32 bits, or all of 64."""
+        partial, wide = layout.dtypes[0], into[0].dtype
+        known = {partial, wide} <= _ELEMENTS.keys() and (partial == torch.float64) == (wide == torch.float64)
+        return known and all(t == partial for t in layout.dtypes) and all(x.dtype == wide for x in into)
+
+    def add(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        into: Sequence[torch.Tensor],
+    ) -> Started:
+        """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
+        partial, wide = layout.dtypes[0], into[0].dtype
+        sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
+        work = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
+        return Started((work,), tuple(into), lambda: list(into))
+
+    def failure(self) -> str | None:
+        """What a kernel that gave up waited for, None as long as none did."""
+        absent = int(self._notice[1])
+        if not absent:
+            return None
+        names = self._meeting.names([absent - 1])
+        return f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
+
+    def stop(self) -> None:
+        """Makes kernels that wait give up."""
+        self._notice[0] = 1
+
+    def _run(
+        self,
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        results: list[_Row],
+        types: tuple[torch.dtype, ...] = (),
+    ) -> _Done:
+        """Publishes ``tensors`` on the current stream, and reads what others publish on a stream beside it.
+
+        Args:
+            kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
+            tensors: what is published.
+            args: which rows travel where.
+            layout: of ``tensors``.
+            results: what is read goes there.
+            types: of what is published, and of the rows that it is added to; empty where it is copied.
+        """
+        tensors = [_with_rows(x) for x in tensors]
+        rows = _rows(tensors, layout.sizes)
+        forms = [(address % _WIDEST, stride, size) for address, stride, size in (*rows, *results)]
+        key = (self, self._memory.generation, kind, types, *forms)
+        launches = args.launches.get(key)
+        if launches is None:
+            launches = args.launches[key] = self._prepare(kind, args, layout, rows, results, types)
+        publish, pull = launches
+        with self._lock:
+            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+            current = self._stream(raw)
+            if self._last not in (-1, raw):
+                current.wait_stream(self._stream(self._last))  # calls are published one after the other
+            self._last = raw
+            self._ready.record(current)
+            publish.fire(rows, raw)
+            self._side.wait_event(self._ready)
+            pull.fire(results, self._side.cuda_stream)
+            event = self._events.pop() if self._events else torch.cuda.Event()
+            event.record(self._side)
+        return _Done(event, self)
+
+    def _prepare(
+        self,
+        kind: str,
+        args: GroupCastArgs,
+        layout: RowLayout,
+        rows: list[_Row],
+        results: list[_Row],
+        types: tuple[torch.dtype, ...],
+    ) -> tuple[_Launch, _Launch]:
+        """The kernels of a call with their parameters, all but addresses of rows."""
+        tables, device, row_bytes = args.peers, self._device, slot_row_bytes(layout)
+        assert tables is not None  # or there would be a refusal
+        counts = tables.counts.data_ptr()
+        published: tuple[int, ...] = (0, 0, counts + _NUM_FETCHED)
+        if kind == _CAST:
+            published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
+            pulled: tuple[int, ...] = (tables.fetch.data_ptr(), counts + _NUM_FETCHED)
+        elif kind == _GIVE_BACK:
+            pulled = (tables.back.data_ptr(), counts + _NUM_BACK)
+        else:
+            targets = args.arrivals.rows.data_ptr(), args.arrivals.starts.data_ptr()
+            pulled = (*targets, tables.parts.data_ptr(), counts + _NUM_PUBLISHED)
+        shift, packed = chunk_shift(row_bytes), self._memory.packed
+        unit = _widest(rows)
+        publish = _kernel("publish_rows", (f"UNIT={unit}",), device)
+        if types:
+            vector, unit_to = _vector(results, *types), types[1].itemsize
+            defines = f"FROM={_ELEMENTS[types[0]]}", f"INTO={_ELEMENTS[types[1]]}", f"VECTOR={vector}"
+            pull, unit_to = _kernel("pull_sums", defines, device), vector * unit_to
+        else:
+            unit_to = _widest(results)
+            is_bulk = unit_to == _WIDEST and row_bytes >= BULK_ROW_BYTES
+            pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
+        return (
+            _Launch(publish, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)),
+            _Launch(pull, packed, pack_slot_rows(results, row_bytes, unit_to, pull.loads), (*pulled, shift)),
+        )
+
+    def _stream(self, raw: int) -> torch.cuda.Stream:
+        """The stream of a handle, which is the current one, or was."""
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = torch.cuda.current_stream(self._device)
+        return stream
+
+    def await_event(self, event: torch.cuda.Event) -> None:
+        """Makes the current stream wait for an event of this object, and takes that back."""
+        self._stream(torch._C._cuda_getCurrentRawStream(self._device.index)).wait_event(event)
+        self._events.append(event)
+
+
+class _Done:
+    """The end of a call: a `Work`."""
+
+    def __init__(self, event: torch.cuda.Event, native: Native) -> None:
+        self._event: torch.cuda.Event | None = event
+        self._native = native
+
+    def wait(self) -> None:
+        """Makes the current stream wait."""
+        if self._event is not None:
+            event, self._event = self._event, None
+            self._native.await_event(event)
+
+    def __del__(self) -> None:
+        # Who has been stopped by an error does not wait, but frees memory that is being written.
+        with suppress(Exception):
+            self.wait()
+
+
+class _Shape(NamedTuple):
+    """How a kernel is launched: few processors for what runs beside attention.
+
+    Attributes:
+        threads, num_blocks, shared_bytes: of the launch.
+        num_tables: addresses among its parameters.
+        loads: of a thread before its first store.
+    """
+
+    threads: int
+    num_blocks: int
+    num_tables: int
+    loads: int = 8
+    shared_bytes: int = 0
+
+
+# Kernels that wait take half of the processors at most: if they took all, those that publish could not start.
+SHAPES = {
+    "publish_rows": _Shape(512, 64, 3),
+    "pull_rows": _Shape(512, 32, 2),
+    "pull_bulk": _Shape(128, 16, 2, shared_bytes=4 * 12 * 4096),
+    "pull_sums": _Shape(512, 64, 4, loads=4),
+}
+
+
+class _PeerKernel(NamedTuple):
+    """A kernel on one device."""
+
+    kernel: Kernel
+    num_blocks: int
+    params: struct.Struct
+    loads: int
+
+
+@cache
+def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerKernel:
+    shape = SHAPES[name]
+    image = build(f"group_collective/{name}.cu", defines)
+    kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
+    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq")
+    return _PeerKernel(kernel, shape.num_blocks, params, shape.loads)
+
+
+class _Launch:
+    """A kernel with its parameters in memory; a call fills in the addresses of rows."""
+
+    def __init__(self, kernel: _PeerKernel, peers: bytes, rows: bytes, rest: tuple[int, ...]) -> None:
+        self._kernel = kernel.kernel
+        self._params = ctypes.create_string_buffer(kernel.params.pack(peers, rows, *rest))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
+        self._addresses = (ctypes.c_uint64 * _MAX_TENSORS).from_buffer(self._params, PEERS.size)
+        self._config = LaunchConfig(self._kernel, kernel.num_blocks)
+
+    def fire(self, rows: list[_Row], stream: int) -> None:
+        """Queues the kernel on a stream; the parameters are copied."""
+        for i, row in enumerate(rows):
+            self._addresses[i] = row[0]
+        self._config.stream = stream
+        self._kernel.launch(ctypes.addressof(self._config), self._pointers)
+
+
+def _widest(rows: list[_Row]) -> int:
+    """Bytes of the widest access that all addresses, strides and lengths allow."""
+    bits = _WIDEST
+    for row in rows:
+        for number in row:
+            bits |= number
+    return bits & -bits
+
+
+def _vector(rows: list[_Row], partial: torch.dtype, wide: torch.dtype) -> int:
+    """Elements of an access when rows of one type are added to ``rows`` of another."""
+    bits = _WIDEST * max(wide.itemsize // partial.itemsize, 1)
+    for address, stride, size in rows:
+        bits |= stride | size | (address if address % _WIDEST else 0)
+    return min((bits & -bits) // wide.itemsize, _WIDEST // partial.itemsize)
+
+
+def pack_slot_rows(rows: list[_Row], row_bytes: int, unit: int, loads: int) -> bytes:
+    """``SlotRows`` of peers.cuh.
+
+    Args:
+        rows: of each tensor, in their order in a slot.
+        row_bytes: of a row in a slot.
+        unit: bytes of an access to ``rows``.
+        loads: accesses of a thread before it waits for the first.
+    """
+    rest = (0,) * (_MAX_TENSORS - len(rows))
+    *begin, units = accumulate((size // unit for _, _, size in rows), initial=0)
+    log2_lanes = min(max(-(-units // loads), 1) - 1, 31).bit_length()
+    return _SLOT_ROWS.pack(
+        *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
+        units, log2_lanes, row_bytes,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def slot_row_bytes(layout: RowLayout) -> int:
+    """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""
+    return max(-(-sum(layout.sizes) // _WIDEST), 1) * _WIDEST
+
+
+def chunk_shift(row_bytes: int) -> int:
+    """Log2 of the rows that are published together."""
+    return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)
+
+
+def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[_Row]:
+    return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
+
+
+def _with_rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy, with contiguous rows."""
+    return x if x.is_contiguous() or x[0].is_contiguous() else x.contiguous()
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Native | None, str]] = weakref.WeakKeyDictionary()
+"""One a group, decided when it is first asked for."""
+
+
+def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Native | None, str]:
+    """What moves rows of the ranks of a group; None, with the reason, where it cannot. Collective the first time.
+
+    Args:
+        group: the ranks; the default group when None.
+        device: this rank's GPU.
+
+    Raises:
+        RuntimeError: ranks did not come within the time-out of the group.
+    """
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    if group not in _known:
+        meeting = Meeting(group)
+        reason = refusal_of_host(meeting, device)
+        memory = None
+        if reason is None:
+            memory, reason = PeerMemory.make(meeting, device)
+        _known[group] = (None if memory is None else Native(group, meeting, memory, device)), reason or ""
+    return _known[group]

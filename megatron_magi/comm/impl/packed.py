@@ -1,0 +1,51 @@
+"""Rows that travel side by side as bytes: packed by destination, exchanged, ordered on arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.movement import Started
+from megatron_magi.comm.row_layout import RowLayout
+
+
+class Packed:
+    """A `Mover` over an exchange of bytes.
+
+    Args:
+        exchange: starts it, see `megatron_magi.comm.impl.all_to_all`; None in a group of one rank, where rows stay.
+        ops: the row operations, see `megatron_magi.comm.rows`.
+        group: the ranks.
+    """
+
+    def __init__(
+        self, exchange: Callable[..., list[dist.Work]] | None, ops: ModuleType, group: dist.ProcessGroup | None
+    ) -> None:
+        self._exchange, self._ops, self._group = exchange, ops, group
+
+    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+        """See `Mover`."""
+        ops, order = self._ops, args.recv_order
+        send = layout.new_buffer(args.num_send, tensors[0].device)
+        ops.pack_rows(tensors, args.send_index, layout, send)
+        works, received = self._start(send, args.send_splits, args.recv_splits)
+        return Started(works, (send, received), lambda: ops.unpack_rows(received, order, layout))
+
+    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+        """See `Mover`."""
+        send = layout.new_buffer(args.num_recv, tensors[0].device)
+        self._ops.pack_rows(tensors, args.recv_position, layout, send)
+        works, received = self._start(send, args.recv_splits, args.send_splits)
+        return Started(works, (send, received), lambda: received)
+
+    def _start(
+        self, send: torch.Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]
+    ) -> tuple[list[dist.Work], torch.Tensor]:
+        if self._exchange is None:
+            return [], send
+        received = torch.empty(sum(recv_splits), send.shape[1], dtype=torch.uint8, device=send.device)
+        return self._exchange(send, received, send_splits, recv_splits, self._group), received

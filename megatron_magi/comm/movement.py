@@ -1,0 +1,51 @@
+"""What moves rows between ranks: it sees rows and tables, and how they travel is its own affair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.row_layout import RowLayout
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Makes the current stream wait for it; the host, where there is no stream."""
+
+
+class Started(NamedTuple):
+    """Rows under way.
+
+    Attributes:
+        works: to wait for.
+        buffers: memory that must live until then.
+        finish: called after that, on the stream that waited; gives the result.
+    """
+
+    works: Sequence[Work]
+    buffers: tuple[torch.Tensor, ...]
+    finish: Callable[[], Any]
+
+
+class Mover(Protocol):
+    """An implementation of `megatron_magi.comm.group_collective` for the ranks of one group."""
+
+    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+        """Rows of ``tensors`` go where ``args`` says; the result is a list of tensors ``[num_recv, ...]``.
+
+        Args:
+            tensors: ``[num_rows, ...]`` each; free to change once this returns.
+            args: which rows travel where.
+            layout: of ``tensors``.
+        """
+
+    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+        """Rows of ``tensors``, ``[num_recv, ...]`` each, go back to where the cast took them from.
+
+        The result is a buffer of ``layout`` with ``num_send`` rows, in the order in which they were sent.
+        """

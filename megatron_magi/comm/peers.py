@@ -1,0 +1,213 @@
+"""The ranks of one host as each other's memory: who they are, what they share, how they agree on it.
+
+All of it is decided once a group, by what every rank says of itself in the group's store.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_magi.comm.groups import names_of, timeout_s
+from megatron_magi.cuda.shared_memory import SharedMemory, are_linked, close_memory, open_memory
+
+MAX_RANKS = 8
+_PREFIX = "megatron_magi/native"
+_NUM_SLOTS = 2
+_CONTROL_BYTES = MAX_RANKS * (1 << 16) * 4 + 64  # Control of peers.cuh
+PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
+
+
+class Meeting:
+    """Values that all ranks of a group tell each other, by way of the group's store; nothing of it needs a GPU."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Not kept alive: with the group goes the store, which may be a server with a port.
+        self._group = weakref.ref(group)
+        self.rank, self.size, self.timeout_s = group.rank(), group.size(), timeout_s(group)
+        self._world_ranks = dist.get_process_group_ranks(group)
+        prefix = dist.PrefixStore(_PREFIX, group.get_group_store())
+        self._prefix = f"{_PREFIX}/{prefix.add(f'generation/{self.rank}', 1)}"
+        self._count = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value``, which JSON can hold, of every rank, in the order of ranks.
+
+        Raises:
+            RuntimeError: ranks did not come within the time-out of the group; they are named.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError("group: does not exist any more")
+        self._count += 1
+        store = dist.PrefixStore(f"{self._prefix}/{self._count}", group.get_group_store())
+        store.set(str(self.rank), json.dumps(value))
+        keys = [str(rank) for rank in range(self.size)]
+        try:
+            store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise RuntimeError(f"native: {self.names(absent)} did not come within {self.timeout_s:g} s") from error
+        return [json.loads(store.get(key)) for key in keys]
+
+    def names(self, ranks: list[int]) -> str:
+        """Ranks in words."""
+        return names_of(ranks, self._world_ranks)
+
+
+class Shared:
+    """Memory of every rank, mapped by every rank.
+
+    Attributes:
+        addresses: of each rank's, in this process.
+    """
+
+    def __init__(self, own: SharedMemory, addresses: list[int], rank: int, device: torch.device) -> None:
+        self._own, self.addresses, self._rank, self._device = own, addresses, rank, device
+
+    def free(self) -> None:
+        """Unmaps the others' and gives this rank's back."""
+        for rank, address in enumerate(self.addresses):
+            if rank != self._rank:
+                close_memory(address, self._device)
+        self._own.free()
+
+
+def share(meeting: Meeting, num_bytes: int, device: torch.device) -> tuple[Shared | None, str]:
+    """Memory of ``num_bytes`` on every rank, or on none; collective.
+
+    Returns:
+        What is shared, or None and why not.
+    """
+    own, error = None, ""
+    try:
+        own = _allocate(num_bytes, device)
+    except RuntimeError as problem:
+        error = str(problem)
+    said = meeting.gather({"handle": None if own is None else own.handle.hex(), "error": error})
+    addresses: list[int] = []
+    if all(s["handle"] for s in said):
+        try:
+            for rank, s in enumerate(said):
+                mine = rank == meeting.rank
+                addresses.append(own.address if mine else open_memory(bytes.fromhex(s["handle"]), device))
+        except RuntimeError as problem:
+            error = str(problem)
+        said = meeting.gather({"error": error})
+    problems = [f"{meeting.names([rank])}: {s['error']}" for rank, s in enumerate(said) if s["error"]]
+    if not problems:
+        return Shared(own, addresses, meeting.rank, device), ""
+    for rank, address in enumerate(addresses):
+        if rank != meeting.rank:
+            close_memory(address, device)
+    if own is not None:
+        own.free()
+    return None, problems[0]
+
+
+def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
+    with suppress(RuntimeError):
+        return SharedMemory(num_bytes, device)
+    torch.cuda.empty_cache()  # torch may keep what it does not use
+    return SharedMemory(num_bytes, device)
+
+
+def refusal_of_host(meeting: Meeting, device: torch.device) -> str | None:
+    """Why the ranks of a group cannot read each other's memory, None if they can; the same on all; collective."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    said = meeting.gather(
+        {
+            "host": [socket.gethostname(), boot.read_text() if boot.exists() else ""],
+            "device": str(torch.cuda.get_device_properties(device).uuid),
+            "capability": torch.cuda.get_device_capability(device),
+        }
+    )
+    try:
+        reason = refusal_of(said) or _refusal_of_links([s["device"] for s in said], device)
+    except RuntimeError as error:
+        reason = f"cannot ask for links: {error}"
+    reasons = [r for r in meeting.gather(reason) if r]
+    return reasons[0] if reasons else None
+
+
+def refusal_of(said: list[dict[str, Any]]) -> str | None:
+    """The same as far as it can be told from what the ranks have said."""
+    if not 2 <= len(said) <= MAX_RANKS:
+        return f"is for 2 to {MAX_RANKS} ranks, the group has {len(said)}"
+    if any(s["host"] != said[0]["host"] for s in said):
+        return "needs all ranks of the group on one host"
+    if any(list(s["capability"]) != [9, 0] for s in said):
+        return "needs GPUs of compute capability 9.0"
+    if len({s["device"] for s in said}) < len(said):
+        return "needs a GPU for each rank"
+    return None
+
+
+def _refusal_of_links(devices: list[str], device: torch.device) -> str | None:
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    if any(d not in seen for d in devices):
+        return "needs the GPUs of all ranks visible to each (CUDA_VISIBLE_DEVICES)"
+    if not all(seen[d] == device.index or are_linked(device.index, seen[d]) for d in devices):
+        return "needs NVLink between all GPUs of the group"
+    return None
+
+
+class PeerMemory:
+    """What the kernels of one group share: flags, and slots for rows that grow with need.
+
+    Attributes:
+        slot_bytes: of one of the slots.
+        generation: another one whenever the slots are others.
+        packed: ``Peers`` of peers.cuh.
+        notice: int32 ``[4]`` in page-locked memory, ``Notice`` of peers.cuh.
+    """
+
+    def __init__(self, meeting: Meeting, control: Shared, device: torch.device) -> None:
+        self._meeting, self._control, self._device = meeting, control, device
+        self._data: Shared | None = None
+        self.slot_bytes = self.generation = 0
+        self.notice = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+        self._owned = [control]
+        self._finalizer = weakref.finalize(self, _free_all, self._owned)
+        self._finalizer.atexit = False  # it goes with the process
+        self.packed = b""
+
+    @classmethod
+    def make(cls, meeting: Meeting, device: torch.device) -> tuple[PeerMemory | None, str]:
+        """Without slots yet; or None and why not. Collective."""
+        control, reason = share(meeting, _CONTROL_BYTES, device)
+        return (None, reason) if control is None else (cls(meeting, control, device), "")
+
+    def grow(self, slot_bytes: int) -> str | None:
+        """Other slots of so many bytes; why not, None when they are there. Collective; waits for all that is queued."""
+        torch.cuda.synchronize(self._device)
+        self._meeting.gather(None)  # nobody reads the old ones any more
+        if self._data is not None:
+            self._owned.remove(self._data)
+            self._data.free()
+            self._data, self.slot_bytes = None, 0
+        self._data, reason = share(self._meeting, _NUM_SLOTS * slot_bytes, self._device)
+        if self._data is None:
+            return reason
+        self._owned.append(self._data)
+        self.slot_bytes, self.generation = slot_bytes, self.generation + 1
+        rest = [0] * (MAX_RANKS - self._meeting.size)
+        self.packed = PEERS.pack(
+            *self._data.addresses, *rest, *self._control.addresses, *rest, self.notice.data_ptr(), slot_bytes,
+            int(self._meeting.timeout_s * 1e9), self._meeting.rank, self._meeting.size,
+        )  # fmt: skip
+        return None
+
+
+def _free_all(owned: list[Shared]) -> None:
+    for shared in owned:
+        shared.free()

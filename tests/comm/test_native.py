@@ -1,0 +1,325 @@
+"""Ranks that read each other's rows get the same bits as by any other way, and end when one does not come."""
+
+from __future__ import annotations
+
+import struct
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.comm import peers
+from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
+from megatron_magi.comm.impl import native
+from megatron_magi.comm.peer_tables import CHUNK_ROWS, PeerRows
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.cuda import build as cuda_build
+from megatron_magi.testing.spawn import run_ranks
+from tests.comm import peer_simulation as simulation
+from tests.comm.random_transfers import Transfers, random_tensor
+from tests.comm.test_group_collective import cast_everything, merge_lse, reduce_low_precision, same_bits
+
+
+def many_rows(num_ranks: int, seed: int, most: int = 60) -> Transfers:
+    """Random rows; one rank may need everything, one nothing."""
+    rng = np.random.default_rng(seed)
+    num_rows = rng.integers(1, most, num_ranks).tolist()
+    share = rng.choice([0.0, 0.1, 0.5, 1.0], (num_ranks, num_ranks))
+    rows = [
+        [np.flatnonzero(rng.random(num_rows[i]) < share[i, j]) if i != j else np.arange(0) for j in range(num_ranks)]
+        for i in range(num_ranks)
+    ]
+    received = [sum(len(rows[i][j]) for i in range(num_ranks)) for j in range(num_ranks)]
+    order = [rng.permutation(n).astype(np.int64) if rng.random() < 0.7 else None for n in received]
+    return Transfers(num_rows, rows, order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_ranks=st.integers(2, 8), seed=st.integers(0, 10_000), shift=st.integers(4, 6))
+def test_the_tables_lead_each_row_to_its_place_and_back(num_ranks, seed, shift):
+    transfers = many_rows(num_ranks, seed)
+    ranks = [simulation.Rank(transfers, r) for r in range(num_ranks)]
+    rng = np.random.default_rng(seed)
+    x = [rng.normal(size=(n, 3)) for n in transfers.num_rows]
+    bounds = transfers.peers(0)
+    received = simulation.cast(ranks, x, shift, bounds.most_rows)
+    for r, got in enumerate(received):
+        np.testing.assert_array_equal(got, transfers.expected([torch.from_numpy(a) for a in x], r).numpy())
+    back = simulation.give_back(ranks, received, shift, bounds.most_recv)
+    added = simulation.add(ranks, received, x, shift, bounds.most_recv)
+    for r in range(num_ranks):
+        np.testing.assert_array_equal(back[r], simulation.expected_back(transfers, received, r))
+        count = np.bincount(np.concatenate(transfers.rows[r]).astype(np.int64), minlength=transfers.num_rows[r])
+        np.testing.assert_allclose(added[r], x[r] * (1 + count[:, None]), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"owner_rows": np.array([0])}, "expected 2 owner_rows"),
+        ({"owner_rows": np.array([0, 5])}, "expected 2 owner_rows from 0 to 2"),
+        ({"buffer_rows": np.array([-1, 0])}, "expected 2 buffer_rows"),
+        ({"most_recv": 1, "buffer_rows": np.array([0, 0])}, "bounds 3, 1 are below"),
+    ],
+)
+def test_a_wrong_other_side_is_refused(change, message):
+    rows = PeerRows(np.array([0, 2]), np.array([0, 1]), 3, 2)
+    with pytest.raises(ValueError, match=f"peers: {message}"):
+        GroupCastArgs.build(np.array([0, 2]), [0, 2], [0, 2], peers=rows._replace(**change))
+
+
+def rank_says(**change):
+    return {"host": ["a", "boot"], "device": "GPU-0", "capability": [9, 0], **change}
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([rank_says(), rank_says(device="GPU-1")], None),
+        ([rank_says()], "is for 2 to 8 ranks"),
+        ([rank_says(device=f"GPU-{i}") for i in range(9)], "is for 2 to 8 ranks"),
+        ([rank_says(), rank_says(device="GPU-1", host=["a", "other"])], "on one host"),
+        ([rank_says(), rank_says(device="GPU-1", capability=[8, 0])], "compute capability 9.0"),
+        ([rank_says(), rank_says()], "a GPU for each rank"),
+    ],
+)
+def test_ranks_read_each_others_memory_on_one_host_with_hopper_gpus(said, reason):
+    found = peers.refusal_of(said)
+    assert found is None if reason is None else reason in found
+
+
+def meet(rank, num_ranks):
+    meeting = peers.Meeting(dist.group.WORLD)
+    assert meeting.gather({"rank": rank}) == [{"rank": r} for r in range(num_ranks)]
+    assert peers.Meeting(dist.group.WORLD).gather(rank) == list(range(num_ranks))  # another generation
+    meeting.timeout_s = 0.3
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not come within 0.3 s"):
+            meeting.gather(None)
+
+
+def test_a_rank_that_does_not_meet_the_others_is_named(ranks):
+    ranks(2, meet)
+
+
+def test_what_ranks_decide_by_is_the_same_whatever_their_tensors_lie_like():
+    x = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
+    layouts = [RowLayout.of([x, x]), RowLayout.of([x[:0], torch.zeros(3, 9, 128, dtype=torch.bfloat16)[:, 1:]])]
+    assert {native.slot_row_bytes(layout) for layout in layouts} == {4096} and native.chunk_shift(4096) == 4
+    assert native.slot_row_bytes(RowLayout.of([torch.zeros(1, 3, dtype=torch.uint8)])) == 16
+    assert native.chunk_shift(1 << 20) == CHUNK_ROWS.bit_length() - 1 and native.chunk_shift(16) == 12
+
+
+class Slots:
+    """Memory that grows up to ``most`` bytes a slot."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.slot_bytes, self.grown = most, 0, []
+
+    def grow(self, slot_bytes: int) -> str | None:
+        self.grown.append(slot_bytes)
+        self.slot_bytes = slot_bytes if slot_bytes <= self.most else 0
+        return None if self.slot_bytes else "rank 1: out of memory"
+
+
+def test_slots_grow_with_need_and_what_does_not_fit_is_refused():
+    layout = RowLayout.make(((8, 128), (8, 128)), (torch.bfloat16, torch.bfloat16))
+    slots = Slots(256 << 20)
+    room = native.Room(slots)
+    assert room.refusal(layout, 0) is None and room.refusal(layout, 4096) is None and slots.grown == [16 << 20]
+    assert room.refusal(layout, 4097) is None and slots.grown[1:] == [32 << 20]
+    assert "at most 1073741824 bytes" in room.refusal(layout, (1 << 18) + 1)
+    assert "built with peers" in room.refusal(layout, None)
+    assert "at most 4 tensors" in room.refusal(RowLayout.make(((),) * 5, (torch.int8,) * 5), 1)
+    narrow = RowLayout.make(((),), (torch.int8,))
+    assert "at most" in room.refusal(narrow, (native._MAX_CHUNKS << native.chunk_shift(16)) + 1)
+    assert len(slots.grown) == 2
+    assert "rank 1: out of memory" in room.refusal(layout, 1 << 17) and slots.grown[2:] == [512 << 20]
+    assert "at most 33554432 bytes" in room.refusal(layout, 1 << 17)  # it is not tried again
+    assert room.refusal(layout, 4097) is None and slots.grown[3:] == [32 << 20]
+
+
+@pytest.mark.parametrize(
+    ("source", "params", "num_tables", "defines"),
+    [
+        ("publish_rows", "PublishParams", 3, ("UNIT=16",)),
+        ("pull_rows", "PullParams", 2, ("UNIT=1",)),
+        ("pull_bulk", "PullParams", 2, ()),
+        ("pull_sums", "PullSumsParams", 4, ("FROM=BFloat", "INTO=float", "VECTOR=8")),
+    ],
+)
+def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, num_tables, defines):
+    pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
+    slot_rows, size = native._SLOT_ROWS.size, peers.PEERS.size + native._SLOT_ROWS.size + 8 * (num_tables + 1)
+    checks = (
+        f'static_assert(sizeof({params}) == {size}, "size");'
+        f'static_assert(__INTADDR__(&static_cast<{params}*>(0)->chunk_shift) == {size - 8}, "shift");'
+        f'static_assert(sizeof(Peers) == {peers.PEERS.size} && sizeof(SlotRows) == {slot_rows}, "parts");'
+        f'static_assert(__INTADDR__(&static_cast<Peers*>(0)->rank) == {peers.PEERS.size - 8}, "rank");'
+        f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
+        f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
+        f"static_assert(kMaxChunks == {native._MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
+        f'"bounds");static_assert(sizeof(Notice) == 16 && kMaxRanks == {peers.MAX_RANKS}, "notice");'
+    )
+    flatten = cuda_build.flatten_source
+    monkeypatch.setattr(cuda_build, "flatten_source", lambda path: flatten(path) + checks + "\n")
+    cuda_build.compile_kernel(f"group_collective/{source}.cu", defines)
+
+
+def test_rows_of_a_slot_have_their_tensors_side_by_side():
+    packed = native.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
+    address = struct.unpack("4Q4q4i2iq", packed)
+    assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
+
+
+def test_kernels_that_wait_leave_processors_to_those_that_publish():
+    assert all(native.SHAPES[name].num_blocks <= 64 for name in ("pull_rows", "pull_bulk", "pull_sums"))
+
+
+on_two_gpus = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(2)]
+
+
+def each(marks):
+    def decorate(test):
+        for mark in marks:
+            test = mark(test)
+        return test
+
+    return decorate
+
+
+IMPLS = ("native", "all_to_all", "auto")
+
+
+@each(on_two_gpus)
+@pytest.mark.parametrize("check", [cast_everything, reduce_low_precision, merge_lse])
+def test_native_collectives_do_what_the_others_do(check):
+    on_gpus = run_ranks(check, 2, "cuda", IMPLS, backend="nccl", timeout_s=120)
+    on_cpus = run_ranks(check, 2, "cpu", timeout_s=60)
+    for a, b in zip(on_gpus, on_cpus, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert same_bits(a, b)
+        elif a is not None:
+            assert a // len(IMPLS) == b // 2
+
+
+def reduce_each_type(rank, num_ranks):
+    """Sums of random tables: at once or at the end, equal to each other and to NCCL's, and to fp64 but for rounding."""
+    bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    types = ((bf16, fp32), (fp16, fp32), (fp32, fp32), (bf16, bf16), (fp32, bf16), (fp64, fp64))
+    for seed in range(24):
+        partial, wide = types[seed % len(types)]
+        transfers = many_rows(num_ranks, seed, 300)
+        args = transfers.args(rank, "cuda")
+        all_recv = [sum(len(transfers.rows[i][j]) for i in range(num_ranks)) for j in range(num_ranks)]
+        shapes = [(8, 128), (8, 128)] if seed % 2 else [(3, 5), (7,), (1,)]
+        everyone = [[random_tensor((n, *s), partial, seed + 7 * j) for s in shapes] for j, n in enumerate(all_recv)]
+        base = [random_tensor((transfers.num_rows[rank], *s), wide, seed) for s in shapes]
+        partials = [x.cuda() for x in everyone[rank]]
+        results = [
+            group_reduce(partials, args, into=[x.cuda() for x in base], impl=impl, at_once=at_once).wait()
+            for impl, at_once in (("native", True), ("native", False), ("native", True), ("all_to_all", True))
+        ]
+        for other in results[1:]:
+            assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True)), (seed, partial, wide)
+        send_index = np.concatenate(transfers.rows[rank])
+        for i, got in enumerate(results[0]):
+            parts = [x[i].double().flatten(1).numpy() for x in everyone]
+            exact = base[i].double().flatten(1).numpy()
+            size = np.abs(exact)
+            returned = simulation.expected_back(transfers, parts, rank)
+            np.add.at(exact, send_index, returned)
+            np.add.at(size, send_index, np.abs(returned))
+            error = np.abs(got.double().cpu().reshape(exact.shape).numpy() - exact)
+            bound = torch.finfo(wide).eps * np.abs(exact) + 4 * torch.finfo(fp64 if wide == fp64 else fp32).eps * size
+            assert (error <= bound).all(), (seed, partial, wide)
+
+
+@each(on_two_gpus)
+def test_native_sums_are_exact_to_one_rounding_and_repeat_whenever_they_are_formed():
+    run_ranks(reduce_each_type, 2, backend="nccl", timeout_s=120)
+
+
+def cast_many(rank, num_ranks, num_calls):
+    """Sizes change from call to call; every row of every call is checked, on the device."""
+    rng = np.random.default_rng(0)
+    wrong, before = torch.zeros((), dtype=torch.int64, device="cuda"), None
+    for call in range(num_calls):
+        if call % 10 == 0:
+            transfers = many_rows(num_ranks, call, int(rng.choice([20, 400, 3000, 30_000 if call > 500 else 8000])))
+            args = transfers.args(rank, "cuda")
+            rows = transfers.peers(rank).owner_rows
+            owner = np.repeat(np.arange(num_ranks), args.recv_splits)
+            content = torch.from_numpy((owner << 24) + rows).cuda()
+            content = content if args.recv_order is None else content[args.recv_order]
+            local = torch.arange(transfers.num_rows[rank], device="cuda") + (rank << 24)
+            width = int(rng.choice([1, 64, 513]))
+        x = (local + (call << 32)).unsqueeze(1).expand(-1, width).contiguous()
+        handle = group_cast([x, x[:, 0]], args, impl="native")
+        x.fill_(-1)  # what was sent may be overwritten at once
+        if call % 3 == 0 and before is not None:
+            wrong += before.wait()[0].isnan().sum()
+        wide, narrow = handle.wait()
+        wrong += (wide != (content + (call << 32)).unsqueeze(1)).sum() + (narrow != content + (call << 32)).sum()
+        total = torch.zeros(transfers.num_rows[rank], width, dtype=torch.float32, device="cuda")
+        partial = torch.ones(args.num_recv, width, dtype=torch.bfloat16, device="cuda")
+        back = group_reduce([partial], args, into=[total], impl="native", at_once=call % 2 == 0)
+        before = group_cast([torch.ones(len(local), 3, device="cuda")], args, impl="native") if call % 3 == 2 else None
+        del partial
+        wrong += (back.wait()[0].sum() != args.num_send * width).long()
+    if before is not None:
+        before.wait()
+    free = torch.cuda.mem_get_info()[0]
+    return int(wrong), free
+
+
+@each(on_two_gpus)
+def test_slots_are_used_again_and_grow_over_a_thousand_calls():
+    assert [wrong for wrong, _ in run_ranks(cast_many, 2, 1000, backend="nccl", timeout_s=180)] == [0, 0]
+
+
+def stay_away(rank, num_ranks, width):
+    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=2))
+    transfers = Transfers([4] * 2, [[np.arange(0), np.arange(4)], [np.arange(4), np.arange(0)]], [None, None])
+    args = transfers.args(rank, "cuda")
+    x = torch.ones(4, width, device="cuda")
+    group_cast([x], args, group, "native").wait()
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(6)
+        return
+    begin = time.monotonic()
+    group_cast([x], args, group, "native").wait()
+    torch.cuda.synchronize()
+    assert 1.5 < time.monotonic() - begin < 4
+    with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not come within 2 s"):
+        group_cast([x], args, group, "native")
+    assert torch.ones(3, device="cuda").sum() == 3  # the device is as it was
+
+
+@each(on_two_gpus)
+@pytest.mark.parametrize("width", [128, 1024], ids=["threads", "copy_engine"])
+def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(width):
+    run_ranks(stay_away, 2, width, backend="nccl", timeout_s=60)
+
+
+def ask_for_too_much(rank, num_ranks):
+    transfers = many_rows(num_ranks, 1)
+    args = transfers.args(rank, "cuda")
+    x = torch.zeros(transfers.num_rows[rank], 64 << 20, dtype=torch.bool, device="cuda")[:, : 1 << 26]
+    with pytest.raises(ValueError, match="impl: 'native' moves at most 1073741824 bytes"):
+        group_cast([x], args, impl="native")
+    (got,) = group_cast([x], args).wait()
+    assert got.shape == (args.num_recv, 1 << 26)
+    with pytest.raises(ValueError, match="impl: 'native' moves at most 4 tensors"):
+        group_cast([x[:, :1]] * 5, args, impl="native")
+
+
+@each(on_two_gpus)
+def test_what_is_too_large_is_refused_or_left_to_nccl():
+    run_ranks(ask_for_too_much, 2, backend="nccl", timeout_s=60)
