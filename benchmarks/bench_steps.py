@@ -32,6 +32,7 @@ from megatron_magi.config import CostModel, MagiConfig, OverlapConfig
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, varlen
+from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.plan import RankPlan, make_plan
 
@@ -124,7 +125,7 @@ def time_steps(steps: Steps, plans: Iterator[tuple[RankPlan, bool]]) -> float:
 
 def forget() -> None:
     """Empties what is kept of masks on the device."""
-    for kept in (hopper_plan._plans, hopper_launch._launches):
+    for kept in (hopper_plan._plans, hopper_launch._launches, hopper_backward._passes):
         kept.drop(lambda _key: True)
 
 

@@ -225,7 +225,7 @@ class Handle:
         self._buffers = buffers
         self._finish: Callable[[], Any] | None = finish
         device = buffers[0].device
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._device, self._stream = device, _raw_stream(device)
 
     def wait(self) -> Any:
         """Waits for the rows and returns what the operation promises.
@@ -243,7 +243,7 @@ class Handle:
         # NCCL runs on a stream of its own, which waited for the starting stream at the start; work.wait() makes
         # the current stream wait for it. So when both are one stream, a buffer that is freed now cannot be
         # handed out again before the communication is over. Another stream must tell the allocator.
-        if self._stream is not None and torch.cuda.current_stream(self._stream.device) != self._stream:
+        if self._stream != _raw_stream(self._device):
             for buffer in self._buffers:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
         self._works, self._buffers = [], ()
@@ -433,6 +433,11 @@ def _row_ops(device: torch.device, impl: str) -> ModuleType:
     from megatron_magi.comm import gpu_rows
 
     return gpu_rows
+
+
+def _raw_stream(device: torch.device) -> int | None:
+    """Handle of the current stream; None where there are none."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

@@ -18,9 +18,9 @@ from megatron_magi.cuda.driver import Kernel
 from megatron_magi.lru import LruCache
 
 _MAP_BYTES = 128
-_MAX_LAUNCHES = 1024
-_MAX_BYTES = 512 << 20  # of device memory, of the plans that launches keep
-_launches: LruCache[tuple, Launch] = LruCache(_MAX_BYTES, _MAX_LAUNCHES)
+MAX_LAUNCHES = 1024
+MAX_BYTES = 512 << 20  # of device memory, of the plans that launches keep
+_launches: LruCache[tuple, Launch] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 class Tables(Protocol):

@@ -1,25 +1,23 @@
-"""The backward pass on Hopper GPUs: statistics of rows, the kernels that do the work, and what finishes their sums."""
+"""The backward pass on Hopper GPUs: statistics of rows, the kernels that do the work, and what finishes their sums.
+
+What a pass over tensors of one layout does, for one mask, is found out once (`_Pass`); calls fill in addresses.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
-from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, prepared
+from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward_ends import (
-    Floats,
-    RowStats,
-    finish_dq,
-    finish_keys,
-    new_floats,
-    padded,
-    row_stats,
-)
+from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart
 from megatron_magi.ops.hopper.params import BackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
@@ -40,7 +38,12 @@ from megatron_magi.ops.hopper.support import (
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
+Grads = tuple[Tensor, Tensor, Tensor]
+"""Gradients of q, k and v, or what becomes them."""
+
 _STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
+_SUMS_ALIGNMENT = 32  # floats: a cache line
+_passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 def backward(
@@ -53,9 +56,10 @@ def backward(
     bands: np.ndarray,
     options: AttnOptions,
     *,
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: Grads,
     accumulate: bool,
     accumulate_keys: bool | None = None,
+    memo: dict | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
@@ -65,77 +69,179 @@ def backward(
     heads, deterministic results, and many queries that see few keys each, take no fp32 dq; wide heads an fp32 dk
     and dv where processors would idle.
 
+    ``memo`` remembers how, for calls that differ in nothing but addresses and the layout of ``dout``.
+
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
+    stream = current_stream(q.device)
+    dq, dk, dv = grads
+    if memo is not None:
+        known = memo.get((stream, dout.dtype, dout.stride()))
+        if known is not None:
+            inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
+            a, b, c, d = inputs
+            if not (a | b | c | d | dq.data_ptr() | dk.data_ptr() | dv.data_ptr()) % 16:
+                known.run(inputs, lse, delta, grads)
+                return
     adds_keys = accumulate if accumulate_keys is None else accumulate_keys
     if q.shape[0] == 0 or k.shape[0] == 0:
         for grad, adds in zip(grads, (accumulate, adds_keys, adds_keys), strict=True):
             if not adds:
                 grad.zero_()
         return
-    dims = (q.shape[2], v.shape[2])
-    check_support(q, dims, hopper_kernels.BACKWARD_DIMS)
-    q, k, v, dout = map(loadable, (q, k, v, in_dtype(dout, q.dtype)))
-    stream = current_stream(q.device)
-    problem = problem_of(q, k, v)
-    choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
-    whole, adds_dq, shape, packed = choice
-    plan = hopper_plan.device_plan(bands, Tiling(True, k.shape[0], shape, packed), q.device)
-    processors = max(1, num_processors(q.device) - options.sm_margin)
-    splits = 1
-    if not whole and not options.deterministic:
-        splits = hopper_plan.group_splits(plan, k.shape[1], q.shape[1] // packed // k.shape[1], processors)
-    store, dk, dv = _key_gradients(grads[1:], q.dtype, adds_keys, splits)
-    dq_store, dq = _query_gradient(grads[0], q.dtype, accumulate)
-    inputs = (q, k, v, dout)
-    overlaps = may_overlap(options)
-    with stream_lock(q.device, stream):
+    check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
+    given = q, k, v, dout, lse, delta
+    inputs = tuple(map(loadable, (q, k, v, in_dtype(dout, q.dtype))))
+    lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
+    tensors = *inputs, lse, delta, *grads
+    key = (
+        hopper_plan.content_digest(bands), q.device, stream, options, accumulate, adds_keys,
+        *((t.dtype, t.shape, t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in grads),
+    )  # fmt: skip
+    found = _passes.get(key)
+    if found is None:
+        found = _Pass(inputs, lse, delta, bands, options, grads, (accumulate, adds_keys), stream)
+        _passes.put(key, found, found.num_bytes)
+    found.run(tuple(t.data_ptr() for t in inputs), lse, delta, grads)
+    if memo is not None and all(a is b for a, b in zip(given, tensors, strict=False)) and not any(key[-3:]):
+        memo[stream, dout.dtype, dout.stride()] = found
+
+
+class _Target(NamedTuple):
+    """Where a gradient is written to.
+
+    Attributes:
+        is_new: fp32 memory of its own, from where it is copied or added to the gradient; else the gradient itself.
+        is_zeroed: it is added to, and begins with zeros.
+    """
+
+    is_new: bool = False
+    is_zeroed: bool = False
+
+    def buffer(self, grad: Tensor) -> Tensor:
+        """What the kernels write to."""
+        if self.is_new:
+            grad = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+        return grad.zero_() if self.is_zeroed else grad
+
+
+class _Pass:
+    """The kernels of a backward pass over tensors of one layout, on one stream."""
+
+    def __init__(self, inputs, lse: Tensor, delta: Tensor, bands, options, grads: Grads, adds, stream: int) -> None:
+        q, k, v, _ = inputs
+        problem, dtype, scale = problem_of(q, k, v), q.dtype, options.softmax_scale
+        choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
+        whole, adds_dq, shape, packed = choice
+        plan = hopper_plan.device_plan(bands, Tiling(True, k.shape[0], shape, packed), q.device)
+        processors = max(1, num_processors(q.device) - options.sm_margin)
+        splits, group = 1, problem.group // packed
+        if not whole and not options.deterministic:
+            splits = hopper_plan.group_splits(plan, k.shape[1], group, processors)
+        dq_store, of_dq = _query_target(grads[0], dtype, adds[0])
+        store, of_dk, of_dv = _key_targets(grads[1:], dtype, adds[1], splits)
+        self._targets, self._adds = (of_dq, of_dk, of_dv), (adds[0], adds[1], adds[1])
+        self._is_direct = not any(map(any, self._targets))
+        dq, dk, dv = (target.buffer(grad) for target, grad in zip(self._targets, grads, strict=True))
+        rows = padded(q.shape[0], shape[1])
+        self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
+        self._lock = stream_lock(q.device, stream)
+        self._stats = stats_launch(lse, delta, rows, packed, adds_dq)
+        self._finish_dq = self._finish_keys = self._queries = None
+        self._key_sums_in_dq, self._whole = False, whole
+        # Statistics of rows, and sums: one block of memory, in this order.
+        self._num_stats = -(-problem.num_heads * rows // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+        self._num_sums = problem.num_heads * rows * q.shape[2] if adds_dq else 0
+        self._num_key_sums = 0
+        num_stats = rows * packed
         if whole:
-            room = _room(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
-            apart = most_apart(choice, problem, None if room is None else room.numel() * room.element_size())
-            group = problem.group // packed
+            room = _room_bytes(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
+            apart = most_apart(choice, problem, room)
             schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart)
-            sums = _sum_buffers(q, k, schedule, shape, adds_dq, room)
-            stats = row_stats(lse, delta, shape[1], packed, sums if adds_dq else (), stream, overlaps)
-            _run_backward(inputs, stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), sums, stream)
+            self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * q.shape[2]
+            self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
+            self._keys = _launch(inputs, num_stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), stream)
             if schedule.num_apart:
-                num_apart, scale = schedule.num_apart, options.softmax_scale
-                finish_keys(sums[1], (dk, dv), plan, num_apart, q.dtype, scale, store, stream, overlaps)
+                self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store)
+                self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_apart * k.shape[1]
         else:
-            stats = row_stats(lse, delta, shape[1], packed, (), stream, overlaps)
-            hopper_parts.key_gradients(inputs, stats, bands, options, plan, splits, store, (dk, dv), stream)
+            self._keys = hopper_parts.keys_launch(
+                inputs, num_stats, bands, options, plan, splits, store, (dk, dv), stream
+            )
         if adds_dq:
-            finish_dq(sums[0], dq, stats.row // UNIT, q.dtype, options.softmax_scale, dq_store, stream, overlaps)
+            self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
         else:
-            hopper_parts.query_gradient(inputs, stats, bands, options, dq_store, dq, stream)
-    for grad, buffer, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
-        if buffer is not grad:
-            grad.copy_(grad + buffer if adds else buffer)
+            self._queries = hopper_parts.queries_launch(
+                inputs, num_stats, packed, bands, options, dq_store, dq, stream
+            )
+        self._num_floats = 2 * self._num_stats + self._num_sums
+        self._num_floats += 0 if self._key_sums_in_dq else self._num_key_sums
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that is kept: the tile plans."""
+        plans = {id(launch.plan): launch.plan for launch in (self._keys, self._queries) if launch is not None}
+        return sum(plan.num_bytes for plan in plans.values() if plan is not None)
+
+    def run(self, inputs: tuple[int, int, int, int], lse: Tensor, delta: Tensor, grads: Grads) -> None:
+        """Queues the kernels; ``inputs``: addresses of q, k, v and dout, the other tensors have the layout as well."""
+        buffers = grads if self._is_direct else tuple(t.buffer(g) for t, g in zip(self._targets, grads, strict=True))
+        dq, dk, dv = (buffer.data_ptr() for buffer in buffers)
+        memory = torch.empty(self._num_floats, dtype=torch.float32, device=self._device)
+        stats = memory.data_ptr()
+        minus_delta = stats + 4 * self._num_stats
+        sums = minus_delta + 4 * self._num_stats
+        key_sums = dq if self._key_sums_in_dq else sums + 4 * self._num_sums
+        stream, overlaps = self._stream, self._overlaps
+        with self._lock:
+            launch = self._stats
+            with launch.lock:
+                params = launch.params
+                params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
+                params.lse_out, params.delta_out = stats, minus_delta
+                if self._finish_dq is not None:
+                    params.sums, params.key_sums = sums, key_sums
+                    params.num_sums, params.num_key_sums = self._num_sums // 4, self._num_key_sums // 4
+                launch.fire(stream, overlaps)
+            launch = self._keys
+            launch.point_maps(*inputs)
+            params = launch.params
+            params.lse, params.delta, params.dk, params.dv = stats, minus_delta, dk, dv
+            if self._whole:
+                params.dq, params.key_sums = sums, key_sums
+            launch.fire(stream, overlaps)
+            launch = self._finish_keys
+            if launch is not None:
+                with launch.lock:
+                    params = launch.params
+                    params.sums, params.tiles, params.dk, params.dv = key_sums, self._tiles, dk, dv
+                    launch.fire(stream, overlaps, self._finish_keys_blocks)
+            launch = self._finish_dq
+            if launch is not None:
+                with launch.lock:
+                    launch.params.sums, launch.params.dq = sums, dq
+                    launch.fire(stream, overlaps)
+            launch = self._queries
+            if launch is not None:
+                launch.point_maps(*inputs, dq)
+                params = launch.params
+                params.lse, params.delta, params.dq = stats, minus_delta, dq
+                launch.fire(stream, overlaps)
+        if not self._is_direct:
+            for target, grad, buffer, adds in zip(self._targets, grads, buffers, self._adds, strict=True):
+                if target.is_new:
+                    grad.copy_(grad + buffer if adds else buffer)
 
 
-def _room(dq: Tensor) -> Tensor | None:
-    """dq, if other things can lie in its memory."""
-    return dq if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
+def _room_bytes(dq: Tensor) -> int | None:
+    """Bytes of dq, if other things can lie in its memory."""
+    return dq.numel() * dq.element_size() if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
 
 
-def _sum_buffers(
-    q: Tensor, k: Tensor, schedule: DeviceSchedule, shape: tuple[int, int], adds_dq: bool, room: Tensor | None
-) -> tuple[Floats, Floats]:
-    """Memory for sums of dq, and of dk and dv: in ``room``, which is free until dq is finished, if they fit."""
-    num_rows, num_heads, dim = q.shape
-    keys, queries = shape
-    count = num_heads * padded(num_rows, queries) * dim * adds_dq
-    key_count = 2 * schedule.num_apart * keys * k.shape[1] * dim
-    sums = new_floats(count, q.device)
-    if room is not None and key_count * 4 <= room.numel() * room.element_size():
-        return sums, Floats(room.data_ptr(), key_count, room)
-    return sums, new_floats(key_count, q.device)
-
-
-def _run_backward(
+def _launch(
     inputs,
-    stats: RowStats,
+    stats_row: int,
     bands,
     options: AttnOptions,
     adds_dq: bool,
@@ -143,41 +249,32 @@ def _run_backward(
     schedule: DeviceSchedule,
     store: int,
     grads: tuple[Tensor, Tensor],
-    sums: tuple[Floats, Floats],
     stream: int,
-) -> None:
+) -> Launch:
     """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
     (q, k, v, dout), (dk, dv) = inputs, grads
-    launch = prepared(
+    return prepared(
         (
             "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
             schedule.num_apart, adds_dq, q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
         ),
-        lambda: _prepare_backward(inputs, stats, options, adds_dq, plan, schedule, store, grads, stream),
+        lambda: _prepare(inputs, stats_row, options, adds_dq, plan, schedule, store, grads, stream),
     )  # fmt: skip
-    with launch.lock:
-        launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
-        params = launch.params
-        params.lse, params.delta = stats.lse, stats.delta
-        params.dq, params.key_sums = sums[0].address, sums[1].address
-        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
-        launch.fire(stream, may_overlap(options))
 
 
-def _prepare_backward(
+def _prepare(
     inputs,
-    stats: RowStats,
+    stats_row: int,
     options: AttnOptions,
     adds_dq: bool,
     plan: DevicePlan,
     schedule: DeviceSchedule,
     store: int,
-    grads,
-    stream,
+    grads: tuple[Tensor, Tensor],
+    stream: int,
 ) -> Launch:
-    q, k, v, dout = inputs
-    dk, dv = grads
-    num_heads_kv, stats_row = k.shape[1], stats.row
+    (q, k, v, dout), (dk, dv) = inputs, grads
+    num_heads_kv = k.shape[1]
     keys, queries = WHOLE_TILE
     softcap, scale, num_items = options.softcap, options.softmax_scale, len(schedule.items)
     params = BackwardParams(
@@ -195,28 +292,30 @@ def _prepare_backward(
     return Launch(kernel, grid, params, maps, plan=plan)  # which keeps its schedules
 
 
-def _query_gradient(grad: Tensor, dtype: torch.dtype, accumulate: bool) -> tuple[int, Tensor]:
-    """How dq is written, and where to: the gradient itself, or what is yet to be put there."""
+def _query_target(grad: Tensor, dtype: torch.dtype, adds: bool) -> tuple[int, _Target]:
+    """How dq is written, and where to."""
     if grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
-        return _STORE_FLOAT, torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+        return _STORE_FLOAT, _Target(is_new=True)
     if grad.dtype == torch.float32:
-        return _ADD_FLOAT if accumulate else _STORE_FLOAT, grad
-    return _ADD_HALF if accumulate else _STORE_HALF, grad
+        return _ADD_FLOAT if adds else _STORE_FLOAT, _Target()
+    return _ADD_HALF if adds else _STORE_HALF, _Target()
 
 
-def _key_gradients(grads, dtype: torch.dtype, accumulate: bool, splits: int) -> tuple[int, Tensor, Tensor]:
+def _key_targets(
+    grads: tuple[Tensor, Tensor], dtype: torch.dtype, adds: bool, splits: int
+) -> tuple[int, _Target, _Target]:
     """How dk and dv are written, and where to."""
     fits = all(fits_tensor_map(g) for g in grads)
-    if splits == 1 and not accumulate and fits and grads[0].dtype == grads[1].dtype:
+    if splits == 1 and not adds and fits and grads[0].dtype == grads[1].dtype:
         if grads[0].dtype == dtype:
-            return _STORE_HALF, *grads
+            return _STORE_HALF, _Target(), _Target()
         if grads[0].dtype == torch.float32:
-            return _STORE_FLOAT, *grads
-    return _ADD_FLOAT, *(_sum_buffer(g, accumulate) for g in grads)
+            return _STORE_FLOAT, _Target(), _Target()
+    return _ADD_FLOAT, *(_sum_target(g, adds) for g in grads)
 
 
-def _sum_buffer(grad: Tensor, accumulate: bool) -> Tensor:
+def _sum_target(grad: Tensor, adds: bool) -> _Target:
     """Where fp32 sums go: the gradient itself if it can hold them, else a zeroed buffer."""
     if grad.dtype == torch.float32 and fits_tensor_map(grad):
-        return grad if accumulate else grad.zero_()
-    return torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
+        return _Target(is_zeroed=not adds)
+    return _Target(is_new=True, is_zeroed=True)

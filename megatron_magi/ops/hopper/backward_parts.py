@@ -8,7 +8,6 @@ from torch import Tensor
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward_ends import RowStats
 from megatron_magi.ops.hopper.choices import query_tiles
 from megatron_magi.ops.hopper.params import BackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan, Tiling
@@ -16,7 +15,6 @@ from megatron_magi.ops.hopper.support import (
     COUNTER_BYTES,
     LOG2_E,
     grid_size,
-    may_overlap,
     problem_of,
     query_box,
     row_work,
@@ -28,9 +26,9 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v, dout, as the copy engine can read them."""
 
 
-def key_gradients(
+def keys_launch(
     inputs: Inputs,
-    stats: RowStats,
+    stats_row: int,
     bands: np.ndarray,
     options: AttnOptions,
     plan: DevicePlan,
@@ -38,10 +36,11 @@ def key_gradients(
     store: int,
     grads: tuple[Tensor, Tensor],
     stream: int,
-) -> None:
+) -> Launch:
     """Writes dk and dv, or adds to them.
 
     Args:
+        stats_row: from the row statistics of a head to those of the next.
         plan: of the transposed mask, tiles as in `PART_TILES`.
         splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
             ``store`` adds.
@@ -54,7 +53,7 @@ def key_gradients(
     def make() -> Launch:
         num_heads = q.shape[1] // plan.packed
         work = {"num_heads": num_heads, "group": num_heads // k.shape[1], "log2_packed": plan.log2_packed}
-        params = _params(inputs, stats, options, plan, work, store, stream)
+        params = _params(inputs, stats_row, options, plan, work, store, stream)
         params.splits, params.heads_inner = splits, int(plan.host.heads_inner)
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
@@ -63,28 +62,32 @@ def key_gradients(
         maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
         return Launch(kernel, grid, params, maps, plan=plan)
 
-    launch = prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
-    with launch.lock:
-        launch.params.dk, launch.params.dv = dk.data_ptr(), dv.data_ptr()
-        _fire(launch, inputs, stats, stream, options)
+    return prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
 
 
-def query_gradient(
-    inputs: Inputs, stats: RowStats, bands: np.ndarray, options: AttnOptions, store: int, grad: Tensor, stream: int
-) -> None:
-    """Writes dq, or adds to it; arguments as in `key_gradients`.
+def queries_launch(
+    inputs: Inputs,
+    stats_row: int,
+    packed: int,
+    bands: np.ndarray,
+    options: AttnOptions,
+    store: int,
+    grad: Tensor,
+    stream: int,
+) -> Launch:
+    """Writes dq, or adds to it; arguments as in `keys_launch`, ``packed``: heads counted as one.
 
     Hold `stream_lock` from the kernel for dk and dv on: this one begins before that is complete, and takes it that the
     kernels before that are.
     """
     q, k, v, dout = inputs
     num_heads, dims = q.shape[1], (q.shape[2], v.shape[2])
-    tiles = query_tiles(problem_of(q, k, v), stats.packed)
+    tiles = query_tiles(problem_of(q, k, v), packed)
     block = tiles.shape[1]
 
     def make() -> Launch:
         plan = hopper_plan.device_plan(bands, Tiling(False, q.shape[0], *tiles), q.device)
-        params = _params(inputs, stats, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
+        params = _params(inputs, stats_row, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
         params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
@@ -93,15 +96,12 @@ def query_gradient(
         maps = (query_box(q, 64, plan), (k, block), (v, block), query_box(dout, 64, plan), stored)
         return Launch(kernel, grid, params, maps, plan=plan)
 
-    launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
-    with launch.lock:
-        launch.params.dq = grad.data_ptr()
-        _fire(launch, (*inputs, grad), stats, stream, options)
+    return prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
 
 
 def _params(
     inputs: Inputs,
-    stats: RowStats,
+    stats_row: int,
     options: AttnOptions,
     plan: DevicePlan,
     work: dict[str, int],
@@ -115,7 +115,7 @@ def _params(
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         counter=work_counter(q.device, stream).data_ptr(),
         num_tiles=plan.num_tiles, **work,
-        stats_row=stats.row, store=store,
+        stats_row=stats_row, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
 
@@ -124,9 +124,3 @@ def _key(name: str, inputs: Inputs, bands: np.ndarray, options: AttnOptions, sto
     q, _, v, _ = inputs
     strides = tuple(t.stride() for t in (*inputs, *grads))
     return name, hopper_plan.content_digest(bands), q.device, q.dtype, options, store, q.shape, v.shape, strides
-
-
-def _fire(launch: Launch, maps: tuple[Tensor, ...], stats: RowStats, stream: int, options: AttnOptions) -> None:
-    launch.point_maps(*(t.data_ptr() for t in maps))
-    launch.params.lse, launch.params.delta = stats.lse, stats.delta
-    launch.fire(stream, may_overlap(options))

@@ -45,6 +45,9 @@ __all__ = ["backward", "forward", "is_supported", "num_processors", "row_delta",
 
 logger = logging.getLogger(__name__)
 
+TAKES_MEMO = True
+"""`forward` and `backward` take a dictionary in which they remember what calls that differ in addresses alone share."""
+
 _NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING_SEEN.setflags(write=False)
 
@@ -61,13 +64,15 @@ def forward(
     accumulate: bool,
     sink_lse: Tensor | None,
     return_max_logits: bool,
+    memo: dict | None = None,
 ) -> Tensor | None:
     """Writes attention to ``out`` and ``lse``, or merges it into them; see `slice_attention_forward`.
+
+    ``memo`` remembers how, for calls that differ in nothing but addresses.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
     num_rows, num_heads, _ = q.shape
     max_logits = q.new_full((num_heads,), -torch.inf, dtype=torch.float32) if return_max_logits else None
     if num_rows == 0 or (k.shape[0] == 0 and accumulate and sink_lse is None):
@@ -75,9 +80,15 @@ def forward(
     stream = current_stream(q.device)
     if sink_lse is not None:
         sink_lse = in_dtype(sink_lse, torch.float32).expand(num_rows, num_heads)
+    launch = None if memo is None else memo.get(stream)
+    if launch is not None and _fire(launch, q, k, v, out, lse, sink_lse, max_logits, stream):
+        return max_logits
+    check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
     # Most calls: tensors that lie as those of an earlier call did, whose launch needs new addresses and nothing else.
     launch = known(_key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream))
     if launch is not None and _fire(launch, q, k, v, out, lse, sink_lse, max_logits, stream):
+        if memo is not None:
+            memo[stream] = launch
         return max_logits
     q, k, v = map(loadable, (q, k, v))
     if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
