@@ -23,7 +23,6 @@ from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, check_
 from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, Schedule, StepKind
 
-
 _DEFAULTS = MagiConfig()
 _MOST_CALLS = 64
 """Kinds of calls that are remembered with a plan; trainers have a few."""

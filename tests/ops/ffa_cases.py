@@ -93,7 +93,8 @@ def pack_heads(monkeypatch, most: int) -> None:
     """Has kernels whose tiles are rows pack so many heads of a group, or as many as divide it; whatever the mask."""
     monkeypatch.setattr(hopper_choices, "packed_heads", lambda _facts, _rows, group: math.gcd(group, most))
     monkeypatch.setattr(hopper_launch, "_launches", LruCache(1 << 30))
-    monkeypatch.setattr(hopper_backward, "_passes", LruCache(1 << 30))
+    for module in (hopper, hopper_backward):
+        monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
 
 
 def poisoned(shape, dtype) -> torch.Tensor:

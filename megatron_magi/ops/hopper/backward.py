@@ -5,6 +5,8 @@ What a pass over tensors of one layout does, for one mask, is found out once (`_
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
-from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
-from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart
+from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart, query_tiles
 from megatron_magi.ops.hopper.params import BackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
@@ -74,16 +76,11 @@ def backward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    stream = current_stream(q.device)
-    dq, dk, dv = grads
-    if memo is not None:
-        known = memo.get((stream, dout.dtype, dout.stride()))
-        if known is not None:
-            inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
-            a, b, c, d = inputs
-            if not (a | b | c | d | dq.data_ptr() | dk.data_ptr() | dv.data_ptr()) % 16:
-                known.run(inputs, lse, delta, grads)
-                return
+    if memo:
+        known = memo.get((current_stream(q.device), dout.dtype, dout.stride()))
+        if known is not None and not reduce(or_, [t.data_ptr() for t in (q, k, v, dout, *grads)]) % 16:
+            known.run((q, k, v, dout), lse, delta, grads)
+            return
     adds_keys = accumulate if accumulate_keys is None else accumulate_keys
     if q.shape[0] == 0 or k.shape[0] == 0:
         for grad, adds in zip(grads, (accumulate, adds_keys, adds_keys), strict=True):
@@ -91,6 +88,7 @@ def backward(
                 grad.zero_()
         return
     check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
+    stream = current_stream(q.device)
     given = q, k, v, dout, lse, delta
     inputs = tuple(map(loadable, (q, k, v, in_dtype(dout, q.dtype))))
     lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
@@ -103,7 +101,7 @@ def backward(
     if found is None:
         found = _Pass(inputs, lse, delta, bands, options, grads, (accumulate, adds_keys), stream)
         _passes.put(key, found, found.num_bytes)
-    found.run(tuple(t.data_ptr() for t in inputs), lse, delta, grads)
+    found.run(inputs, lse, delta, grads)
     if memo is not None and all(a is b for a, b in zip(given, tensors, strict=False)) and not any(key[-3:]):
         memo[stream, dout.dtype, dout.stride()] = found
 
@@ -127,7 +125,11 @@ class _Target(NamedTuple):
 
 
 class _Pass:
-    """The kernels of a backward pass over tensors of one layout, on one stream."""
+    """The kernels of a backward pass over tensors of one layout, on one stream.
+
+    Attributes:
+        num_bytes: of device memory that is kept: the tile plans.
+    """
 
     def __init__(self, inputs, lse: Tensor, delta: Tensor, bands, options, grads: Grads, adds, stream: int) -> None:
         q, k, v, _ = inputs
@@ -148,6 +150,7 @@ class _Pass:
         self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
         self._lock = stream_lock(q.device, stream)
         self._stats = stats_launch(lse, delta, rows, packed, adds_dq)
+        self.num_bytes = plan.num_bytes
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole = False, whole
         # Statistics of rows, and sums: one block of memory, in this order.
@@ -161,31 +164,31 @@ class _Pass:
             schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart)
             self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * q.shape[2]
             self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
-            self._keys = _launch(inputs, num_stats, bands, options, adds_dq, plan, schedule, store, (dk, dv), stream)
+            self._keys, self._keys_numbers = _launch(
+                inputs, num_stats, options, adds_dq, plan, schedule, store, (dk, dv), stream
+            )
             if schedule.num_apart:
                 self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store)
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_apart * k.shape[1]
         else:
-            self._keys = hopper_parts.keys_launch(
-                inputs, num_stats, bands, options, plan, splits, store, (dk, dv), stream
+            self._keys, self._keys_numbers = hopper_parts.keys_launch(
+                inputs, num_stats, options, plan, splits, store, (dk, dv), stream
             )
         if adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
         else:
-            self._queries = hopper_parts.queries_launch(
-                inputs, num_stats, packed, bands, options, dq_store, dq, stream
+            tiling = Tiling(False, q.shape[0], *query_tiles(problem, packed))
+            rows_plan = hopper_plan.device_plan(bands, tiling, q.device)
+            self._queries, self._queries_numbers = hopper_parts.queries_launch(
+                inputs, num_stats, options, rows_plan, dq_store, dq, stream
             )
+            self.num_bytes += rows_plan.num_bytes
         self._num_floats = 2 * self._num_stats + self._num_sums
         self._num_floats += 0 if self._key_sums_in_dq else self._num_key_sums
 
-    @property
-    def num_bytes(self) -> int:
-        """Of device memory that is kept: the tile plans."""
-        plans = {id(launch.plan): launch.plan for launch in (self._keys, self._queries) if launch is not None}
-        return sum(plan.num_bytes for plan in plans.values() if plan is not None)
-
-    def run(self, inputs: tuple[int, int, int, int], lse: Tensor, delta: Tensor, grads: Grads) -> None:
-        """Queues the kernels; ``inputs``: addresses of q, k, v and dout, the other tensors have the layout as well."""
+    def run(self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads) -> None:
+        """Queues the kernels, for tensors of the layout."""
+        addresses = [t.data_ptr() for t in inputs]
         buffers = grads if self._is_direct else tuple(t.buffer(g) for t, g in zip(self._targets, grads, strict=True))
         dq, dk, dv = (buffer.data_ptr() for buffer in buffers)
         memory = torch.empty(self._num_floats, dtype=torch.float32, device=self._device)
@@ -205,7 +208,8 @@ class _Pass:
                     params.num_sums, params.num_key_sums = self._num_sums // 4, self._num_key_sums // 4
                 launch.fire(stream, overlaps)
             launch = self._keys
-            launch.point_maps(*inputs)
+            launch.take(self._keys_numbers, *inputs)
+            launch.point_maps(*addresses)
             params = launch.params
             params.lse, params.delta, params.dk, params.dv = stats, minus_delta, dk, dv
             if self._whole:
@@ -224,7 +228,8 @@ class _Pass:
                     launch.fire(stream, overlaps)
             launch = self._queries
             if launch is not None:
-                launch.point_maps(*inputs, dq)
+                launch.take(self._queries_numbers, *inputs)
+                launch.point_maps(*addresses, dq)
                 params = launch.params
                 params.lse, params.delta, params.dq = stats, minus_delta, dq
                 launch.fire(stream, overlaps)
@@ -240,9 +245,8 @@ def _room_bytes(dq: Tensor) -> int | None:
 
 
 def _launch(
-    inputs,
+    inputs: hopper_parts.Inputs,
     stats_row: int,
-    bands,
     options: AttnOptions,
     adds_dq: bool,
     plan: DevicePlan,
@@ -250,46 +254,36 @@ def _launch(
     store: int,
     grads: tuple[Tensor, Tensor],
     stream: int,
-) -> Launch:
+) -> tuple[Launch, Numbers]:
     """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
     (q, k, v, dout), (dk, dv) = inputs, grads
-    return prepared(
-        (
-            "backward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, options, store, q.shape, v.shape,
-            schedule.num_apart, adds_dq, q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
-        ),
-        lambda: _prepare(inputs, stats_row, options, adds_dq, plan, schedule, store, grads, stream),
-    )  # fmt: skip
-
-
-def _prepare(
-    inputs,
-    stats_row: int,
-    options: AttnOptions,
-    adds_dq: bool,
-    plan: DevicePlan,
-    schedule: DeviceSchedule,
-    store: int,
-    grads: tuple[Tensor, Tensor],
-    stream: int,
-) -> Launch:
-    (q, k, v, dout), (dk, dv) = inputs, grads
-    num_heads_kv = k.shape[1]
     keys, queries = WHOLE_TILE
-    softcap, scale, num_items = options.softcap, options.softmax_scale, len(schedule.items)
-    params = BackwardParams(
+
+    def make() -> Launch:
+        softcap, scale = options.softcap, options.softmax_scale
+        params = BackwardParams(
+            counter=work_counter(q.device, stream).data_ptr(),
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+            group=q.shape[1] // plan.packed // k.shape[1], heads_kv=k.shape[1],
+            stats_row=stats_row, units=stats_row // UNIT, store=store,
+            scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
+            log2_packed=plan.log2_packed,
+        )  # fmt: skip
+        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
+        maps = (query_box(q, queries, plan), (k, keys), (v, keys), query_box(dout, queries, plan))
+        return Launch(kernel, 1, params, maps)
+
+    num_items = len(schedule.items)
+    numbers = Numbers(
+        plan, grid_size(q.device, num_items, options.sm_margin),  # the plan keeps its schedules
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-        items=schedule.items.data_ptr(), counter=work_counter(q.device, stream).data_ptr(),
-        dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-        num_items=num_items, group=q.shape[1] // plan.packed // num_heads_kv, heads_kv=num_heads_kv,
-        heads_inner=int(plan.host.heads_inner), stats_row=stats_row, units=stats_row // UNIT, store=store,
-        scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-        log2_packed=plan.log2_packed,
+        items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
     )  # fmt: skip
-    kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
-    grid = grid_size(q.device, num_items, options.sm_margin)
-    maps = (query_box(q, queries, plan), (k, keys), (v, keys), query_box(dout, queries, plan))
-    return Launch(kernel, grid, params, maps, plan=plan)  # which keeps its schedules
+    key = (
+        "backward", q.device, stream, q.dtype, options, store, adds_dq, plan.packed, q.shape, k.shape[1:], v.shape[1:],
+        *(t.stride() for t in (*inputs, *grads)),
+    )  # fmt: skip
+    return prepared(key, make), numbers
 
 
 def _query_target(grad: Tensor, dtype: torch.dtype, adds: bool) -> tuple[int, _Target]:
