@@ -159,7 +159,7 @@ def _prepare_plan(
         num_keys = plan.transfers[stage - 1].num_recv if stage else plan.num_rows
         problem = Problem(plan.num_rows, num_keys, shape.num_heads_q, shape.num_heads_kv, dims)
         use = _backward_use(plan, shape, config, stage == first == 0) if needs_backward else None
-        table, made = make_tables(bands, problem, use)
+        table, made = make_tables(bands, problem, use, config.dispatch.planner)
         tables.append(table)
         arrays += made
     return _PreparedPlan(plan, tuple(casts), tuple(tables))

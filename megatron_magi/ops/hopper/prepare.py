@@ -75,7 +75,7 @@ class MaskTables:
 
 
 def make_tables(
-    bands: np.ndarray, problem: Problem, backward: BackwardUse | None
+    bands: np.ndarray, problem: Problem, backward: BackwardUse | None, planner: str = "auto"
 ) -> tuple[MaskTables, list[np.ndarray]]:
     """Tables of a mask, on the CPU.
 
@@ -83,6 +83,8 @@ def make_tables(
         bands: int64 ``[n, 6]``.
         problem: shape of the passes.
         backward: how the backward will be called; None where there is none.
+        planner: ``native`` plans tiles in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is
+            built.
 
     Returns:
         ``(tables, arrays)``: the arrays are to be copied to the device, and then given to `MaskTables.keep`.
@@ -92,18 +94,18 @@ def make_tables(
         return MaskTables(digest, facts, (), ()), []
     plans: dict[Tiling, HostPlan] = {}
     schedules: list[tuple[Tiling, tuple, Schedule]] = []
-    _make(bands, plans, Tiling(False, problem.num_rows, *forward_tiles(facts, problem)))
+    _make(bands, plans, planner, Tiling(False, problem.num_rows, *forward_tiles(facts, problem)))
     if backward is not None:
         choice = backward_choice(facts, problem, backward.deterministic)
         tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
-        plan = _make(bands, plans, tiling)
+        plan = _make(bands, plans, planner, tiling)
         if choice.whole:
             apart = most_apart(choice, problem, backward.room_bytes)
             group = problem.group // choice.packed
             key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, backward.num_sms, apart)
             schedules.append((tiling, key, plan.schedule(*key)))
         if not choice.adds_dq:
-            _make(bands, plans, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
+            _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
     tables = MaskTables(
         digest,
         facts,
@@ -113,7 +115,7 @@ def make_tables(
     return tables, [*(plan.table for plan in plans.values()), *(made.items for *_, made in schedules)]
 
 
-def _make(bands: np.ndarray, plans: dict[Tiling, HostPlan], tiling: Tiling) -> HostPlan:
+def _make(bands: np.ndarray, plans: dict[Tiling, HostPlan], planner: str, tiling: Tiling) -> HostPlan:
     if tiling not in plans:
-        plans[tiling] = hopper_plan.make_host_plan(bands, tiling)
+        plans[tiling] = hopper_plan.make_host_plan(bands, tiling, planner)
     return plans[tiling]
