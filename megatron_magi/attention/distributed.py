@@ -37,7 +37,8 @@ class _Call:
 
     Attributes:
         record, backward_record: what other ranks must mean too.
-        memos: of each stage, forward and backward: what the implementation remembers; None where it does not.
+        hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
+        sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
 
     schedule: Schedule
@@ -54,7 +55,8 @@ class _Call:
     return_max_logits: bool
     record: AttentionCall
     backward_record: AttentionCall
-    memos: tuple[tuple[dict | None, dict | None], ...]
+    hints: tuple[tuple[dict[str, dict], dict[str, dict]], ...]
+    sums_meet: bool
 
     @property
     def accumulates(self) -> bool:
@@ -169,11 +171,12 @@ def _make_call(
         sink_layout=sink_layout, softmax_scale=options[0].softmax_scale, softcap=options[0].softcap,
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
-    remembers = getattr(module, "TAKES_MEMO", False)
+    remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
+    num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
         schedule=plan.schedule,
         bands=plan.bands,
-        casts=plan_casts(plan, q.device),
+        casts=casts,
         plan_hash=plan.plan_hash,
         cp_size=plan.cp_size,
         group=group,
@@ -185,7 +188,8 @@ def _make_call(
         return_max_logits=return_max_logits,
         record=record,
         backward_record=record._replace(operation="attention backward", gradient=False),
-        memos=tuple(({}, {}) if remembers else (None, None) for _ in plan.bands),
+        hints=tuple(({"memo": {}}, {"memo": {}}) if remembers else ({}, {}) for _ in plan.bands),
+        sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
     )
 
 
@@ -312,7 +316,7 @@ class _Forward:
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
             None if self._out is None else (self._out, self._lse),
-            call.memos[stage][0],
+            **call.hints[stage][0],
         )
         if max_logits is not None:
             seen = self._max_logits
@@ -335,6 +339,10 @@ class _Backward:
         self._dv: torch.Tensor | None = None
         # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
         self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
+        self._parts: dict[str, Any] = {}
+        if call.sums_meet:
+            self._parts["parts"] = call.module.Parts(len(call.bands))
+            self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         for step in self._schedule.backward:
@@ -349,7 +357,7 @@ class _Backward:
             handle.wait()
         assert self._dq is not None and self._dk is not None and self._dv is not None
         assert not self._fetches and not self._partial
-        return self._dq.to(self._q.dtype), self._dk.to(self._k.dtype), self._dv.to(self._v.dtype)
+        return _narrow((self._dq, self._dk, self._dv), self._q.dtype)
 
     def _attend(self, stage: int) -> None:
         call = self._call
@@ -357,7 +365,7 @@ class _Backward:
             k, v = self._k, self._v
             grad_dtype = self._wide
             # Nothing to add to yet: the gradients are written as they are, without zeros before.
-            is_first = self._dq is None
+            is_first = self._dq is None or (call.sums_meet and self._dk is None)
             into = (None, None) if is_first else self._own_gradients()
         else:
             saved = stage == self._schedule.saved_stage
@@ -377,7 +385,8 @@ class _Backward:
             call.module,
             (self._dq, *into),
             grad_dtype,
-            call.memos[stage][1],
+            **call.hints[stage][1],
+            **self._parts,
         )
         if stage:
             self._partial[stage] = (dk, dv)
@@ -410,6 +419,17 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _narrow(grads: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The gradients in a dtype: one launch for all that have another."""
+    wide = [grad for grad in grads if grad.dtype != dtype]
+    if not wide:
+        return grads
+    narrow = [torch.empty_like(grad, dtype=dtype) for grad in wide]
+    torch._foreach_copy_(narrow, wide)
+    left = iter(narrow)
+    return tuple(grad if grad.dtype == dtype else next(left) for grad in grads)
 
 
 def _reduce_dsink(dsink: torch.Tensor, call: _Call) -> torch.Tensor:

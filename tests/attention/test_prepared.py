@@ -85,6 +85,7 @@ MASKS = {
     "short": builders.varlen(doc_lengths=[64] * 32),
     "causal": builders.causal(4096),
     "window": builders.sliding_window(2048, left=100, right=0),
+    "many": builders.varlen(doc_lengths=[300] * 7),
     "empty": AttnMask([(0, 700, 0, 700, 0)], total_seqlen_q=2048),
 }
 
@@ -124,6 +125,29 @@ def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone,
                     ]
                     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         assert {"forward", "prepare"} <= set(launched)
+
+
+@pytest.mark.parametrize(
+    ("mask", "backward"),
+    [
+        ("causal", ["prepare", "backward", "finish_keys", "prepare", "backward", "finish_keys", "finish_dq"]),
+        ("many", ["prepare", "backward", "backward", "finish_dq"]),
+    ],
+)
+def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mask, backward):
+    """The kernels of a call with a remote stage: at most ten, with two that pack rows and one that adds them."""
+    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig(verify=False), overlap=OverlapConfig(degree=1))
+    plan = make_plan(MASKS[mask], config, 2).for_rank(0)
+    shape = SHAPE._replace(num_heads_q=8) if mask == "causal" else SHAPE
+    with fake_driver(monkeypatch) as launched:
+        q, k, v = tensors(plan.num_rows, shape)
+        for _ in range(3):
+            launched.clear()
+            out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
+            grads = torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+            assert launched == ["forward", "forward", "row_delta", *backward]
+            assert all(grad.dtype == torch.bfloat16 and grad.is_contiguous() for grad in grads)
+    assert len(launched) + 3 <= 10 or mask == "causal"
 
 
 def refuse(monkeypatch) -> None:

@@ -62,6 +62,7 @@ def backward(
     accumulate: bool,
     accumulate_keys: bool | None = None,
     memo: dict | None = None,
+    parts: Parts | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
@@ -71,7 +72,8 @@ def backward(
     heads, deterministic results, and many queries that see few keys each, take no fp32 dq; wide heads an fp32 dk
     and dv where processors would idle.
 
-    ``memo`` remembers how, for calls that differ in nothing but addresses and the layout of ``dout``.
+    ``memo`` remembers how, for calls that differ in nothing but addresses and the layout of ``dout``. With ``parts``
+    this is one of several passes, of which the last writes dq, whatever ``accumulate`` says.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -79,10 +81,13 @@ def backward(
     if memo:
         known = memo.get((current_stream(q.device), dout.dtype, dout.stride()))
         if known is not None and not reduce(or_, [t.data_ptr() for t in (q, k, v, dout, *grads)]) % 16:
-            known.run((q, k, v, dout), lse, delta, grads)
+            known.run((q, k, v, dout), lse, delta, grads, parts)
             return
     adds_keys = accumulate if accumulate_keys is None else accumulate_keys
+    if parts is not None:
+        accumulate = False
     if q.shape[0] == 0 or k.shape[0] == 0:
+        assert parts is None, "passes without rows or keys have no part in sums"
         for grad, adds in zip(grads, (accumulate, adds_keys, adds_keys), strict=True):
             if not adds:
                 grad.zero_()
@@ -94,16 +99,29 @@ def backward(
     lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
     tensors = *inputs, lse, delta, *grads
     key = (
-        hopper_plan.content_digest(bands), q.device, stream, options, accumulate, adds_keys,
+        hopper_plan.content_digest(bands), q.device, stream, options, accumulate, adds_keys, parts is None,
         *((t.dtype, t.shape, t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in grads),
     )  # fmt: skip
     found = _passes.get(key)
     if found is None:
         found = _Pass(inputs, lse, delta, bands, options, grads, (accumulate, adds_keys), stream)
         _passes.put(key, found, found.num_bytes)
-    found.run(inputs, lse, delta, grads)
+    found.run(inputs, lse, delta, grads, parts)
     if memo is not None and all(a is b for a, b in zip(given, tensors, strict=False)) and not any(key[-3:]):
         memo[stream, dout.dtype, dout.stride()] = found
+
+
+class Parts:
+    """Backward passes of the same queries, over keys of their own, whose dq is added in one place.
+
+    For passes of which `choices.sums_meet` holds, on one stream, of the same dout, lse and delta. The last one writes
+    dq, whose memory, contiguous and in the dtype of q, is theirs until then.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.memory: Tensor | None = None  # of the first pass: statistics of rows and sums
+        self.addresses = (0, 0, 0)  # of lse, of -delta, and of sums
 
 
 class _Target(NamedTuple):
@@ -186,27 +204,28 @@ class _Pass:
         self._num_floats = 2 * self._num_stats + self._num_sums
         self._num_floats += 0 if self._key_sums_in_dq else self._num_key_sums
 
-    def run(self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads) -> None:
+    def run(
+        self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None
+    ) -> None:
         """Queues the kernels, for tensors of the layout."""
         addresses = [t.data_ptr() for t in inputs]
         buffers = grads if self._is_direct else tuple(t.buffer(g) for t, g in zip(self._targets, grads, strict=True))
         dq, dk, dv = (buffer.data_ptr() for buffer in buffers)
-        memory = torch.empty(self._num_floats, dtype=torch.float32, device=self._device)
-        stats = memory.data_ptr()
-        minus_delta = stats + 4 * self._num_stats
-        sums = minus_delta + 4 * self._num_stats
-        key_sums = dq if self._key_sums_in_dq else sums + 4 * self._num_sums
+        is_first, is_last = parts is None or parts.memory is None, parts is None or parts.left == 1
+        memory, (stats, minus_delta, sums, key_sums) = self._places(dq, parts)
         stream, overlaps = self._stream, self._overlaps
         with self._lock:
             launch = self._stats
-            with launch.lock:
-                params = launch.params
-                params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-                params.lse_out, params.delta_out = stats, minus_delta
-                if self._finish_dq is not None:
-                    params.sums, params.key_sums = sums, key_sums
-                    params.num_sums, params.num_key_sums = self._num_sums // 4, self._num_key_sums // 4
-                launch.fire(stream, overlaps)
+            if is_first or self._num_key_sums:
+                with launch.lock:
+                    params = launch.params
+                    params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
+                    params.lse_out, params.delta_out = stats, minus_delta
+                    if self._finish_dq is not None:
+                        params.sums, params.key_sums = sums, key_sums
+                        params.num_sums = self._num_sums // 4 if is_first else 0
+                        params.num_key_sums = self._num_key_sums // 4
+                    launch.fire(stream, overlaps)
             launch = self._keys
             launch.take(self._keys_numbers, *inputs)
             launch.point_maps(*addresses)
@@ -222,7 +241,7 @@ class _Pass:
                     params.sums, params.tiles, params.dk, params.dv = key_sums, self._tiles, dk, dv
                     launch.fire(stream, overlaps, self._finish_keys_blocks)
             launch = self._finish_dq
-            if launch is not None:
+            if launch is not None and is_last:
                 with launch.lock:
                     launch.params.sums, launch.params.dq = sums, dq
                     launch.fire(stream, overlaps)
@@ -233,10 +252,29 @@ class _Pass:
                 params = launch.params
                 params.lse, params.delta, params.dq = stats, minus_delta, dq
                 launch.fire(stream, overlaps)
+        del memory  # all is queued, so it may be handed out again
+        if parts is not None:
+            parts.left -= 1
         if not self._is_direct:
             for target, grad, buffer, adds in zip(self._targets, grads, buffers, self._adds, strict=True):
                 if target.is_new:
                     grad.copy_(grad + buffer if adds else buffer)
+
+    def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
+        """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""
+        if parts is None or parts.memory is None:
+            memory = torch.empty(self._num_floats, dtype=torch.float32, device=self._device)
+            stats = memory.data_ptr()
+            places = stats, stats + 4 * self._num_stats, stats + 8 * self._num_stats
+            key_sums = places[2] + 4 * self._num_sums
+            if parts is not None:
+                parts.memory, parts.addresses = memory, places
+        else:
+            places = parts.addresses
+            count = 0 if self._key_sums_in_dq else self._num_key_sums
+            memory = torch.empty(count, dtype=torch.float32, device=self._device)
+            key_sums = memory.data_ptr()
+        return memory, (*places, dq if self._key_sums_in_dq else key_sums)
 
 
 def _room_bytes(dq: Tensor) -> int | None:

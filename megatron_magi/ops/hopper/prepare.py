@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.choices import MaskFacts, Problem, backward_choice, forward_tiles, most_apart, query_tiles
+from megatron_magi.ops.hopper.choices import (
+    MaskFacts,
+    Problem,
+    backward_choice,
+    forward_tiles,
+    most_apart,
+    query_tiles,
+    sums_meet,
+)
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.ops.hopper.schedule import Schedule
 
@@ -72,6 +80,15 @@ class MaskTables:
             plans[tiling].schedules[key] = DeviceSchedule(next(left), num_apart)
         for tiling, plan in plans.items():
             hopper_plan.keep(self.digest, tiling, plan)
+
+
+def masks_meet(masks: Sequence[np.ndarray], problems: Sequence[Problem], deterministic: bool) -> bool:
+    """`choices.sums_meet` of backward passes over masks; with ``problems`` of the same queries."""
+    if not all(p.num_rows for p in problems):
+        return False
+    facts = map(hopper_plan.mask_facts, masks)
+    chosen = [backward_choice(f, p, deterministic) for f, p in zip(facts, problems, strict=True)]
+    return sums_meet(chosen, problems)
 
 
 def make_tables(

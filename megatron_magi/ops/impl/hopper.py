@@ -8,6 +8,7 @@ by zero.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -20,11 +21,12 @@ from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import backward
+from megatron_magi.ops.hopper.backward import Parts, backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.params import ForwardParams
 from megatron_magi.ops.hopper.plan import Tiling
+from megatron_magi.ops.hopper.prepare import masks_meet
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -42,7 +44,7 @@ from megatron_magi.ops.hopper.support import (
 )
 from megatron_magi.ops.options import AttnOptions
 
-__all__ = ["backward", "forward", "is_supported", "num_processors", "row_delta", "say_why_not", "takes"]
+__all__ = ["Parts", "backward", "forward", "is_supported", "num_processors", "row_delta", "say_why_not", "takes"]
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +197,14 @@ def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
 def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
     """Whether both passes take tensors on a device, of a dtype and with head dims (qk, v)."""
     return kernels_exist(device, dtype, dims, hopper_kernels.BACKWARD_DIMS)
+
+
+def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:
+    """Whether backward passes over several stages, ``bands`` and ``num_keys`` of each, are to be `Parts` of one."""
+    if not is_supported(q, v, options.deterministic):
+        return False
+    problems = [problem_of(q, k, v)._replace(num_keys=count) for count in num_keys]
+    return masks_meet(bands, problems, options.deterministic)
 
 
 def say_why_not(q: Tensor, v: Tensor) -> None:
