@@ -165,7 +165,8 @@ inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_
     } else {
       const bool goes_on = i + 1 < count && 2 * of.shared[i + 1] > columns;
       const Int whole = ceil_div(rows, block_m) + floor_div(room - rows, block_m);
-      const double saved = goes_on ? static_cast<double>(room) / static_cast<double>(block_m) : static_cast<double>(whole);
+      const double saved =
+          goes_on ? static_cast<double>(room) / static_cast<double>(block_m) : static_cast<double>(whole);
       const double cost = saved * static_cast<double>(columns + tile_cost_columns);
       if (static_cast<double>(seen) + cost <= static_cast<double>(both)) {
         first = begin, seen = columns;
@@ -192,8 +193,8 @@ struct TileShape {
 struct Tiles {
   TileShape shape;
   Ints starts;
-  Bands pieces;         // cut at the borders of tiles; once in passes sorted by (pass, first row)
-  Ints tile;            // of each piece; later of each pass
+  Bands pieces;  // cut at the borders of tiles; once in passes sorted by (pass, first row)
+  Ints tile;     // of each piece; later of each pass
   Ints pass_of_piece;
 
   Tiles(const Band* bands, Int count, const TileShape& of) : shape(of) {
@@ -258,14 +259,15 @@ struct Tiles {
       std::int32_t* of_rows = bounds + i * shape.block_m * 2;
       for (Int j = begin; j < piece; ++j) fill_bounds(pieces[j], row0, of_rows);
       if (!shape.hide_tail)
-        for (Int row = height; row < shape.block_m; ++row) of_rows[2 * row + 1] = static_cast<std::int32_t>(kEverything);
+        for (Int row = height; row < shape.block_m; ++row)
+          of_rows[2 * row + 1] = static_cast<std::int32_t>(kEverything);
       describe(begin, piece, row0, height, passes + 8 * i);
       blocks[tile[i]] += passes[8 * i + 1];
     }
     std::vector<double> cost(count);
     for (Int i = 0; i < count; ++i)
-      cost[i] = static_cast<double>(blocks[i]) +
-                shape.pass_cost * static_cast<double>(1 + first_pass[i + 1] - first_pass[i]);
+      cost[i] =
+          static_cast<double>(blocks[i]) + shape.pass_cost * static_cast<double>(1 + first_pass[i + 1] - first_pass[i]);
     std::iota(order.begin(), order.end(), Int{0});
     std::stable_sort(order.begin(), order.end(), [&](Int a, Int b) { return cost[a] > cost[b]; });
     for (Int n = 0; n < count; ++n) {

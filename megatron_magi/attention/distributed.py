@@ -24,6 +24,7 @@ from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resol
 from megatron_magi.plan import RankPlan, Schedule, StepKind
 
 _DEFAULTS = MagiConfig()
+_PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
 """Kinds of calls that are remembered with a plan; trainers have a few."""
 
@@ -136,15 +137,19 @@ def distributed_attention(
 
 def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | None:
     """Of calls that differ in nothing but addresses and content of their tensors; None where that cannot be told."""
-    tensors = (q, k, v) if sink is None else (q, k, v, sink)
-    if not all(isinstance(t, torch.Tensor) for t in tensors):
-        return None
-    if not all(o is None or type(o) in (float, int, bool, str) for o in options):
-        return None
+    for t in (q, k, v) if sink is None else (q, k, v, sink):
+        if not isinstance(t, torch.Tensor):
+            return None
+    for option in options:
+        if option is not None and type(option) not in _PLAIN:
+            return None
     # Group and configuration are kept by the call, so that no others can have their identities.
     return (
         id(group), id(config), options, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-        *[(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors],
+        q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        sink if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad),
     )  # fmt: skip
 
 
