@@ -39,6 +39,7 @@ class _Call:
     Attributes:
         record, backward_record: what other ranks must mean too.
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
+        delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
         sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
 
@@ -58,6 +59,7 @@ class _Call:
     backward_record: AttentionCall
     hints: tuple[tuple[dict[str, dict], dict[str, dict]], ...]
     sums_meet: bool
+    delta_memo: dict | None
 
     @property
     def accumulates(self) -> bool:
@@ -195,6 +197,7 @@ def _make_call(
         backward_record=record._replace(operation="attention backward", gradient=False),
         hints=tuple(({"memo": {}}, {"memo": {}}) if remembers else ({}, {}) for _ in plan.bands),
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
+        delta_memo={} if remembers else None,
     )
 
 
@@ -275,7 +278,10 @@ class _DistributedAttention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         with _calls(call.group, call.cp_size, call.config) as calls:
             _agree(calls, call.backward_record, (q, k, v, sink), call, ctx.plan, dout)
-            delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
+            if call.delta_memo is None:
+                delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
+            else:
+                delta = call.module.row_delta(dout, out, call.delta_memo)
             dsink = None
             if sink is not None and ctx.needs_input_grad[3]:
                 dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)

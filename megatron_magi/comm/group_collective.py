@@ -484,5 +484,5 @@ def _check_reduce(tensors: Sequence[torch.Tensor], args: GroupCastArgs, into: Se
             raise ValueError(f"into: {list(y.shape)} on {y.device} does not fit rows {list(x.shape[1:])} on {x.device}")
         if y.shape[0] < args.num_rows_min:
             raise ValueError(f"into: {y.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
-        if y.shape[0] and not y[0].is_contiguous():
+        if not y.is_contiguous() and y.shape[0] and not y[0].is_contiguous():
             raise ValueError("into: rows must be contiguous")

@@ -16,20 +16,26 @@ _ZEROING_BLOCKS = 1024
 _DELTA_ELEMENTS = 8 * 256 * 4  # of out, of a block of the kernel for delta
 
 
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:
     """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``; of an out in fp32, as stages have it, by torch.
+
+    ``memo`` remembers how, for calls that differ in nothing but addresses and the layout of ``dout``.
 
     Raises:
         ValueError: the device or head dim is not supported.
     """
+    if memo:
+        known = memo.get((dout.dtype, dout.stride()))
+        if known is not None and not (dout.data_ptr() | out.data_ptr()) % 16:
+            return _fire_delta(known, dout, out)
     num_rows, num_heads, head_dim = out.shape
     if out.dtype.itemsize > 2:
         return row_products(dout, out)
     check_support(out, (head_dim, head_dim), hopper_kernels.DELTA_DIMS)
+    given = dout, out
     dout, out = loadable(in_dtype(dout, out.dtype)), loadable(out)
-    delta = torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
-    if not delta.numel():
-        return delta
+    if not out.numel():
+        return torch.empty((num_rows, num_heads), dtype=torch.float32, device=out.device)
 
     def make() -> Launch:
         params = RowDeltaParams(
@@ -41,6 +47,13 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
         return Launch(kernel, -(-num_rows * num_heads * head_dim // _DELTA_ELEMENTS), params)
 
     launch = prepared(("row_delta", out.device, out.dtype, out.shape, dout.stride(), out.stride()), make)
+    if memo is not None and given[0] is dout and given[1] is out:
+        memo[dout.dtype, dout.stride()] = launch
+    return _fire_delta(launch, dout, out)
+
+
+def _fire_delta(launch: Launch, dout: Tensor, out: Tensor) -> Tensor:
+    delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
     with launch.lock:
         params = launch.params
         params.dout, params.out, params.delta = dout.data_ptr(), out.data_ptr(), delta.data_ptr()
