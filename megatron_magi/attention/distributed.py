@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ class _Call:
     return_max_logits: bool
     record: AttentionCall
     backward_record: AttentionCall
-    hints: tuple[tuple[dict[str, dict], dict[str, dict]], ...]
+    hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
     sums_meet: bool
     delta_memo: dict | None
 
@@ -195,7 +196,11 @@ def _make_call(
         return_max_logits=return_max_logits,
         record=record,
         backward_record=record._replace(operation="attention backward", gradient=False),
-        hints=tuple(({"memo": {}}, {"memo": {}}) if remembers else ({}, {}) for _ in plan.bands),
+        # Weak: what is remembered holds device memory, which those bound who make it.
+        hints=tuple(
+            ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
+            for _ in plan.bands
+        ),
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
     )

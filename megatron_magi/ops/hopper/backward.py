@@ -5,6 +5,7 @@ What a pass over tensors of one layout does, for one mask, is found out once (`_
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -61,7 +62,7 @@ def backward(
     grads: Grads,
     accumulate: bool,
     accumulate_keys: bool | None = None,
-    memo: dict | None = None,
+    memo: MutableMapping | None = None,
     parts: Parts | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.

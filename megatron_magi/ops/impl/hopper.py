@@ -8,7 +8,7 @@ by zero.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -68,7 +68,7 @@ def forward(
     accumulate: bool,
     sink_lse: Tensor | None,
     return_max_logits: bool,
-    memo: dict | None = None,
+    memo: MutableMapping | None = None,
 ) -> Tensor | None:
     """Writes attention to ``out`` and ``lse``, or merges it into them; see `slice_attention_forward`.
 
