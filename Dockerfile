@@ -53,7 +53,8 @@ COPY csrc csrc
 COPY megatron_magi megatron_magi
 RUN uv build --wheel --no-build-isolation --python /opt/venv/bin/python --out-dir /dist \
     && uv pip install --no-deps --target /package /dist/*.whl \
-    && test -d /package/megatron_magi/prebuilt && ls /package/megatron_magi/plan/_solver*.so
+    && test -d /package/megatron_magi/prebuilt && ls /package/megatron_magi/plan/_solver*.so \
+    /package/megatron_magi/ops/hopper/_tiles*.so
 
 FROM base
 RUN useradd --create-home --uid 1000 magi

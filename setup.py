@@ -17,16 +17,19 @@ from setuptools.command.build_py import build_py
 SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")} | {"csrc", "csrc/attention"})
 
 
-# The planner in C++: a plain library that is loaded by ctypes. Where it cannot be compiled, a notice says so and the
-# planner in Python is used. Results must equal Python's, so no a * b + c may be contracted.
-SOLVER = Extension(
-    "megatron_magi.plan._solver",
-    sources=["csrc/solver/solver.cpp"],
-    depends=[path.as_posix() for path in sorted(Path("csrc/solver").glob("*.hpp"))],
-    extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
-    language="c++",
-    optional=True,
-)
+# The planner in C++, of batches and of tiles: plain libraries, loaded by ctypes. Where they cannot be compiled, a
+# notice says so and the planner in Python is used. Results must equal Python's, so no a * b + c may be contracted.
+SOLVERS = [
+    Extension(
+        name,
+        sources=[f"csrc/solver/{source}.cpp"],
+        depends=[path.as_posix() for path in sorted(Path("csrc/solver").glob("*.hpp"))],
+        extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
+        language="c++",
+        optional=True,
+    )
+    for name, source in (("megatron_magi.plan._solver", "solver"), ("megatron_magi.ops.hopper._tiles", "tiles"))
+]
 
 
 class BuildSolver(build_ext):
@@ -61,6 +64,6 @@ setup(
     package_dir={"megatron_magi.csrc": "csrc"},
     package_data={"megatron_magi": ["py.typed"], "": ["*.cu", "*.cuh"]},
     include_package_data=False,
-    ext_modules=[SOLVER],
+    ext_modules=SOLVERS,
     cmdclass={"build_ext": BuildSolver, "build_py": BuildWithKernels},
 )

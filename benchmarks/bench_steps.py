@@ -30,10 +30,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_magi.attention import AttnShape, PreparedBatch, distributed_attention, prepare_batch
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
-from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, varlen
+from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import RankPlan, make_plan
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
@@ -125,7 +126,7 @@ def time_steps(steps: Steps, plans: Iterator[tuple[RankPlan, bool]]) -> float:
 
 def forget() -> None:
     """Empties what is kept of masks on the device."""
-    for kept in (hopper_plan._plans, hopper_launch._launches):
+    for kept in (hopper_plan._plans, hopper._passes, hopper_backward._passes):
         kept.drop(lambda _key: True)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -20,15 +22,33 @@ from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, check_tensor, make_options
 from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
-from megatron_magi.plan import RankPlan, StepKind
+from megatron_magi.plan import RankPlan, Schedule, StepKind
+
+_DEFAULTS = MagiConfig()
+_PLAIN = (float, int, bool, str)
+_MOST_CALLS = 64
+"""Kinds of calls that are remembered with a plan; trainers have a few."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What one call of the operator fixes besides its tensors."""
+    """What calls fix that differ in nothing but addresses and content of their tensors.
 
-    plan: RankPlan
+    It is kept with the plan, to which it does not refer: a cycle would keep device memory until the garbage collector
+    runs.
+
+    Attributes:
+        record, backward_record: what other ranks must mean too.
+        hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
+        delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
+        sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
+    """
+
+    schedule: Schedule
+    bands: tuple[np.ndarray, ...]
     casts: tuple[GroupCastArgs, ...]
+    plan_hash: int
+    cp_size: int
     group: dist.ProcessGroup | None
     config: MagiConfig
     module: ModuleType  # the implementation
@@ -36,6 +56,16 @@ class _Call:
     backward_options: AttnOptions
     sink_layout: str
     return_max_logits: bool
+    record: AttentionCall
+    backward_record: AttentionCall
+    hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
+    sums_meet: bool
+    delta_memo: dict | None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether several stages' partial results meet, and are kept wide until the end."""
+        return bool(self.casts)
 
 
 @torch.compiler.disable
@@ -84,54 +114,115 @@ def distributed_attention(
             not finite, in the backward too.
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
-    config = MagiConfig() if config is None else config
-    with _calls(group, rank_plan, config) as calls:
-        _check_inputs(q, k, v, rank_plan, group)
-        _check_sink(sink, sink_layout, q)
-        attend = config.attend
-        # Where nothing is fetched, no collective runs beside attention.
-        margins = (attend.forward_sm_margin, attend.backward_sm_margin) if rank_plan.degree else (0, 0)
-        options = [make_options(q, softmax_scale, softcap, attend.deterministic, margin) for margin in margins]
-        call = _Call(
-            plan=rank_plan,
-            casts=plan_casts(rank_plan, q.device),
-            group=group,
-            config=config,
-            module=resolve_impl(attend.impl, q, v, options[0].deterministic),
-            forward_options=options[0],
-            backward_options=options[1],
-            sink_layout=sink_layout,
-            return_max_logits=return_max_logits,
-        )
-        _agree(calls, "attention", (q, k, v, sink), call)
-        out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call)
+    config = _DEFAULTS if config is None else config
+    with _calls(group, rank_plan.cp_size, config) as calls:
+        key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
+        known = rank_plan.runtime.setdefault("calls", {})
+        call = known.get(key)
+        if call is None:
+            _check_inputs(q, k, v, rank_plan, group)
+            _check_sink(sink, sink_layout, q)
+            call = _make_call(
+                q, k, v, sink, rank_plan, group, config, sink_layout, softmax_scale, softcap, return_max_logits
+            )
+            if len(known) >= _MOST_CALLS:
+                known.clear()
+            if key is not None:
+                known[key] = call
+        _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
+        if call.record.gradient:
+            out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
+        else:
+            with torch.no_grad():
+                out, lse, max_logits = _Forward(q, k, v, sink, call).run()
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
 
-def _calls(group: dist.ProcessGroup | None, plan: RankPlan, config: MagiConfig) -> CallLog | NoCalls:
-    return calls_of(group, plan.cp_size, config.comm.verify or config.attend.sanity_check)
+def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | None:
+    """Of calls that differ in nothing but addresses and content of their tensors; None where that cannot be told."""
+    for t in (q, k, v) if sink is None else (q, k, v, sink):
+        if not isinstance(t, torch.Tensor):
+            return None
+    for option in options:
+        if option is not None and type(option) not in _PLAIN:
+            return None
+    # Group and configuration are kept by the call, so that no others can have their identities.
+    return (
+        id(group), id(config), options, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        sink if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad),
+    )  # fmt: skip
+
+
+def _make_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    plan: RankPlan,
+    group: dist.ProcessGroup | None,
+    config: MagiConfig,
+    sink_layout: str,
+    softmax_scale: float | None,
+    softcap: float,
+    return_max_logits: bool,
+) -> _Call:
+    attend = config.attend
+    # Where nothing is fetched, no collective runs beside attention.
+    margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
+    options = [make_options(q, softmax_scale, softcap, attend.deterministic, margin) for margin in margins]
+    module = resolve_impl(attend.impl, q, v, options[0].deterministic)
+    record = AttentionCall.of(
+        "attention", q, k, v, sink,
+        sink_layout=sink_layout, softmax_scale=options[0].softmax_scale, softcap=options[0].softcap,
+        max_logits=return_max_logits, sanity_check=attend.sanity_check,
+    )  # fmt: skip
+    remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
+    num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
+    return _Call(
+        schedule=plan.schedule,
+        bands=plan.bands,
+        casts=casts,
+        plan_hash=plan.plan_hash,
+        cp_size=plan.cp_size,
+        group=group,
+        config=config,
+        module=module,
+        forward_options=options[0],
+        backward_options=options[1],
+        sink_layout=sink_layout,
+        return_max_logits=return_max_logits,
+        record=record,
+        backward_record=record._replace(operation="attention backward", gradient=False),
+        # Weak: what is remembered holds device memory, which those bound who make it.
+        hints=tuple(
+            ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
+            for _ in plan.bands
+        ),
+        sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
+        delta_memo={} if remembers else None,
+    )
+
+
+def _calls(group: dist.ProcessGroup | None, cp_size: int, config: MagiConfig) -> CallLog | NoCalls:
+    return calls_of(group, cp_size, config.comm.verify or config.attend.sanity_check)
 
 
 def _agree(
-    calls: CallLog | NoCalls, operation: str, qkv_sink: tuple, call: _Call, dout: torch.Tensor | None = None
+    calls: CallLog | NoCalls,
+    record: AttentionCall,
+    qkv_sink: tuple,
+    call: _Call,
+    plan: RankPlan,
+    dout: torch.Tensor | None = None,
 ) -> None:
     """Before anything is sent: the ranks mean the same, and where that was asked for tensors are finite."""
-    checks = call.config.attend.sanity_check
-    if checks:
+    if record.sanity_check:
         tensors = dict(zip(("q", "k", "v", "sink", "dout"), (*qkv_sink, dout), strict=True))
-        require_finite(tensors, describe_row(call.plan))
-    if isinstance(calls, NoCalls):
-        return
-    record = AttentionCall.of(
-        operation,
-        *qkv_sink,
-        sink_layout=call.sink_layout,
-        softmax_scale=call.forward_options.softmax_scale,
-        softcap=call.forward_options.softcap,
-        max_logits=call.return_max_logits,
-        sanity_check=checks,
-    )
-    calls.agree(record, call.plan.plan_hash, always=checks)
+        require_finite(tensors, describe_row(plan))
+    calls.agree(record, call.plan_hash, always=record.sanity_check)
 
 
 def _check_inputs(
@@ -171,10 +262,10 @@ def _check_sink(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None
 
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, sink, call: _Call):
+    def forward(ctx: Any, q, k, v, sink, call: _Call, plan: RankPlan):
         walk = _Forward(q, k, v, sink, call)
         out, lse, max_logits = walk.run()
-        ctx.call = call
+        ctx.call, ctx.plan = call, plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sink, out, lse, *walk.saved_keys)
         ctx.mark_non_differentiable(lse)
@@ -190,14 +281,17 @@ class _DistributedAttention(torch.autograd.Function):
         if dout is None:
             # Nothing depends on the output here, but other ranks' keys may need this rank to take part.
             dout = torch.zeros_like(out)
-        with _calls(call.group, call.plan, call.config) as calls:
-            _agree(calls, "attention backward", (q, k, v, sink), call, dout)
-            delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
+        with _calls(call.group, call.cp_size, call.config) as calls:
+            _agree(calls, call.backward_record, (q, k, v, sink), call, ctx.plan, dout)
+            if call.delta_memo is None:
+                delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
+            else:
+                delta = call.module.row_delta(dout, out, call.delta_memo)
             dsink = None
             if sink is not None and ctx.needs_input_grad[3]:
                 dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
             dq, dk, dv = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
-        return dq, dk, dv, dsink, None
+        return dq, dk, dv, dsink, None, None
 
 
 class _Forward:
@@ -205,7 +299,7 @@ class _Forward:
 
     def __init__(self, q, k, v, sink, call: _Call) -> None:
         self._q, self._k, self._v, self._sink, self._call = q, k, v, sink, call
-        self._plan = call.plan
+        self._schedule = call.schedule
         self._fetches: dict[int, Any] = {}
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
@@ -213,7 +307,7 @@ class _Forward:
         self.saved_keys: list[torch.Tensor] = []
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        for step in self._plan.schedule.forward:
+        for step in self._schedule.forward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
             else:
@@ -224,20 +318,21 @@ class _Forward:
 
     def _attend(self, stage: int) -> None:
         k, v = (self._k, self._v) if stage == 0 else self._fetches.pop(stage).wait()
-        if stage and stage == self._plan.schedule.saved_stage:
+        if stage and stage == self._schedule.saved_stage:
             self.saved_keys = [k, v]
         call = self._call
         self._out, self._lse, max_logits = forward_pass(
             self._q,
             k,
             v,
-            self._plan.bands[stage],
+            self._call.bands[stage],
             call.forward_options,
             call.module,
             self._sink if stage == 0 else None,  # once: it is one term of the denominator
             call.return_max_logits,
-            accumulate_dtype(self._q.dtype) if self._plan.degree else self._q.dtype,
+            accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
             None if self._out is None else (self._out, self._lse),
+            **call.hints[stage][0],
         )
         if max_logits is not None:
             seen = self._max_logits
@@ -251,7 +346,7 @@ class _Backward:
         self._dout, self._q, self._k, self._v = dout, q, k, v
         self._lse, self._delta, self._call = lse, delta, call
         self._saved_keys = saved_keys
-        self._plan = call.plan
+        self._schedule = call.schedule
         self._fetches: dict[int, Any] = {}
         self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._reduces: list[Any] = []
@@ -259,11 +354,15 @@ class _Backward:
         self._dk: torch.Tensor | None = None
         self._dv: torch.Tensor | None = None
         # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
-        self._wide = accumulate_dtype(q.dtype) if self._plan.degree else q.dtype
+        self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
         self._is_local_done = False  # then only reductions add to dk and dv
+        self._parts: dict[str, Any] = {}
+        if call.sums_meet:
+            self._parts["parts"] = call.module.Parts(len(call.bands))
+            self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        for step in self._plan.schedule.backward:
+        for step in self._schedule.backward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
             elif step.kind is StepKind.ATTEND:
@@ -275,7 +374,7 @@ class _Backward:
             handle.wait()
         assert self._dq is not None and self._dk is not None and self._dv is not None
         assert not self._fetches and not self._partial
-        return self._dq.to(self._q.dtype), self._dk.to(self._k.dtype), self._dv.to(self._v.dtype)
+        return _narrow((self._dq, self._dk, self._dv), self._q.dtype)
 
     def _attend(self, stage: int) -> None:
         call = self._call
@@ -283,10 +382,10 @@ class _Backward:
             k, v = self._k, self._v
             grad_dtype = self._wide
             # Nothing to add to yet: the gradients are written as they are, without zeros before.
-            is_first = self._dq is None
+            is_first = self._dq is None or (call.sums_meet and self._dk is None)
             into = (None, None) if is_first else self._own_gradients()
         else:
-            saved = stage == self._plan.schedule.saved_stage
+            saved = stage == self._schedule.saved_stage
             k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
             high_precision = call.config.comm.backward_high_precision_reduce
             grad_dtype = accumulate_dtype(k.dtype) if high_precision else k.dtype
@@ -298,11 +397,13 @@ class _Backward:
             (self._q, k, v),
             self._lse,
             self._delta,
-            self._plan.bands[stage],
+            self._call.bands[stage],
             call.backward_options,
             call.module,
             (self._dq, *into),
             grad_dtype,
+            **call.hints[stage][1],
+            **self._parts,
         )
         if stage:
             self._partial[stage] = (dk, dv)
@@ -338,10 +439,20 @@ def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def _narrow(grads: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The gradients in a dtype: one launch for all that have another."""
+    wide = [grad for grad in grads if grad.dtype != dtype]
+    if not wide:
+        return grads
+    narrow = [torch.empty_like(grad, dtype=dtype) for grad in wide]
+    torch._foreach_copy_(narrow, wide)
+    left = iter(narrow)
+    return tuple(grad if grad.dtype == dtype else next(left) for grad in grads)
+
+
 def _reduce_dsink(dsink: torch.Tensor, call: _Call) -> torch.Tensor:
     op = call.config.comm.dsink_all_reduce
-    plan = call.plan
-    if op == "none" or plan.cp_size == 1 or call.sink_layout != "sh":
+    if op == "none" or call.cp_size == 1 or call.sink_layout != "sh":
         return dsink
     dist.all_reduce(dsink, op=dist.ReduceOp.SUM, group=call.group)
-    return dsink / plan.cp_size if op == "avg" else dsink
+    return dsink / call.cp_size if op == "avg" else dsink

@@ -20,7 +20,7 @@ from megatron_magi.attention.runtime import peer_rows
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import Problem
-from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables
+from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.plan import RankPlan, StepKind
@@ -156,22 +156,30 @@ def _prepare_plan(
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
     dims = shape.head_dim, shape.head_dim_v
     tables = []
-    for stage, bands in enumerate(plan.bands):
-        num_keys = plan.transfers[stage - 1].num_recv if stage else plan.num_rows
-        problem = Problem(plan.num_rows, num_keys, shape.num_heads_q, shape.num_heads_kv, dims)
-        use = _backward_use(plan, shape, config, stage == first == 0) if needs_backward else None
-        table, made = make_tables(bands, problem, use)
+    num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
+    problems = [Problem(plan.num_rows, count, shape.num_heads_q, shape.num_heads_kv, dims) for count in num_keys]
+    sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
+    for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
+        use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
+        table, made = make_tables(bands, problem, use, config.dispatch.planner)
         tables.append(table)
         arrays += made
     return _PreparedPlan(plan, tuple(casts), tuple(tables))
 
 
-def _backward_use(plan: RankPlan, shape: AttnShape, config: MagiConfig, writes_dq: bool) -> BackwardUse:
+def _is_deterministic(config: MagiConfig) -> bool:
+    return config.attend.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _backward_use(
+    plan: RankPlan, shape: AttnShape, config: MagiConfig, writes_dq: bool, sums_meet: bool
+) -> BackwardUse:
     """How `megatron_magi.attention.distributed` calls the backward of a stage."""
     assert shape.num_sms is not None
-    dtype = accumulate_dtype(shape.dtype) if plan.degree else shape.dtype
+    dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
+    dq_bytes = plan.num_rows * shape.num_heads_q * shape.head_dim * dtype.itemsize
     return BackwardUse(
-        deterministic=config.attend.deterministic or torch.are_deterministic_algorithms_enabled(),
+        deterministic=_is_deterministic(config),
         num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),
-        room_bytes=plan.num_rows * shape.num_heads_q * shape.head_dim * dtype.itemsize if writes_dq else None,
+        room_bytes=dq_bytes if writes_dq or sums_meet else None,
     )

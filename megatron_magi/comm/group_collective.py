@@ -77,7 +77,8 @@ class Handle:
         self.received_bytes = received_bytes
         self._works, self._buffers = started.works, started.buffers
         self._finish: Callable[[], Any] | None = finish
-        self._stream = _raw_stream(started.buffers[0].device)
+        device = started.buffers[0].device
+        self._device, self._stream = device, _raw_stream(device)
 
     def wait(self) -> Any:
         """Waits for the rows and returns what the operation promises.
@@ -95,7 +96,7 @@ class Handle:
         # Communication runs on a stream of its own, which waited for the starting stream at the start; work.wait()
         # makes the current stream wait for it. So when both are one stream, a buffer that is freed now cannot be
         # handed out again before the communication is over. Another stream must tell the allocator.
-        if self._stream is not None and self._stream != _raw_stream(self._buffers[0].device):
+        if self._stream is not None and self._stream != _raw_stream(self._device):
             for buffer in self._buffers:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
         self._works, self._buffers = [], ()
@@ -287,6 +288,11 @@ def _row_ops(device: torch.device, impl: str) -> ModuleType:
     return gpu_rows
 
 
+def _raw_stream(device: torch.device) -> int | None:
+    """Handle of the current stream; None where there are none."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+
+
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """The backend that serves tensors of a device, None when there is none."""
     pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
@@ -303,5 +309,5 @@ def _check_reduce(tensors: Sequence[torch.Tensor], args: GroupCastArgs, into: Se
             raise ValueError(f"into: {list(y.shape)} on {y.device} does not fit rows {list(x.shape[1:])} on {x.device}")
         if y.shape[0] < args.num_rows_min:
             raise ValueError(f"into: {y.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
-        if y.shape[0] and not y[0].is_contiguous():
+        if not y.is_contiguous() and y.shape[0] and not y[0].is_contiguous():
             raise ValueError("into: rows must be contiguous")

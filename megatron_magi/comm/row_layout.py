@@ -52,17 +52,31 @@ class RowLayout:
         """Bytes of a row of each tensor."""
         return tuple(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
+    @cached_property
+    def ways(self) -> dict:
+        """What row operations have found out about this layout, by their names for it."""
+        return {}
+
     def new_buffer(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """An uninitialised buffer, uint8 ``[num_rows, row_bytes]``."""
         return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer, ``[num_rows, ...]`` each; rows are contiguous, ``row_bytes`` apart."""
-        out = []
-        for shape, dtype, offset, size in zip(self.shapes, self.dtypes, self.offsets, self.sizes, strict=True):
-            flat = buffer[:, offset : offset + size].view(dtype)
-            out.append(flat.unflatten(1, shape) if shape else flat[:, 0])
-        return out
+        num_rows, typed = buffer.shape[0], {dtype: buffer.view(dtype) for dtype in dict.fromkeys(self.dtypes)}
+        return [
+            typed[dtype].as_strided((num_rows, *shape), strides, typed[dtype].storage_offset() + first)
+            for shape, dtype, (first, strides) in zip(self.shapes, self.dtypes, self._places, strict=True)
+        ]
+
+    @cached_property
+    def _places(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Of each tensor in a buffer: where it begins, and its strides, in its elements."""
+        places = []
+        for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
+            strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+            places.append((offset // dtype.itemsize, (self.row_bytes // dtype.itemsize, *strides)))
+        return places
 
 
 _layout = lru_cache(maxsize=64)(RowLayout.make)

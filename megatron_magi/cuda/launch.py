@@ -1,7 +1,7 @@
 """Launches that are prepared once: a call only fills in addresses.
 
-Everything else about a launch (kernel, grid, shapes, strides, options, tensor maps but for their addresses) depends on
-the key that it is kept under.
+A `Launch` is kept for tensors of one layout: kernel, strides, options, tensor maps. What depends on the mask beside is
+a few numbers, `Numbers`, kept for the mask and set when another mask's were there before.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_magi.cuda.driver import Kernel
 from megatron_magi.lru import LruCache
 
 _MAP_BYTES = 128
-_MAX_LAUNCHES = 1024
-_MAX_BYTES = 512 << 20  # of device memory, of the plans that launches keep
-_launches: LruCache[tuple, Launch] = LruCache(_MAX_BYTES, _MAX_LAUNCHES)
+MAX_LAUNCHES = 1024
+MAX_BYTES = 512 << 20  # of device memory, of the plans that numbers keep
+_launches: LruCache[tuple, Launch] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 class Tables(Protocol):
@@ -34,6 +34,24 @@ class Tables(Protocol):
         """What the current stream queues from now on finds the tables there, and keeps their memory as long."""
 
 
+class Numbers:
+    """What a launch is told of one mask.
+
+    Args:
+        plan: whose memory the numbers point to; it is kept.
+        num_blocks: grid.
+        fields: of the parameters.
+
+    Attributes:
+        plan, num_blocks, fields: as given.
+        token: stands for these numbers, and keeps nothing alive.
+    """
+
+    def __init__(self, plan: Tables, num_blocks: int, **fields: int) -> None:
+        self.plan, self.num_blocks, self.fields, self.token = plan, num_blocks, fields, object()
+        plan.hold_for_stream()
+
+
 class Launch:
     """A kernel with its parameters in memory.
 
@@ -42,11 +60,9 @@ class Launch:
         num_blocks: grid.
         params: parameter struct, which begins with its tensor maps.
         maps: for each tensor map a tensor of the right shape, the rows of its box, and its heads if not one.
-        plan: whose memory the parameters point to, if one's; it is kept.
 
     Attributes:
         params: the struct; set addresses in it while holding `lock`, then `fire`.
-        plan: as given.
     """
 
     def __init__(
@@ -55,23 +71,38 @@ class Launch:
         num_blocks: int,
         params: ctypes.Structure,
         maps: tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...] = (),
-        plan: Tables | None = None,
     ) -> None:
         size = ctypes.sizeof(params)
         self._memory = ctypes.create_string_buffer(size + 64)  # tensor maps are aligned to 64 bytes
         self._address = (ctypes.addressof(self._memory) + 63) // 64 * 64
         ctypes.memmove(self._address, ctypes.addressof(params), size)
         self.params = type(params).from_address(self._address)
-        for i, described in enumerate(maps):
-            ctypes.memmove(self._address + i * _MAP_BYTES, hopper_driver.tensor_map(*described), _MAP_BYTES)
-        self._map_addresses = [tensor.data_ptr() for tensor, *_ in maps]
-        self._kernel, self.plan = kernel, plan
+        self._boxes = [box for _, *box in maps]
+        self._map_rows, self._map_addresses = [0] * len(maps), [0] * len(maps)
+        for i, (tensor, *_) in enumerate(maps):
+            self._describe(i, tensor)
+        self._kernel, self._token = kernel, None
         self._config = hopper_driver.LaunchConfig(kernel, num_blocks)
         self._config_address = ctypes.addressof(self._config)
-        if plan is not None:
-            plan.hold_for_stream()
         self._pointers = (ctypes.c_void_p * 1)(self._address)
         self.lock = threading.Lock()
+
+    def _describe(self, i: int, tensor: Tensor) -> None:
+        encoded = hopper_driver.tensor_map(tensor, *self._boxes[i])
+        ctypes.memmove(self._address + i * _MAP_BYTES, encoded, _MAP_BYTES)
+        self._map_rows[i], self._map_addresses[i] = tensor.shape[0], tensor.data_ptr()
+
+    def take(self, numbers: Numbers, *mapped: Tensor) -> None:
+        """Sets a mask's numbers, and rows of tensor maps to those of the tensors ``mapped``, in their order."""
+        if self._token is numbers.token:
+            return
+        for name, value in numbers.fields.items():
+            setattr(self.params, name, value)
+        self._config.grid[0] = numbers.num_blocks
+        for i, tensor in enumerate(mapped):
+            if tensor.shape[0] != self._map_rows[i]:
+                self._describe(i, tensor)
+        self._token = numbers.token
 
     def point_maps(self, *addresses: int) -> None:
         """Sets the addresses of the tensor maps, in their order."""
@@ -91,15 +122,10 @@ class Launch:
         self._kernel.launch(self._config_address, self._pointers)
 
 
-def known(key: tuple) -> Launch | None:
-    """The launch kept under a key, None if there is none."""
-    return _launches.get(key)
-
-
 def prepared(key: tuple, make: Callable[[], Launch]) -> Launch:
     """The launch kept under a key, made when it is first asked for."""
-    found = known(key)
+    found = _launches.get(key)
     if found is None:
         found = make()
-        _launches.put(key, found, 0 if found.plan is None else found.plan.num_bytes)
+        _launches.put(key, found, 0)
     return found

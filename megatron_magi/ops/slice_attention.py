@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,8 +142,9 @@ def forward_pass(
     return_max_logits: bool,
     out_dtype: torch.dtype | None = None,
     into: tuple[Tensor, Tensor] | None = None,
+    **hints: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`slice_attention_forward` of checked arguments, where no gradients are recorded."""
+    """`slice_attention_forward` of checked arguments, where no gradients are recorded; ``hints``: the module's own."""
     dtype = accumulate_dtype(q.dtype)
     if into is None:
         shape = (*q.shape[:2], v.shape[2])
@@ -156,6 +158,7 @@ def forward_pass(
         max_logits = module.forward(
             q, k, v, bands, options,
             out=out, lse=lse, accumulate=into is not None, sink_lse=sink, return_max_logits=return_max_logits,
+            **hints,
         )  # fmt: skip
     return out, lse, max_logits
 
@@ -239,8 +242,9 @@ def backward_pass(
     module: ModuleType,
     given: tuple[Tensor | None, Tensor | None, Tensor | None],
     grad_dtype: torch.dtype,
+    **hints: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`slice_attention_backward` of checked arguments, where no gradients are recorded."""
+    """`slice_attention_backward` of checked arguments, where no gradients are recorded; ``hints``: the module's own."""
     adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
     dq, dk, dv = (t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(qkv, given, strict=True))
     if adds_keys:
@@ -249,7 +253,8 @@ def backward_pass(
                 grad.zero_()
     with _no_autocast(dout):
         module.backward(
-            dout, *qkv, lse, delta, bands, options, grads=(dq, dk, dv), accumulate=adds, accumulate_keys=adds_keys
+            dout, *qkv, lse, delta, bands, options, grads=(dq, dk, dv), accumulate=adds, accumulate_keys=adds_keys,
+            **hints,
         )  # fmt: skip
     return dq, dk, dv
 

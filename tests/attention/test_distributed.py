@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.attention.runtime import plan_casts
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import resolve_impl
@@ -323,7 +323,7 @@ def test_device_copies_live_and_die_with_their_plan() -> None:
     plan = make_plan(cs.documents([8]), cp_size=1)
     x = torch.zeros(8, 2, 8)
     distributed_attention(x, x, x, plan.for_rank(0), None)
-    assert list(plan.for_rank(0).runtime) == ["cpu"]
+    assert set(plan.for_rank(0).runtime) == {"cpu", "calls"}
     assert np.array_equal(plan.for_rank(0).bands[0], plan.mask.bands)
 
 
@@ -334,6 +334,51 @@ def test_device_copies_are_freed_with_their_plan_without_a_garbage_collection() 
     gc.disable()
     try:
         del plan, casts
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None:
+    import megatron_magi.attention.distributed as module
+
+    made = []
+    make = module._make_call
+    monkeypatch.setattr(module, "_make_call", lambda *args: made.append(args) or make(*args))
+    plan, config = make_plan(cs.documents([8])).for_rank(0), MagiConfig()
+    x = torch.randn(8, 2, 8)
+
+    def run(*qkv: torch.Tensor, **options) -> int:
+        made.clear()
+        out, _ = distributed_attention(*qkv, plan, None, **{"config": config, **options})
+        expected, _ = distributed_attention(*qkv, make_plan(cs.documents([8])).for_rank(0), None, **options)
+        assert torch.equal(out, expected)
+        return len(made) - 1
+
+    wide, other = torch.randn(8, 4, 8)[:, ::2], MagiConfig(attend=AttendConfig(impl="reference"))
+    sink = torch.zeros(1, 2)
+    kinds = [((x, x, x), {}), ((wide, x, x), {}), ((x, x, x), {"softcap": 2}), ((x.double(),) * 3, {})]
+    kinds += [((x, x, x), {"config": other}), ((x, x, x), {"sink": sink}), ((x, x, x.clone().requires_grad_()), {})]
+    assert [run(*qkv, **options) for qkv, options in kinds] == [1] * len(kinds)
+    assert [
+        run(*(t.clone() if t.is_contiguous() and not t.requires_grad else t for t in qkv), **options)
+        for qkv, options in kinds
+    ] == [0] * len(kinds)
+    for _ in range(2):  # no number that could be told from others without reading it
+        assert run(x, x, x, softmax_scale=torch.tensor(0.5)) == 1
+    monkeypatch.setattr(module, "_MOST_CALLS", 3)
+    assert run(x, x, x, softcap=3.0) == 1 and len(plan.runtime["calls"]) == 1
+
+
+def test_a_plan_with_its_calls_is_freed_without_a_garbage_collection() -> None:
+    plan = make_plan(cs.documents([64])).for_rank(0)
+    x = torch.randn(64, 2, 8, requires_grad=True)
+    out = distributed_attention(x, x, x, plan, None)[0]
+    out.sum().backward()
+    alive = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan, out
         assert alive() is None
     finally:
         gc.enable()
@@ -378,10 +423,10 @@ def spied_backward(rank: int, num_ranks: int, case: cs.Case) -> list[tuple[str, 
 
     passes, original = [], module.backward_pass
 
-    def recording(dout, qkv, lse, delta, bands, options, impl, given, grad_dtype):
+    def recording(dout, qkv, lse, delta, bands, options, impl, given, *rest, **hints):
         named = zip(("dq", "dk", "dv"), given, strict=True)
         passes.append(tuple(name for name, grad in named if grad is not None))
-        return original(dout, qkv, lse, delta, bands, options, impl, given, grad_dtype)
+        return original(dout, qkv, lse, delta, bands, options, impl, given, *rest, **hints)
 
     module.backward_pass = recording
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,9 @@ from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
+from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import make_plan
 from megatron_magi.upload import PackedArrays, pack
 from tests.attention import cases as cs
@@ -85,6 +88,7 @@ MASKS = {
     "short": builders.varlen(doc_lengths=[64] * 32),
     "causal": builders.causal(4096),
     "window": builders.sliding_window(2048, left=100, right=0),
+    "many": builders.varlen(doc_lengths=[300] * 7),
     "empty": AttnMask([(0, 700, 0, 700, 0)], total_seqlen_q=2048),
 }
 
@@ -124,6 +128,54 @@ def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone,
                     ]
                     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         assert {"forward", "prepare"} <= set(launched)
+
+
+@pytest.mark.parametrize(
+    ("mask", "backward"),
+    [
+        ("causal", ["prepare", "backward", "finish_keys", "prepare", "backward", "finish_keys", "finish_dq"]),
+        ("many", ["prepare", "backward", "backward", "finish_dq"]),
+    ],
+)
+def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mask, backward):
+    """The kernels of a call with a remote stage: at most ten, with two that pack rows and one that adds them."""
+    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig(verify=False), overlap=OverlapConfig(degree=1))
+    plan = make_plan(MASKS[mask], config, 2).for_rank(0)
+    shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
+    with fake_driver(monkeypatch) as launched:
+        q, k, v = tensors(plan.num_rows, shape)
+        for _ in range(3):
+            launched.clear()
+            out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
+            grads = torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+            assert launched == ["forward", "forward", "row_delta", *backward]
+            assert all(grad.dtype == torch.bfloat16 and grad.is_contiguous() for grad in grads)
+    assert len(launched) + 3 <= 10 or mask == "causal"
+
+
+def test_a_plan_that_is_kept_keeps_no_more_tables_than_the_cache_of_passes(monkeypatch, one_rank_alone):
+    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig(verify=False))
+    plan = make_plan(MASKS["documents"], config, 2).for_rank(0)
+    with fake_driver(monkeypatch):
+        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1, 1))
+        q, k, v = tensors(plan.num_rows, SHAPE)
+        made = []
+        device_plan = hopper_plan.device_plan
+        monkeypatch.setattr(
+            hopper_plan, "device_plan", lambda *args: made.append(weakref.ref(p := device_plan(*args))) or p
+        )
+        for _ in range(3):
+            out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        num_made = len(made)
+        assert num_made == 2 * len(plan.bands), "made once for each pass"
+        for module in (hopper, hopper_backward):
+            module._passes.drop(lambda _key: True)
+        alive = [ref() for ref in made if ref() is not None]
+        assert len(alive) <= 1, "that in the cache of plans"
+        del alive
+        distributed_attention(q, k, v, plan, one_rank_alone, config=config)
+        assert len(made) == num_made + len(plan.bands)
 
 
 def refuse(monkeypatch) -> None:

@@ -27,6 +27,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     for module in (hopper, backward, backward_ends):
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)
     monkeypatch.setattr(launch, "_launches", LruCache(1 << 30))
+    for module in (hopper, backward):
+        monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
     known = (
         kernels.forward_kernel, kernels.backward_kernel, kernels.backward_keys_kernel,
         kernels.backward_queries_kernel, kernels.small_kernel,

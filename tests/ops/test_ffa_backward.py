@@ -175,6 +175,34 @@ def test_lse_of_more_keys_gives_the_part_of_these_keys(dims, way):
     assert_as_good("dq", dq, plain[0], exact[0])
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (2, 2)])
+@pytest.mark.parametrize("rows", [500, 5000])
+@pytest.mark.parametrize("way", ["summed"], indirect=True)
+def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads):
+    """Long tiles too, whose sums of dk and dv lie in dq until then; and again, with what was remembered."""
+    keys = rows + 200
+    whole = make_inputs(MASKS["causal"](rows, keys), rows, keys, heads=heads)
+    out, lse, _ = run_forward(whole)
+    plain, exact = plain_attention(whole)[1:], exact_backward(whole)
+    delta, memos = hopper.row_delta(whole.dout, out), [{} for _ in range(3)]
+    for _ in range(3):
+        dq, parts = poisoned(whole.q.shape, whole.q.dtype), hopper.Parts(3)
+        for memo, k0, k1 in zip(memos, (0, 300, 350), (300, 350, keys), strict=True):
+            part = whole.bands.copy()
+            part[:, 2:4] = np.clip(part[:, 2:4], k0, k1) - k0
+            part[:, 4:6] = (-(1 << 40), part[0, 5] - k0)
+            k, v = whole.k[k0:k1], whole.v[k0:k1]
+            dk, dv = poisoned(k.shape, torch.float32), poisoned(v.shape, torch.float32)
+            hopper.backward(
+                whole.dout, whole.q, k, v, lse, delta, part, whole.options,
+                grads=(dq, dk, dv), accumulate=True, accumulate_keys=False, memo=memo, parts=parts,
+            )  # fmt: skip
+            for i, got in enumerate((dk, dv), 1):
+                assert_as_good(("dq", "dk", "dv")[i], got, plain[i][k0:k1], exact[i][k0:k1])
+        assert_as_good("dq", dq, plain[0], exact[0])
+        assert parts.left == 0 and all(memos)
+
+
 def test_row_delta_is_the_row_sum_and_ignores_garbage_where_out_is_zero():
     x = make_inputs(MASKS["documents"](390, 400), 390, 400)
     out, _, _ = run_forward(x)

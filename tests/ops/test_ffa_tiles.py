@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import bands as bd
+from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_bands
+from megatron_magi.ops.hopper import native
 from megatron_magi.ops.hopper.cuts import _segment_columns
+from megatron_magi.ops.hopper.plan import Tiling, make_host_plan
 from megatron_magi.ops.hopper.schedule import best_splits
 from megatron_magi.ops.hopper.tiles import (
     EVERYTHING,
@@ -22,6 +27,7 @@ from megatron_magi.ops.hopper.tiles import (
     plan_tiles,
     transpose,
 )
+from megatron_magi.plan import make_plan
 
 
 def check_plan(plan: TilePlan, visible: np.ndarray, align: int = 1, parts: int = 2) -> None:
@@ -120,6 +126,80 @@ def test_every_visible_pair_is_in_exactly_one_pass(data, num_rows, num_columns):
     plan = plan_tiles(bands, num_rows, block_m, block_n, align=align, **options)
     check_plan(plan, visible, align, parts)
     check_plan(descending(plan), visible, align, parts)
+
+
+built = pytest.mark.skipif(not native.available(), reason="the planner in C++ is not built")
+
+
+def assert_planned_alike(bands: np.ndarray, *sizes: int, **options) -> None:
+    ours, theirs = plan_tiles(bands, *sizes, **options), native.plan_tiles(bands, *sizes, **options)
+    for field in dataclasses.fields(TilePlan):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype, field.name
+            np.testing.assert_array_equal(a, b, field.name)
+        else:
+            assert a == b
+
+
+@built
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), num_rows=st.integers(1, 700), num_columns=st.integers(1, 700))
+def test_tiles_of_any_mask_are_those_of_the_planner_in_python(data, num_rows, num_columns):
+    bands = data.draw(disjoint_bands(num_rows, num_columns))
+    block_m, block_n = data.draw(st.sampled_from(SHAPES))
+    assert_planned_alike(
+        bands, num_rows, block_m, block_n,
+        align=data.draw(st.sampled_from([1, 2, UNIT])), hide_tail=data.draw(st.booleans()),
+        parts=data.draw(st.sampled_from([3] if block_m % 3 == 0 else [1, 2])),
+        packed=data.draw(st.sampled_from([1, 8])),
+    )  # fmt: skip
+
+
+@built
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
+    kind=st.sampled_from(["causal", "full", "window"]),
+    num_ranks=st.integers(1, 6),
+    algorithm=st.sampled_from(["affinity", "min_heap"]),
+    shape=st.sampled_from(SHAPES),
+    backward=st.booleans(),
+)
+def test_tiles_of_stages_are_those_of_the_planner_in_python(lengths, kind, num_ranks, algorithm, shape, backward):
+    if kind == "window":
+        mask = builders.sliding_window(left=100, right=0, doc_lengths=lengths)
+    else:
+        mask = builders.varlen(doc_lengths=lengths, causal=kind == "causal")
+    if sum(lengths) < num_ranks:
+        return
+    plan = make_plan(mask, MagiConfig(dispatch=DispatchConfig(algorithm=algorithm)), num_ranks).for_rank(0)
+    for stage, bands in enumerate(plan.bands):
+        rows = (plan.transfers[stage - 1].num_recv if stage else plan.num_rows) if backward else plan.num_rows
+        if rows:
+            bands = transpose(bands) if backward else bands
+            assert_planned_alike(bands, rows, *shape, align=UNIT if backward else 1, hide_tail=backward, parts=1)
+
+
+@built
+def test_masks_with_many_ranges_are_planned_alike():
+    for mask in (
+        builders.varlen(doc_lengths=[7] * 900),
+        builders.causal(5000),
+        builders.prefix_tree([40, 300, 70], [[0, 1], [0, 2]])[0],
+    ):
+        for bands in (mask.bands, transpose(mask.bands), mask.bands[:0]):
+            assert_planned_alike(bands, mask.total_seqlen_q, 128, 64, align=UNIT)
+
+
+def test_which_planner_plans_tiles(monkeypatch):
+    bands, tiling = builders.causal(300).bands, Tiling(True, 300, (128, 64))
+    plans = [make_host_plan(bands, tiling, planner) for planner in ("auto", "python")]
+    np.testing.assert_array_equal(plans[0].table, plans[1].table)
+    monkeypatch.setattr(native, "_library", lambda: None)
+    np.testing.assert_array_equal(make_host_plan(bands, tiling).table, plans[1].table)
+    with pytest.raises(ValueError, match=r"^planner:"):
+        make_host_plan(bands, tiling, "native")
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,8 +9,10 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from math import prod
+from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,8 @@ _THREADS = 256
 _MAX_BLOCKS = 132 * 8
 _IN_FLIGHT = 4  # units that a thread copies at a time
 _WIDEST = 16  # bytes of an access
-_ROWS = "8Q8q4i2i"  # RowTensors of rows.cuh
+_ROWS = "8Q8q4i2i"  # RowTensors of rows.cuh: addresses, and what is fixed
+_ADDRESSES, _FIXED = struct.Struct(_ROWS[:2]), struct.Struct(_ROWS[2:])
 _ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
 
 _Rows = tuple[int, int, int]
@@ -40,34 +43,56 @@ def runs_on(device: torch.device) -> bool:
 
 def pack_rows(tensors: Sequence[Tensor], index: Tensor | None, layout: RowLayout, buffer: Tensor) -> None:
     """See `megatron_magi.comm.rows.pack_rows`."""
-    tensors = [_with_rows(x) for x in tensors]
-    _gather([_rows_of(x) for x in tensors], _parts(buffer, layout), index, buffer)
+    addresses, base = [x.data_ptr() for x in tensors], buffer.data_ptr()
+    key = "pack", buffer.device.index, _low_bits(base, *addresses), *[x.stride() for x in tensors]
+    way = layout.ways.get(key)
+    if way is None:
+        tensors = [_with_rows(x) for x in tensors]
+        rows = [_rows_of(x) for x in tensors]
+        way = _gather_way(rows, _parts(buffer, layout), buffer.device)
+        if [address for address, _, _ in rows] == addresses:
+            layout.ways[key] = way
+        addresses = [address for address, _, _ in rows]
+    parts = [base + offset for offset in layout.offsets]
+    way.fire(addresses, parts, buffer.shape[0], 0 if index is None else index.data_ptr())
 
 
 def unpack_rows(buffer: Tensor, index: Tensor | None, layout: RowLayout) -> list[Tensor]:
     """See `megatron_magi.comm.rows.unpack_rows`."""
     if index is None:
         return layout.views(buffer)
-    out = [buffer.new_empty((buffer.shape[0], *s), dtype=t) for s, t in zip(layout.shapes, layout.dtypes, strict=True)]
-    _gather(_parts(buffer, layout), [_rows_of(x) for x in out], index, buffer)
+    num_rows, base = buffer.shape[0], buffer.data_ptr()
+    out = [buffer.new_empty((num_rows, *s), dtype=t) for s, t in zip(layout.shapes, layout.dtypes, strict=True)]
+    addresses = [x.data_ptr() for x in out]
+    key = "unpack", buffer.device.index, _low_bits(base, *addresses)
+    way = layout.ways.get(key)
+    if way is None:
+        way = layout.ways[key] = _gather_way(_parts(buffer, layout), [_rows_of(x) for x in out], buffer.device)
+    way.fire([base + offset for offset in layout.offsets], addresses, num_rows, index.data_ptr())
     return out
 
 
 def add_rows(buffer: Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequence[Tensor]) -> None:
     """See `megatron_magi.comm.rows.add_rows`."""
     num_rows, from_dtype, to_dtype = arrivals.rows.shape[0], layout.dtypes[0], into[0].dtype
-    if not num_rows or not buffer.shape[0] or not layout.sizes[0]:
+    if not buffer.shape[0] or not layout.sizes[0]:
         return
-    sources, results = _parts(buffer, layout), [_rows_of(x) for x in into]
-    vector = min(
-        _divisor(sources) // from_dtype.itemsize,
-        _divisor(results) // to_dtype.itemsize,
-        _WIDEST // max(from_dtype.itemsize, to_dtype.itemsize),
-    )
-    units = [size // (vector * from_dtype.itemsize) for _, _, size in sources]
+    addresses, base = [x.data_ptr() for x in into], buffer.data_ptr()
+    key = "add", buffer.device.index, to_dtype, _low_bits(base, *addresses), *[x.stride() for x in into]
+    way = layout.ways.get(key)
+    if way is None:
+        sources, results = _parts(buffer, layout), [_rows_of(x) for x in into]
+        vector = min(
+            _divisor(sources) // from_dtype.itemsize,
+            _divisor(results) // to_dtype.itemsize,
+            _WIDEST // max(from_dtype.itemsize, to_dtype.itemsize),
+        )
+        units = [size // (vector * from_dtype.itemsize) for _, _, size in sources]
+        kernel = _sum_kernel(buffer.device, _ELEMENTS[from_dtype], _ELEMENTS[to_dtype], vector)
+        way = layout.ways[key] = _Way([kernel.part(sources, results, units, max(units), range(len(units)))])
+    parts = [base + offset for offset in layout.offsets]
     tables = arrivals.rows.data_ptr(), arrivals.starts.data_ptr(), arrivals.sources.data_ptr()
-    kernel = _sum_kernel(buffer.device, _ELEMENTS[from_dtype], _ELEMENTS[to_dtype], vector)
-    kernel.fire(sources, results, units, max(units), num_rows, tables)
+    way.fire(parts, addresses, num_rows, *tables)
 
 
 def can_add(layout: RowLayout, into: Sequence[Tensor]) -> bool:
@@ -79,18 +104,19 @@ def can_add(layout: RowLayout, into: Sequence[Tensor]) -> bool:
     return equal and (partial == torch.float64) == (wide == torch.float64)
 
 
-def _gather(sources: list[_Rows], results: list[_Rows], index: Tensor | None, buffer: Tensor) -> None:
-    num_rows = buffer.shape[0]
-    pairs = [pair for pair in zip(sources, results, strict=True) if pair[0][2]]
-    if not num_rows or not pairs:
-        return
-    for i in range(0, len(pairs), _MAX_TENSORS):
-        some_sources, some_results = zip(*pairs[i : i + _MAX_TENSORS], strict=True)
-        unit = min(_divisor(some_sources), _divisor(some_results), _WIDEST)
-        units = [size // unit for _, _, size in some_sources]
-        kernel = _gather_kernel(buffer.device, unit)
-        address = 0 if index is None else index.data_ptr()
-        kernel.fire(some_sources, some_results, units, -(-max(units) // _IN_FLIGHT), num_rows, (address,))
+def _gather_way(sources: list[_Rows], results: list[_Rows], device: torch.device) -> _Way:
+    """How rows that lie like these are copied."""
+    some = [i for i, (_, _, size) in enumerate(sources) if size]
+    parts = []
+    for at in range(0, len(some), _MAX_TENSORS):
+        which = some[at : at + _MAX_TENSORS]
+        of_sources, of_results = [sources[i] for i in which], [results[i] for i in which]
+        unit = min(_divisor(of_sources), _divisor(of_results), _WIDEST)
+        units = [size // unit for _, _, size in of_sources]
+        parts.append(
+            _gather_kernel(device, unit).part(of_sources, of_results, units, -(-max(units) // _IN_FLIGHT), which)
+        )
+    return _Way(parts)
 
 
 def _with_rows(x: Tensor) -> Tensor:
@@ -124,42 +150,72 @@ def _divisor(rows: Sequence[_Rows]) -> int:
     return bits & -bits
 
 
+def _low_bits(*addresses: int) -> int:
+    """What addresses say of the widest access."""
+    return reduce(or_, addresses) % _WIDEST
+
+
+class _Part(NamedTuple):
+    """A launch over some of the tensors of a call; their addresses and the number of rows come with the call."""
+
+    kernel: _RowKernel
+    fixed: bytes
+    log2_lanes: int
+    which: Sequence[int]
+
+
+class _Way(NamedTuple):
+    """The launches of a row operation on tensors that lie alike."""
+
+    parts: list[_Part]
+
+    def fire(self, sources: Sequence[int], results: Sequence[int], num_rows: int, *tables: int) -> None:
+        """Queues the kernels on the current stream; ``sources``, ``results``: addresses of the tensors' rows."""
+        if num_rows:
+            for part in self.parts:
+                part.kernel.fire(part, sources, results, num_rows, tables)
+
+
 class _RowKernel:
     """A kernel with room for its parameters, on one device."""
 
     def __init__(self, device: torch.device, name: str, defines: tuple[str, ...], tail: str) -> None:
         image = build(f"group_collective/{name}.cu", defines)
         self._kernel = load_kernel(image, f"magi_{name}", _THREADS, 0, device)
-        self._layout = struct.Struct(_ROWS + tail)
-        self._params = ctypes.create_string_buffer(self._layout.size)
+        self._tail, self._tail_at = struct.Struct(tail), struct.calcsize(_ROWS)
+        self._params = ctypes.create_string_buffer(struct.calcsize(_ROWS + tail))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._config = LaunchConfig(self._kernel, 1)
+        self._config_address = ctypes.addressof(self._config)
         self._lock = threading.Lock()
         self._device = device
 
-    def fire(
-        self,
-        sources: Sequence[_Rows],
-        results: Sequence[_Rows],
-        units: Sequence[int],
-        lanes: int,
-        num_rows: int,
-        tables: tuple[int, ...],
-    ) -> None:
-        """Queues the kernel on the current stream; ``lanes``: threads that a row is worth."""
+    def part(
+        self, sources: Sequence[_Rows], results: Sequence[_Rows], units: Sequence[int], lanes: int, which: Sequence[int]
+    ) -> _Part:
+        """A launch over tensors that lie like these; ``lanes``: threads that a row is worth."""
         rest = (0,) * (_MAX_TENSORS - len(units))
         log2_lanes = min(lanes - 1, _THREADS - 1).bit_length()
-        values = (
-            *(address for address, _, _ in sources), *rest, *(address for address, _, _ in results), *rest,
+        fixed = _FIXED.pack(
             *(stride for _, stride, _ in sources), *rest, *(stride for _, stride, _ in results), *rest,
-            *units, *rest, len(units), log2_lanes, *tables, num_rows,
+            *units, *rest, len(units), log2_lanes,
         )  # fmt: skip
-        config = self._config
+        return _Part(self, fixed, log2_lanes, which)
+
+    def fire(
+        self, part: _Part, sources: Sequence[int], results: Sequence[int], num_rows: int, tables: tuple[int, ...]
+    ) -> None:
+        """Queues a launch on the current stream."""
+        rest = (0,) * (_MAX_TENSORS - len(part.which))
+        addresses = *[sources[i] for i in part.which], *rest, *[results[i] for i in part.which], *rest
+        config, params = self._config, self._params
         with self._lock:
-            self._layout.pack_into(self._params, 0, *values)
+            _ADDRESSES.pack_into(params, 0, *addresses)
+            ctypes.memmove(ctypes.byref(params, _ADDRESSES.size), part.fixed, _FIXED.size)
+            self._tail.pack_into(params, self._tail_at, *tables, num_rows)
             config.stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-            config.grid[0] = min(-(-(num_rows << log2_lanes) // _THREADS), _MAX_BLOCKS)
-            self._kernel.launch(ctypes.addressof(config), self._pointers)
+            config.grid[0] = min(-(-(num_rows << part.log2_lanes) // _THREADS), _MAX_BLOCKS)
+            self._kernel.launch(self._config_address, self._pointers)
 
 
 @cache

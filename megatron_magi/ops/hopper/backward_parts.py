@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
-from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.cuda.launch import Launch, Numbers, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward_ends import RowStats
-from megatron_magi.ops.hopper.choices import query_tiles
 from megatron_magi.ops.hopper.params import BackwardPartParams
-from megatron_magi.ops.hopper.plan import DevicePlan, Tiling
+from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.hopper.support import (
     COUNTER_BYTES,
     LOG2_E,
     grid_size,
-    may_overlap,
-    problem_of,
     query_box,
     row_work,
     work_counter,
@@ -28,20 +22,20 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v, dout, as the copy engine can read them."""
 
 
-def key_gradients(
+def keys_launch(
     inputs: Inputs,
-    stats: RowStats,
-    bands: np.ndarray,
+    stats_row: int,
     options: AttnOptions,
     plan: DevicePlan,
     splits: int,
     store: int,
     grads: tuple[Tensor, Tensor],
     stream: int,
-) -> None:
+) -> tuple[Launch, Numbers]:
     """Writes dk and dv, or adds to them.
 
     Args:
+        stats_row: from the row statistics of a head to those of the next.
         plan: of the transposed mask, tiles as in `PART_TILES`.
         splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
             ``store`` adds.
@@ -53,80 +47,63 @@ def key_gradients(
 
     def make() -> Launch:
         num_heads = q.shape[1] // plan.packed
-        work = {"num_heads": num_heads, "group": num_heads // k.shape[1], "log2_packed": plan.log2_packed}
-        params = _params(inputs, stats, options, plan, work, store, stream)
-        params.splits, params.heads_inner = splits, int(plan.host.heads_inner)
+        params = _params(inputs, stats_row, options, store, stream)
+        params.num_heads, params.group, params.log2_packed = num_heads, num_heads // k.shape[1], plan.log2_packed
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
         kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0)
-        grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
         maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
-        return Launch(kernel, grid, params, maps, plan=plan)
+        return Launch(kernel, 1, params, maps)
 
-    launch = prepared((*_key("backward_keys", inputs, bands, options, store, grads), stream), make)
-    with launch.lock:
-        launch.params.dk, launch.params.dv = dk.data_ptr(), dv.data_ptr()
-        _fire(launch, inputs, stats, stream, options)
+    grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
+    numbers = _numbers(plan, grid, splits=splits, heads_inner=int(plan.host.heads_inner))
+    return prepared(_key("backward_keys", inputs, options, plan, store, grads, stream), make), numbers
 
 
-def query_gradient(
-    inputs: Inputs, stats: RowStats, bands: np.ndarray, options: AttnOptions, store: int, grad: Tensor, stream: int
-) -> None:
-    """Writes dq, or adds to it; arguments as in `key_gradients`.
+def queries_launch(
+    inputs: Inputs, stats_row: int, options: AttnOptions, plan: DevicePlan, store: int, grad: Tensor, stream: int
+) -> tuple[Launch, Numbers]:
+    """Writes dq, or adds to it; arguments as in `keys_launch`, ``plan``: tiles as in `query_tiles`.
 
     Hold `stream_lock` from the kernel for dk and dv on: this one begins before that is complete, and takes it that the
     kernels before that are.
     """
     q, k, v, dout = inputs
-    num_heads, dims = q.shape[1], (q.shape[2], v.shape[2])
-    tiles = query_tiles(problem_of(q, k, v), stats.packed)
-    block = tiles.shape[1]
+    dims = q.shape[2], v.shape[2]
+    block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
-        plan = hopper_plan.device_plan(bands, Tiling(False, q.shape[0], *tiles), q.device)
-        params = _params(inputs, stats, options, plan, row_work(plan, num_heads, block, k, v), store, stream)
+        params = _params(inputs, stats_row, options, store, stream)
         params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
-        grid = grid_size(q.device, plan.num_tiles * params.num_heads, options.sm_margin)
         stored = query_box(grad if grad.dtype == q.dtype else q, 16, plan)
         maps = (query_box(q, 64, plan), (k, block), (v, block), query_box(dout, 64, plan), stored)
-        return Launch(kernel, grid, params, maps, plan=plan)
+        return Launch(kernel, 1, params, maps)
 
-    launch = prepared((*_key("backward_queries", inputs, bands, options, store, (grad,)), stream), make)
-    with launch.lock:
-        launch.params.dq = grad.data_ptr()
-        _fire(launch, (*inputs, grad), stats, stream, options)
+    work = row_work(plan, q.shape[1], block, k, v)
+    numbers = _numbers(plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin), **work)
+    return prepared(_key("backward_queries", inputs, options, plan, store, (grad,), stream), make), numbers
 
 
-def _params(
-    inputs: Inputs,
-    stats: RowStats,
-    options: AttnOptions,
-    plan: DevicePlan,
-    work: dict[str, int],
-    store: int,
-    stream: int,
-) -> BackwardPartParams:
-    """What both kernels are told, ``work`` of each beside; addresses of tensors come with the launch."""
-    q = inputs[0]
+def _params(inputs: Inputs, stats_row: int, options: AttnOptions, store: int, stream: int) -> BackwardPartParams:
+    """What both kernels are told beside a mask's numbers; addresses of tensors come with the launch."""
     softcap, scale = options.softcap, options.softmax_scale
     return BackwardPartParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-        counter=work_counter(q.device, stream).data_ptr(),
-        num_tiles=plan.num_tiles, **work,
-        stats_row=stats.row, store=store,
+        counter=work_counter(inputs[0].device, stream).data_ptr(), stats_row=stats_row, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
 
 
-def _key(name: str, inputs: Inputs, bands: np.ndarray, options: AttnOptions, store: int, grads) -> tuple:
-    q, _, v, _ = inputs
+def _numbers(plan: DevicePlan, num_blocks: int, **work: int) -> Numbers:
+    return Numbers(
+        plan, num_blocks, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+        num_tiles=plan.num_tiles, **work,
+    )  # fmt: skip
+
+
+def _key(name: str, inputs: Inputs, options: AttnOptions, plan: DevicePlan, store: int, grads, stream: int) -> tuple:
+    q, k, v, _ = inputs
     strides = tuple(t.stride() for t in (*inputs, *grads))
-    return name, hopper_plan.content_digest(bands), q.device, q.dtype, options, store, q.shape, v.shape, strides
-
-
-def _fire(launch: Launch, maps: tuple[Tensor, ...], stats: RowStats, stream: int, options: AttnOptions) -> None:
-    launch.point_maps(*(t.data_ptr() for t in maps))
-    launch.params.lse, launch.params.delta = stats.lse, stats.delta
-    launch.fire(stream, may_overlap(options))
+    shapes = q.shape, k.shape[1:], v.shape[1:]
+    return name, q.device, stream, q.dtype, options, plan.packed, store, *shapes, *strides

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_magi.ops.hopper import kernels as hopper_kernels
@@ -97,6 +98,14 @@ def backward_choice(facts: MaskFacts, problem: Problem, deterministic: bool) -> 
     adds_dq = whole and not deterministic and sums_pay(facts, problem, packed)
     # Sums of packed heads would leave the L2 cache, and are of one head.
     return BackwardChoice(whole, adds_dq, shape, 1 if adds_dq else packed)
+
+
+def sums_meet(choices: Sequence[BackwardChoice], problems: Sequence[Problem]) -> bool:
+    """Whether backward passes of the same queries, over keys of their own, add dq in one place, which the last writes.
+
+    Else each adds what it has summed to dq.
+    """
+    return len(choices) > 1 and all(c.adds_dq for c in choices) and all(p.num_rows and p.num_keys for p in problems)
 
 
 def query_tiles(problem: Problem, packed: int) -> RowTiles:

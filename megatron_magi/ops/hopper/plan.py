@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
+from megatron_magi.ops.hopper import native
 from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.choices import MaskFacts
@@ -179,15 +180,16 @@ class Tiling(NamedTuple):
     packed: int = 1
 
 
-def make_host_plan(bands: np.ndarray, tiling: Tiling) -> HostPlan:
-    """The plan of a mask, on the CPU."""
+def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> HostPlan:
+    """The plan of a mask, on the CPU; ``planner``: see `native.chosen`."""
     is_backward, rows, shape, packed = tiling
+    plan_tiles = native.plan_tiles if native.chosen(planner) else hopper_tiles.plan_tiles
     if not is_backward:
         places, keys = shape
-        plan = hopper_tiles.plan_tiles(bands, rows, places // packed, keys, parts=places // 64)
+        plan = plan_tiles(bands, rows, places // packed, keys, parts=places // 64)
         return HostPlan.of(plan, (0.0, 0.0), packed)
     keys, queries = shape
-    plan = hopper_tiles.plan_tiles(
+    plan = plan_tiles(
         hopper_tiles.transpose(bands), rows, keys, queries // packed,
         align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
     )  # fmt: skip

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.choices import MaskFacts, Problem, backward_choice, forward_tiles, most_apart, query_tiles
+from megatron_magi.ops.hopper.choices import (
+    MaskFacts,
+    Problem,
+    backward_choice,
+    forward_tiles,
+    most_apart,
+    query_tiles,
+    sums_meet,
+)
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.ops.hopper.schedule import Schedule
 
@@ -74,8 +82,17 @@ class MaskTables:
             hopper_plan.keep(self.digest, tiling, plan)
 
 
+def masks_meet(masks: Sequence[np.ndarray], problems: Sequence[Problem], deterministic: bool) -> bool:
+    """`choices.sums_meet` of backward passes over masks; with ``problems`` of the same queries."""
+    if not all(p.num_rows for p in problems):
+        return False
+    facts = map(hopper_plan.mask_facts, masks)
+    chosen = [backward_choice(f, p, deterministic) for f, p in zip(facts, problems, strict=True)]
+    return sums_meet(chosen, problems)
+
+
 def make_tables(
-    bands: np.ndarray, problem: Problem, backward: BackwardUse | None
+    bands: np.ndarray, problem: Problem, backward: BackwardUse | None, planner: str = "auto"
 ) -> tuple[MaskTables, list[np.ndarray]]:
     """Tables of a mask, on the CPU.
 
@@ -83,6 +100,8 @@ def make_tables(
         bands: int64 ``[n, 6]``.
         problem: shape of the passes.
         backward: how the backward will be called; None where there is none.
+        planner: ``native`` plans tiles in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is
+            built.
 
     Returns:
         ``(tables, arrays)``: the arrays are to be copied to the device, and then given to `MaskTables.keep`.
@@ -92,18 +111,18 @@ def make_tables(
         return MaskTables(digest, facts, (), ()), []
     plans: dict[Tiling, HostPlan] = {}
     schedules: list[tuple[Tiling, tuple, Schedule]] = []
-    _make(bands, plans, Tiling(False, problem.num_rows, *forward_tiles(facts, problem)))
+    _make(bands, plans, planner, Tiling(False, problem.num_rows, *forward_tiles(facts, problem)))
     if backward is not None:
         choice = backward_choice(facts, problem, backward.deterministic)
         tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
-        plan = _make(bands, plans, tiling)
+        plan = _make(bands, plans, planner, tiling)
         if choice.whole:
             apart = most_apart(choice, problem, backward.room_bytes)
             group = problem.group // choice.packed
             key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, backward.num_sms, apart)
             schedules.append((tiling, key, plan.schedule(*key)))
         if not choice.adds_dq:
-            _make(bands, plans, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
+            _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
     tables = MaskTables(
         digest,
         facts,
@@ -113,7 +132,7 @@ def make_tables(
     return tables, [*(plan.table for plan in plans.values()), *(made.items for *_, made in schedules)]
 
 
-def _make(bands: np.ndarray, plans: dict[Tiling, HostPlan], tiling: Tiling) -> HostPlan:
+def _make(bands: np.ndarray, plans: dict[Tiling, HostPlan], planner: str, tiling: Tiling) -> HostPlan:
     if tiling not in plans:
-        plans[tiling] = hopper_plan.make_host_plan(bands, tiling)
+        plans[tiling] = hopper_plan.make_host_plan(bands, tiling, planner)
     return plans[tiling]

@@ -8,6 +8,7 @@ by zero.
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
-from megatron_magi.cuda.launch import Launch, known, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import backward
+from megatron_magi.ops.hopper.backward import Parts, backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.params import ForwardParams
 from megatron_magi.ops.hopper.plan import Tiling
+from megatron_magi.ops.hopper.prepare import masks_meet
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -41,10 +44,14 @@ from megatron_magi.ops.hopper.support import (
 )
 from megatron_magi.ops.options import AttnOptions
 
-__all__ = ["backward", "forward", "is_supported", "num_processors", "row_delta", "say_why_not", "takes"]
+__all__ = ["Parts", "backward", "forward", "is_supported", "num_processors", "row_delta", "say_why_not", "takes"]
 
 logger = logging.getLogger(__name__)
 
+TAKES_MEMO = True
+"""`forward` and `backward` take a dictionary in which they remember what calls that differ in addresses alone share."""
+
+_passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING_SEEN.setflags(write=False)
 
@@ -61,23 +68,31 @@ def forward(
     accumulate: bool,
     sink_lse: Tensor | None,
     return_max_logits: bool,
+    memo: MutableMapping | None = None,
 ) -> Tensor | None:
     """Writes attention to ``out`` and ``lse``, or merges it into them; see `slice_attention_forward`.
+
+    ``memo`` remembers how, for calls that differ in nothing but addresses.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
     num_rows, num_heads, _ = q.shape
     max_logits = q.new_full((num_heads,), -torch.inf, dtype=torch.float32) if return_max_logits else None
     if num_rows == 0 or (k.shape[0] == 0 and accumulate and sink_lse is None):
         return max_logits
-    stream = current_stream(q.device)
     if sink_lse is not None:
         sink_lse = in_dtype(sink_lse, torch.float32).expand(num_rows, num_heads)
-    # Most calls: tensors that lie as those of an earlier call did, whose launch needs new addresses and nothing else.
-    launch = known(_key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream))
-    if launch is not None and _fire(launch, q, k, v, out, lse, sink_lse, max_logits, stream):
+    if memo:  # most calls: tensors that lie as those of an earlier call did
+        known = memo.get(current_stream(q.device))
+        if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
+            return max_logits
+    check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
+    stream = current_stream(q.device)
+    known = _passes.get(_key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream))
+    if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
+        if memo is not None:
+            memo[stream] = known
         return max_logits
     q, k, v = map(loadable, (q, k, v))
     if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
@@ -86,11 +101,12 @@ def forward(
     direct = out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out)
     target = out if direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     target_lse = in_dtype(lse, torch.float32)
-    launch = prepared(
-        _key(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream),
-        lambda: _prepare_forward(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream),
-    )
-    fired = _fire(launch, q, k, v, target, target_lse, sink_lse, max_logits, stream)
+    key = _key(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
+    known = _passes.get(key)
+    if known is None:
+        known = _Pass(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
+        _passes.put(key, known, known.plan.num_bytes)
+    fired = known.run(q, k, v, target, target_lse, sink_lse, max_logits)
     assert fired
     if target is not out:
         out.copy_(target)
@@ -100,28 +116,76 @@ def forward(
 
 
 def _key(q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream: int) -> tuple:
-    """Of a launch: all that it depends on but addresses."""
+    """Of a pass: all that it depends on but addresses."""
     return (
-        "forward", hopper_plan.content_digest(bands), q.device, stream, q.dtype, out.dtype, lse.dtype, options,
+        hopper_plan.content_digest(bands), q.device, stream, q.dtype, out.dtype, lse.dtype, options,
         accumulate, q.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
         None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
 
 
-def _fire(launch: Launch, q, k, v, out, lse, sink_lse, max_logits, stream: int) -> bool:
-    """Queues a launch that was prepared for tensors like these; False if one does not begin where a tensor map can."""
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    to = out.data_ptr()
-    if (addresses[0] | addresses[1] | addresses[2] | to) % 16:
-        return False
-    with launch.lock:
-        launch.point_maps(*addresses, to)
-        params = launch.params
-        params.out, params.lse = to, lse.data_ptr()
-        params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
-        params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
-        launch.fire(stream)
-    return True
+class _Pass:
+    """The kernel of a forward pass over tensors of one layout, on one stream.
+
+    Attributes:
+        plan: the tiles of the mask.
+    """
+
+    def __init__(self, q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream: int) -> None:
+        dims = (q.shape[2], v.shape[2])
+        num_rows, num_heads, _ = q.shape
+        tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem_of(q, k, v))
+        self.plan = hopper_plan.device_plan(bands, Tiling(False, num_rows, tile, packed), q.device)
+        plan = self.plan
+        # What sees nothing adds nothing; such tiles are the last.
+        adds_alone = accumulate and sink_lse is None
+        num_tiles = int(np.count_nonzero(plan.host.costs)) if adds_alone else plan.num_tiles
+        work = row_work(plan, num_heads, tile[1], k, v)
+        grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
+        self._stream = stream
+        self._numbers = Numbers(
+            plan, grid, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+            num_tiles=num_tiles, **work,
+        )  # fmt: skip
+
+        def make() -> Launch:
+            softcap, scale = options.softcap, options.softmax_scale
+            params = ForwardParams(
+                counter=work_counter(q.device, stream).data_ptr(),
+                out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
+                logit_scale=softcap or scale,
+                scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
+                accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
+            )  # fmt: skip
+            if sink_lse is not None:
+                params.sink_row, params.sink_head = sink_lse.stride()
+            kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0)
+            # What is written in 32 bits is written without a map.
+            stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
+            return Launch(kernel, 1, params, (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored))
+
+        key = (
+            "forward", q.device, stream, q.dtype, out.dtype, options, accumulate, tile, packed, q.shape, k.shape[1:],
+            v.shape[1:], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
+            None if sink_lse is None else sink_lse.stride(),
+        )  # fmt: skip
+        self._launch = prepared(key, make)
+
+    def run(self, q, k, v, out, lse, sink_lse, max_logits) -> bool:
+        """Queues the kernel for tensors like these; False if one does not begin where a tensor map can."""
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        to, launch = out.data_ptr(), self._launch
+        if (addresses[0] | addresses[1] | addresses[2] | to) % 16:
+            return False
+        with launch.lock:
+            launch.take(self._numbers, q, k, v)
+            launch.point_maps(*addresses, to)
+            params = launch.params
+            params.out, params.lse = to, lse.data_ptr()
+            params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
+            params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
+            launch.fire(self._stream)
+        return True
 
 
 def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
@@ -135,6 +199,14 @@ def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bo
     return kernels_exist(device, dtype, dims, hopper_kernels.BACKWARD_DIMS)
 
 
+def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:
+    """Whether backward passes over several stages, ``bands`` and ``num_keys`` of each, are to be `Parts` of one."""
+    if not is_supported(q, v, options.deterministic):
+        return False
+    problems = [problem_of(q, k, v)._replace(num_keys=count) for count in num_keys]
+    return masks_meet(bands, problems, options.deterministic)
+
+
 def say_why_not(q: Tensor, v: Tensor) -> None:
     """Logs why tensors on a GPU are left to a slower implementation, each reason once."""
     _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
@@ -144,31 +216,3 @@ def say_why_not(q: Tensor, v: Tensor) -> None:
 def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     reason = why_not(device, dtype, dims, hopper_kernels.BACKWARD_DIMS)
     logger.warning("attention falls back to the blocked implementation, which is slower: %s", reason)
-
-
-def _prepare_forward(q, k, v, bands, options, out, lse, accumulate: bool, sink_lse, stream: int) -> Launch:
-    dims = (q.shape[2], v.shape[2])
-    num_rows, num_heads, _ = q.shape
-    tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem_of(q, k, v))
-    plan = hopper_plan.device_plan(bands, Tiling(False, num_rows, tile, packed), q.device)
-    work = row_work(plan, num_heads, tile[1], k, v)
-    softcap, scale = options.softcap, options.softmax_scale
-    # What sees nothing adds nothing; such tiles are the last.
-    num_tiles = int(np.count_nonzero(plan.host.costs)) if accumulate and sink_lse is None else plan.num_tiles
-    params = ForwardParams(
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-        counter=work_counter(q.device, stream).data_ptr(),
-        out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-        num_tiles=num_tiles, logit_scale=softcap or scale,
-        scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-        accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
-        **work,
-    )  # fmt: skip
-    if sink_lse is not None:
-        params.sink_row, params.sink_head = sink_lse.stride()
-    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0)
-    grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
-    # What is written in 32 bits is written without a map.
-    stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
-    maps = (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored)
-    return Launch(kernel, grid, params, maps, plan=plan)

@@ -1,0 +1,40 @@
+// What megatron_magi/ops/hopper/native.py calls. A plan is begun, its passes are found here or given, and it is written
+// to memory of the caller, which ends it. Every number is that of the planner in Python.
+#include "tiles.hpp"
+
+#define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
+
+using magi::Int;
+using magi::Tiles;
+
+static_assert(sizeof(magi::Band) == 6 * sizeof(Int));
+
+// Raised whenever results or arguments change: a library that was built from other sources is not used.
+MAGI_EXPORT Int magi_tiles_version() { return 1; }
+
+// `counts` receives the number of tiles, of pieces, and of passes; -1 where these are to be given.
+MAGI_EXPORT Tiles* magi_tiles_begin(const magi::Band* bands, Int count, const magi::TileShape* shape, Int* counts) {
+  auto* tiles = new Tiles(bands, count, *shape);
+  const bool done = tiles->assign();
+  counts[0] = tiles->num_tiles(), counts[1] = tiles->num_pieces(), counts[2] = done ? tiles->num_passes() : -1;
+  return tiles;
+}
+
+// The pieces of a plan whose passes are to be given, and their tiles.
+MAGI_EXPORT void magi_tiles_pieces(const Tiles* tiles, magi::Band* pieces, Int* tile) {
+  std::copy(tiles->pieces.begin(), tiles->pieces.end(), pieces);
+  std::copy(tiles->tile.begin(), tiles->tile.end(), tile);
+}
+
+MAGI_EXPORT void magi_tiles_give(Tiles* tiles, const magi::Band* pieces, const Int* pass_of_piece, Int num_pieces,
+                                 const Int* pass_tile, Int num_passes) {
+  tiles->pieces.assign(pieces, pieces + num_pieces);
+  tiles->pass_of_piece.assign(pass_of_piece, pass_of_piece + num_pieces);
+  tiles->tile.assign(pass_tile, pass_tile + num_passes);
+}
+
+MAGI_EXPORT void magi_tiles_end(Tiles* tiles, std::int32_t* of_tiles, std::int32_t* passes, std::int32_t* bounds,
+                                Int* costs) {
+  tiles->write(of_tiles, passes, bounds, costs);
+  delete tiles;
+}

@@ -1,0 +1,316 @@
+// Tiles of a mask for the attention kernels: the meaning of each function is that of its namesake in
+// megatron_magi/ops/hopper/tiles.py and cuts.py.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+namespace magi {
+
+using Int = std::int64_t;
+using Ints = std::vector<Int>;
+
+constexpr Int kNoDiagonal = Int{1} << 40;
+constexpr Int kEverything = Int{1} << 30;
+
+struct Band {
+  Int q0, q1, k0, k1, d_lo, d_hi;
+
+  bool is_rectangle() const { return d_lo == -kNoDiagonal && d_hi == kNoDiagonal; }
+
+  // Makes it as small as it can be; false if nothing is left.
+  bool tighten() {
+    if (d_lo >= d_hi) return false;
+    q0 = std::max(q0, k0 - d_hi + 1);
+    q1 = std::min(q1, k1 - d_lo);
+    k0 = std::max(k0, q0 + d_lo);
+    k1 = std::min(k1, q1 - 1 + d_hi);
+    if (q0 >= q1 || k0 >= k1) return false;
+    if (q1 - 1 + d_lo <= k0) d_lo = -kNoDiagonal;
+    if (q0 + d_hi >= k1) d_hi = kNoDiagonal;
+    return true;
+  }
+};
+using Bands = std::vector<Band>;
+
+struct Range {
+  Int begin, end;
+  bool operator<(const Range& other) const { return begin < other.begin; }
+};
+using Ranges = std::vector<Range>;
+
+inline Int floor_div(Int a, Int b) { return a / b - (a % b < 0); }
+inline Int ceil_div(Int a, Int b) { return -floor_div(-a, b); }
+
+// The union, sorted.
+inline Ranges merged(Ranges ranges) {
+  std::sort(ranges.begin(), ranges.end());
+  Ranges out;
+  for (const Range& range : ranges) {
+    if (out.empty() || range.begin > out.back().end) {
+      out.push_back(range);
+    } else {
+      out.back().end = std::max(out.back().end, range.end);
+    }
+  }
+  return out;
+}
+
+inline Int total(const Ranges& ranges) {
+  return std::accumulate(ranges.begin(), ranges.end(), Int{0},
+                         [](Int sum, const Range& range) { return sum + range.end - range.begin; });
+}
+
+// Columns in both, of two unions.
+inline Int common(const Ranges& a, const Ranges& b) {
+  Int sum = 0;
+  for (std::size_t i = 0, j = 0; i < a.size() && j < b.size(); a[i].end < b[j].end ? ++i : ++j)
+    sum += std::max<Int>(0, std::min(a[i].end, b[j].end) - std::max(a[i].begin, b[j].begin));
+  return sum;
+}
+
+// Cuts bands at rows; `visit` gets each piece, tight, and its segment, by bands and then by segments.
+template <typename Visit>
+void cut_rows(const Bands& bands, const Ints& bounds, Visit visit) {
+  const Int last = static_cast<Int>(bounds.size()) - 1;
+  for (const Band& band : bands) {
+    Int i = std::upper_bound(bounds.begin() + 1, bounds.end(), band.q0) - bounds.begin() - 1;
+    for (; i < last && bounds[i] < band.q1; ++i) {
+      Band piece = band;
+      piece.q0 = std::max(band.q0, bounds[i]), piece.q1 = std::min(band.q1, bounds[i + 1]);
+      if (piece.tighten()) visit(piece, i);
+    }
+  }
+}
+
+// Joins rectangles of the same rows whose columns touch.
+inline Bands join_columns(const Bands& bands) {
+  Bands sorted = bands;
+  std::stable_sort(sorted.begin(), sorted.end(), [](const Band& a, const Band& b) {
+    return a.q0 != b.q0 ? a.q0 < b.q0 : a.q1 != b.q1 ? a.q1 < b.q1 : a.k0 < b.k0;
+  });
+  Bands out;
+  const Band* before = nullptr;
+  for (const Band& band : sorted) {
+    if (before && band.q0 == before->q0 && band.q1 == before->q1 && band.k0 == before->k1 &&
+        before->d_hi == kNoDiagonal && band.d_lo == -kNoDiagonal) {
+      out.back().k1 = band.k1, out.back().d_hi = band.d_hi;
+    } else {
+      out.push_back(band);
+    }
+    before = &band;
+  }
+  return out.size() == bands.size() ? bands : out;
+}
+
+struct Columns {
+  Ints length, shared;
+};
+
+// Of the rows between two breaks: columns that they see, and those of them that the rows before see too.
+inline Columns segment_columns(const Bands& bands, const Ints& breaks) {
+  const Int count = static_cast<Int>(breaks.size()) - 1;
+  Columns out{Ints(count), Ints(count)};
+  if (!std::all_of(bands.begin(), bands.end(), [](const Band& band) { return band.is_rectangle(); })) {
+    std::vector<Ranges> seen(count);
+    cut_rows(bands, breaks, [&](const Band& piece, Int i) { seen[i].push_back({piece.k0, piece.k1}); });
+    for (Int i = 0; i < count; ++i) {
+      seen[i] = merged(std::move(seen[i]));
+      out.length[i] = total(seen[i]);
+      out.shared[i] = i ? common(seen[i], seen[i - 1]) : 0;
+    }
+    return out;
+  }
+  // Of disjoint rectangles all but those that end or begin go on at a break.
+  Ints begun(count + 1), ended(count + 1);
+  std::vector<Ranges> changed(count + 1);
+  for (const Band& band : bands) {
+    const auto at = [&](Int row) { return std::lower_bound(breaks.begin(), breaks.end(), row) - breaks.begin(); };
+    const Int from = at(band.q0), to = at(band.q1);
+    begun[from] += band.k1 - band.k0, ended[to] += band.k1 - band.k0;
+    changed[from].push_back({band.k0, band.k1}), changed[to].push_back({band.k0, band.k1});
+  }
+  for (Int i = 0, length = 0; i < count; ++i) {
+    length += begun[i] - ended[i];
+    out.length[i] = length;
+    out.shared[i] = length + ended[i] - total(merged(std::move(changed[i])));
+  }
+  return out;
+}
+
+// First rows of the tiles.
+inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_cost_columns) {
+  Ints breaks{0, num_rows};
+  for (const Band& band : bands) breaks.push_back(band.q0), breaks.push_back(band.q1);
+  std::sort(breaks.begin(), breaks.end());
+  breaks.erase(std::unique(breaks.begin(), breaks.end()), breaks.end());
+  Ints starts;
+  if (breaks.size() <= 2) {
+    for (Int row = 0; row < num_rows; row += block_m) starts.push_back(row);
+    return starts;
+  }
+  const Columns of = segment_columns(bands, breaks);
+  const std::size_t count = of.length.size();
+  starts.push_back(0);
+  Int first = 0, seen = 0;  // of the open tile: its first row, and how many columns its rows see
+  for (std::size_t i = 0; i < count; ++i) {
+    const Int begin = breaks[i], end = breaks[i + 1], columns = of.length[i];
+    const Int room = block_m - (begin - first), rows = end - begin, both = seen + columns - of.shared[i];
+    if (begin == first) {
+      seen = columns;
+    } else if (rows <= room) {
+      seen = both;
+    } else {
+      const bool goes_on = i + 1 < count && 2 * of.shared[i + 1] > columns;
+      const Int whole = ceil_div(rows, block_m) + floor_div(room - rows, block_m);
+      const double saved =
+          goes_on ? static_cast<double>(room) / static_cast<double>(block_m) : static_cast<double>(whole);
+      const double cost = saved * static_cast<double>(columns + tile_cost_columns);
+      if (static_cast<double>(seen) + cost <= static_cast<double>(both)) {
+        first = begin, seen = columns;
+        starts.push_back(begin);
+      } else {
+        seen = both;
+      }
+    }
+    if (end - first > block_m) {
+      const Int full = (end - first - 1) / block_m;
+      for (Int j = 1; j <= full; ++j) starts.push_back(first + j * block_m);
+      first += full * block_m, seen = columns;
+    }
+  }
+  return starts;
+}
+
+struct TileShape {
+  Int num_rows, block_m, block_n, align, hide_tail, parts, tile_cost_columns;
+  double pass_cost;
+};
+
+// The plan of a mask, step by step.
+struct Tiles {
+  TileShape shape;
+  Ints starts;
+  Bands pieces;  // cut at the borders of tiles; once in passes sorted by (pass, first row)
+  Ints tile;     // of each piece; later of each pass
+  Ints pass_of_piece;
+
+  Tiles(const Band* bands, Int count, const TileShape& of) : shape(of) {
+    Bands tight;
+    for (Int i = 0; i < count; ++i) {
+      Band band = bands[i];
+      if (band.tighten()) tight.push_back(band);
+    }
+    tight = join_columns(tight);
+    starts = tile_starts(tight, shape.num_rows, shape.block_m, shape.tile_cost_columns);
+    Ints bounds = starts;
+    bounds.push_back(shape.num_rows);
+    cut_rows(tight, bounds, [&](const Band& piece, Int i) { pieces.push_back(piece), tile.push_back(i); });
+  }
+
+  Int num_tiles() const { return static_cast<Int>(starts.size()); }
+  Int num_pieces() const { return static_cast<Int>(pieces.size()); }
+  Int num_passes() const { return pass_of_piece.empty() ? 0 : pass_of_piece.back() + 1; }
+
+  // Puts what lies close together into one pass; false, and nothing done, if then a row has two intervals in a pass.
+  bool assign() {
+    const Int count = num_pieces(), reach = shape.block_n / 2;
+    Ints order(count), group(count);
+    std::iota(order.begin(), order.end(), Int{0});
+    std::stable_sort(order.begin(), order.end(), [&](Int a, Int b) {
+      return tile[a] != tile[b] ? tile[a] < tile[b] : pieces[a].k0 < pieces[b].k0;
+    });
+    Int current = -1, end = 0;
+    for (Int n = 0; n < count; ++n) {
+      const Int i = order[n];
+      if (!n || tile[i] != tile[order[n - 1]] || pieces[i].k0 > end) ++current, end = pieces[i].k1 + reach;
+      end = std::max(end, pieces[i].k1 + reach);
+      group[i] = current;
+    }
+    std::iota(order.begin(), order.end(), Int{0});
+    std::stable_sort(order.begin(), order.end(), [&](Int a, Int b) {
+      return group[a] != group[b] ? group[a] < group[b] : pieces[a].q0 < pieces[b].q0;
+    });
+    Bands sorted(count);
+    Ints pass(count), tile_of_pass(current + 1);
+    for (Int n = 0; n < count; ++n) {
+      const Int i = order[n];
+      sorted[n] = pieces[i], pass[n] = group[i], tile_of_pass[group[i]] = tile[i];
+      if (n && pass[n] == pass[n - 1] && sorted[n].q0 < sorted[n - 1].q1) return false;
+    }
+    pieces = std::move(sorted), pass_of_piece = std::move(pass), tile = std::move(tile_of_pass);
+    return true;
+  }
+
+  // Writes `TilePlan`: tiles by falling cost.
+  void write(std::int32_t* tiles, std::int32_t* passes, std::int32_t* bounds, Int* costs) const {
+    const Int count = num_tiles(), num = num_passes();
+    Ints blocks(count), first_pass(count + 1), rows(count), order(count);
+    for (Int i = 0; i < num; ++i) ++first_pass[tile[i] + 1];
+    std::partial_sum(first_pass.begin(), first_pass.end(), first_pass.begin());
+    for (Int i = 0; i < count; ++i) rows[i] = (i + 1 < count ? starts[i + 1] : shape.num_rows) - starts[i];
+    std::fill(bounds, bounds + num * shape.block_m * 2, 0);
+    for (Int i = 0, piece = 0; i < num; ++i) {
+      const Int begin = piece;
+      while (piece < num_pieces() && pass_of_piece[piece] == i) ++piece;
+      const Int row0 = starts[tile[i]], height = rows[tile[i]];
+      std::int32_t* of_rows = bounds + i * shape.block_m * 2;
+      for (Int j = begin; j < piece; ++j) fill_bounds(pieces[j], row0, of_rows);
+      if (!shape.hide_tail)
+        for (Int row = height; row < shape.block_m; ++row)
+          of_rows[2 * row + 1] = static_cast<std::int32_t>(kEverything);
+      describe(begin, piece, row0, height, passes + 8 * i);
+      blocks[tile[i]] += passes[8 * i + 1];
+    }
+    std::vector<double> cost(count);
+    for (Int i = 0; i < count; ++i)
+      cost[i] =
+          static_cast<double>(blocks[i]) + shape.pass_cost * static_cast<double>(1 + first_pass[i + 1] - first_pass[i]);
+    std::iota(order.begin(), order.end(), Int{0});
+    std::stable_sort(order.begin(), order.end(), [&](Int a, Int b) { return cost[a] > cost[b]; });
+    for (Int n = 0; n < count; ++n) {
+      const Int i = order[n], values[] = {starts[i], first_pass[i], first_pass[i + 1], rows[i]};
+      std::copy(values, values + 4, tiles + 4 * n);
+      costs[n] = blocks[i];
+    }
+  }
+
+ private:
+  static void fill_bounds(const Band& piece, Int row0, std::int32_t* of_rows) {
+    for (Int row = piece.q0; row < piece.q1; ++row) {
+      std::int32_t* bound = of_rows + 2 * (row - row0);
+      bound[0] = static_cast<std::int32_t>(std::max(piece.k0, row + piece.d_lo));
+      bound[1] = static_cast<std::int32_t>(std::min(piece.k1, row + piece.d_hi));
+    }
+  }
+
+  // A pass of the pieces from `begin` to `end`, of a tile of `height` rows.
+  void describe(Int begin, Int end, Int row0, Int height, std::int32_t* pass) const {
+    Int first = pieces[begin].k0, past = pieces[begin].k1;
+    for (Int j = begin; j < end; ++j) first = std::min(first, pieces[j].k0), past = std::max(past, pieces[j].k1);
+    first = floor_div(first, shape.align) * shape.align;
+    const Int count = ceil_div(past - first, shape.block_n), part_rows = shape.block_m / shape.parts;
+    pass[0] = static_cast<std::int32_t>(first), pass[1] = static_cast<std::int32_t>(count);
+    for (Int part = 0; part < 3; ++part) {
+      const Int offset = part % shape.parts * part_rows, from = row0 + offset;
+      const Int rows = shape.hide_tail ? part_rows : std::clamp<Int>(height - offset, 0, part_rows);
+      Int low = 0, high = kEverything, seen = 0;  // columns that all rows see, and rows that see any
+      bool starts_low = true;
+      for (Int j = begin; j < end; ++j) {
+        const Int a = std::max(pieces[j].q0, from), b = std::min(pieces[j].q1, from + rows);
+        const Int lowest = a < b ? std::max(pieces[j].k0, b - 1 + pieces[j].d_lo) : 0;
+        if (a < b) high = std::min({high, pieces[j].k1, a + pieces[j].d_hi}), seen += b - a;
+        low = starts_low ? lowest : std::max(low, lowest);
+        starts_low = false;
+      }
+      if (seen < rows) high = 0;
+      const Int full = std::clamp<Int>(ceil_div(low - first, shape.block_n), 0, count);
+      pass[2 + 2 * part] = static_cast<std::int32_t>(full);
+      pass[3 + 2 * part] = static_cast<std::int32_t>(std::clamp(floor_div(high - first, shape.block_n), full, count));
+    }
+  }
+};
+
+}  // namespace magi
