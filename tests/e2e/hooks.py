@@ -122,16 +122,16 @@ def different_data(workdir: Path) -> None:
     """The last rank reads other documents than the rest."""
     import os
 
-    from megatron_magi.mcore.batch import BatchDispatcher
+    from megatron_magi.mcore.planner import Planner
 
     if os.environ["RANK"] != str(int(os.environ["WORLD_SIZE"]) - 1):
         return
-    original = BatchDispatcher.dispatch
+    original = Planner.attempt
 
-    def dispatch(self: BatchDispatcher, batch: dict) -> Any:
-        return original(self, {**batch, "tokens": batch["tokens"].flip(1)})
+    def attempt(self: Planner, fields: dict, **options: Any) -> Any:
+        return original(self, {**fields, "tokens": fields["tokens"].flip(1)}, **options)
 
-    BatchDispatcher.dispatch = dispatch
+    Planner.attempt = attempt
 
 
 def plain_models(workdir: Path) -> None:

@@ -68,7 +68,7 @@ def _load(events: list[str], batch: Any) -> Any:
 
 
 def _magi_step(events: list[str], monkeypatch: pytest.MonkeyPatch, loss_log: Any = None) -> Any:
-    params = SimpleNamespace(plans=SimpleNamespace(plan="plan"), num_loss_tokens=1.0)
+    params = SimpleNamespace(plans=SimpleNamespace(stats="plan"), num_loss_tokens=1.0)
     fields = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "documents"))
     dispatcher = SimpleNamespace(next=lambda it: _load(events, SimpleNamespace(**fields, params=params)))
     args = SimpleNamespace(num_experts=None, context_parallel_size=2)
