@@ -128,10 +128,8 @@ class MagiForwardStep:
 
     def _place(self, model: torch.nn.Module) -> str:
         """Which microbatch is read now, in words."""
-        chunk, now = (
-            get_attr_wrapped_model(model, "vp_stage"),
-            (getattr(get_args(), "curr_iteration", 0), model.training),
-        )
+        chunk = get_attr_wrapped_model(model, "vp_stage")
+        now = getattr(get_args(), "curr_iteration", 0), model.training
         before, count = self._read.get(chunk, (now, 0))
         count = count + 1 if before == now else 1
         self._read[chunk] = now, count

@@ -1,6 +1,6 @@
 """What is made of a microbatch before it is due: its masks, this rank's plans and shard, and a fingerprint.
 
-A `Planner` is pure and can be pickled, so that a worker process of the data loader makes it, ahead of the step. It knows
+A `Planner` is pure and can be pickled, so that worker processes of the data loader plan ahead of the step. It knows
 ranks as numbers and needs neither process groups nor a GPU.
 """
 
