@@ -9,14 +9,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_magi.attention import AttnShape, PreparedBatch, prepare_batch
+from megatron_magi.attention import AttnShape, PreparedBatch, PreparedPlans, prepare_plans
 from megatron_magi.comm.dispatch import RollFacts, dispatch, make_roll_args
 from megatron_magi.config import MagiConfig
+from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds
 from megatron_magi.mask.source import LayerMasks, MaskSource
 from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
@@ -60,6 +61,18 @@ class PlannedBatch:
         return replace(self, prepared=self.prepared.pin_memory())
 
 
+class _PlannedMasks(NamedTuple):
+    """What depends on masks alone; ``key``: the masks, and whether there is a backward."""
+
+    key: tuple[tuple[AttnMask, ...], bool]
+    prepared: PreparedPlans
+    dispatch: Dispatch
+    stats: PlanStats
+    fingerprint: int
+    roll: RollFacts | None
+    roll_tables: list[np.ndarray]
+
+
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Makes `PlannedBatch` from a microbatch as the data loader collates it.
@@ -87,6 +100,7 @@ class Planner:
     seq_length: int | None = None
     rolls: bool = False
     compares: bool = True
+    _last: list[_PlannedMasks] = field(default_factory=list, repr=False)  # the one made last, or none
 
     def __call__(self, fields: Fields, *, needs_backward: bool = True) -> PlannedBatch:
         """Plans for ``fields``, whose sequences are tensors ``[batch_size, seqlen]`` on the CPU.
@@ -94,8 +108,11 @@ class Planner:
         Raises:
             ValueError: they do not have the shape for which Megatron has been set up, or a mask does not fit them.
         """
-        microbatch, plans = self.plan(fields)
-        shape, index = fields["tokens"].shape, plans.dispatch.global_index(self.cp_rank)
+        microbatch, masks = self.masks_of(fields)
+        made = self._planned(masks, needs_backward)
+        dispatched = made.dispatch
+        self._check_length(fields, dispatched)
+        shape, index = fields["tokens"].shape, dispatched.global_index(self.cp_rank)
         rows = torch.from_numpy(index)
         arrays = {name: dispatch(fields[name].reshape(-1), rows).numpy() for name in SEQUENCES}
         # Rotary positions and rolling follow stock: they know documents only from cu_seqlens.
@@ -106,25 +123,20 @@ class Planner:
             arrays["positions"] = arrays["position_ids"].astype(np.int64)
             num_positions = max(num_positions, int(fields["position_ids"].max()) + 1)
         # Whether there is padding must not depend on the rank: layers reduce over what it leaves.
-        if plans.dispatch.padded_seqlen > plans.dispatch.total_seqlen:
-            arrays["padding"] = index >= plans.dispatch.total_seqlen
+        if dispatched.padded_seqlen > dispatched.total_seqlen:
+            arrays["padding"] = index >= dispatched.total_seqlen
         if "cu_seqlens" in fields or self.eod is not None:
             arrays["documents"] = microbatch.cu_seqlens
-        roll = None
-        if self.rolls:
-            made = make_roll_args(plans.dispatch.global_indices(), -1, plans.dispatch.total_seqlen, self.cp_rank)
-            roll, tables = made.tables()
-            arrays |= {f"roll{i}": table for i, table in enumerate(tables)}
-        of_layers = {source.text: plans.of(source) for source in self.masks.sources}
+        arrays |= {f"roll{i}": table for i, table in enumerate(made.roll_tables)}
         return PlannedBatch(
-            prepare_batch(of_layers, self.shape, self.config, arrays, needs_backward=needs_backward),
-            plans.dispatch,
-            plans.plan.stats(),
-            self._fingerprint(fields, plans),
+            made.prepared.batch(arrays),
+            dispatched,
+            made.stats,
+            self._fingerprint(fields, made.fingerprint),
             shape[0],
             num_positions,
             float(fields["loss_mask"].sum()),
-            roll,
+            made.roll,
         )
 
     def attempt(self, fields: Fields, *, needs_backward: bool = True) -> PlannedBatch | Exception:
@@ -134,18 +146,36 @@ class Planner:
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
             return error
 
-    def plan(self, fields: Fields) -> tuple[Microbatch, PlanSet[MaskSource]]:
-        """Everything that a user's data set or mask can get wrong; errors as of a call."""
+    def masks_of(self, fields: Fields) -> tuple[Microbatch, dict[MaskSource, AttnMask]]:
+        """The microbatch and all masks of its layers, the primary one first; errors as of a call."""
         microbatch = self._microbatch(fields)
-        plans = PlanSet(lambda source: source(microbatch), self.masks.sources, self.config, self.cp_rank, self.cp_size)
+        return microbatch, {source: source(microbatch) for source in self.masks.sources}
+
+    def _planned(self, masks: dict[MaskSource, AttnMask], needs_backward: bool) -> _PlannedMasks:
+        """Made unless the last microbatch had the same masks, as where nothing confines attention."""
+        key = (tuple(masks.values()), needs_backward)
+        if not self._last or self._last[0].key != key:
+            self._last[:] = [self._make_plans(masks, key)]
+        return self._last[0]
+
+    def _make_plans(self, masks: dict[MaskSource, AttnMask], key: tuple[tuple[AttnMask, ...], bool]) -> _PlannedMasks:
+        plans = PlanSet(masks.__getitem__, masks, self.config, self.cp_rank, self.cp_size)
+        of_layers = {source.text: plans.of(source) for source in masks}
+        prepared = prepare_plans(of_layers, self.shape, self.config, needs_backward=key[1])
+        roll, tables = None, []
+        if self.rolls:
+            indices = plans.dispatch.global_indices()
+            roll, tables = make_roll_args(indices, -1, plans.dispatch.total_seqlen, self.cp_rank).tables()
+        return _PlannedMasks(key, prepared, plans.dispatch, plans.plan.stats(), plans.fingerprint, roll, tables)
+
+    def _check_length(self, fields: Fields, dispatched: Dispatch) -> None:
         batch_size, seqlen = fields["tokens"].shape
-        padded = plans.dispatch.padded_seqlen
+        padded = dispatched.padded_seqlen
         if self.seq_length is not None and padded != self.seq_length * batch_size:
             raise ValueError(
                 f"tokens: {batch_size} sequences of {seqlen} become {padded} tokens over all ranks, "
                 f"Megatron is set up for {self.seq_length} each"
             )
-        return microbatch, plans
 
     def plan_of(self, source: MaskSource, fields: Fields, dispatch: Dispatch) -> RankPlan:
         """This rank's plan for one more mask of a microbatch, over its dispatch.
@@ -169,12 +199,12 @@ class Planner:
         bounds = fields.get("cu_seqlens_padded", fields.get("cu_seqlens"))
         return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
 
-    def _fingerprint(self, fields: Fields, plans: PlanSet) -> int:
+    def _fingerprint(self, fields: Fields, of_plans: int) -> int:
         if not self.compares:
-            return plans.fingerprint % FAILED
+            return of_plans % FAILED
         # Reading 8 bytes a token takes its time, and position ids follow from tokens otherwise.
         names = SEQUENCES if self.own_positions else SEQUENCES[:-1]
-        return (plans.fingerprint ^ (checksum(fields, names) << 31)) % FAILED
+        return (of_plans ^ (checksum(fields, names) << 31)) % FAILED
 
 
 def checksum(fields: Fields, names: Sequence[str] = SEQUENCES) -> int:

@@ -42,7 +42,7 @@ def _shards(batch: dict, cp_size: int, alignment: int = 1, eod: int | None = EOD
 
 def _documents(batch: dict, eod: int | None = EOD) -> list[tuple[int, int]]:
     """Bounds of the documents that attention is confined to."""
-    mask = Planner(MagiConfig(), 0, 2, SHAPE, eod=eod).plan(batch)[1].plan.mask
+    (mask,) = Planner(MagiConfig(), 0, 2, SHAPE, eod=eod).masks_of(batch)[1].values()
     return [tuple(s.q_range) for s in mask.slices]
 
 

@@ -18,10 +18,11 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from megatron.training import training
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_magi.attention import AttnShape
+from megatron_magi.attention import AttnShape, prepare_plans
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask.source import LayerMasks, MaskSource
 from megatron_magi.mcore import loader
+from megatron_magi.mcore import planner as planner_module
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.planner import Planner
 
@@ -110,7 +111,7 @@ def test_errors_of_any_kind_reach_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(self: Planner, fields: dict) -> None:
         raise Unsendable("the planner", lambda: None)
 
-    monkeypatch.setattr(Planner, "plan", fail)
+    monkeypatch.setattr(Planner, "masks_of", fail)
     with pytest.raises(RuntimeError, match=r"^Unsendable: the planner failed"):
         BatchDispatcher(_planner(), None).next(iter(_loader(Samples(), 1)))
 
@@ -131,7 +132,7 @@ def test_a_replayed_microbatch_is_kept_as_megatron_collates_it_and_is_the_same_a
 ) -> None:
     machine = SimpleNamespace(get_mode=lambda: RerunMode.VALIDATE_RESULTS)
     monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
-    dispatcher, batches = BatchDispatcher(_planner(), None), RerunDataIterator(iter(_loader(Samples(), 1)))
+    dispatcher, batches = BatchDispatcher(_planner(), None), RerunDataIterator(iter(_loader(Samples(), 0)))
     first = [_contents(dispatcher.next(batches)) for _ in range(2)]
     saved = pickle.loads(pickle.dumps(batches.state_dict()))["saved_microbatches"]
     assert all(type(fields) is dict and "cu_seqlens" in fields for fields in saved)
@@ -145,6 +146,27 @@ def test_layers_that_nobody_foresaw_are_planned_over_the_same_dispatch() -> None
     assert plans.for_layer(3, (2, 0)) is window
     assert window.num_rows == plans.for_layer(1, None).num_rows
     assert 0 < window.area < plans.for_layer(2, (4, 0)).area
+
+
+def test_masks_that_repeat_are_planned_once_and_their_microbatches_share_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[object] = []
+    monkeypatch.setattr(planner_module, "prepare_plans", lambda *a, **k: planned.append(a) or prepare_plans(*a, **k))
+    planner, loaded = _planner(), list(DataLoader(Samples(), batch_size=2))
+    bounds = loaded[0]["cu_seqlens"]
+    dispatcher = BatchDispatcher(planner, None)
+    same = [dispatcher.dispatch(fields | {"cu_seqlens": bounds}) for fields in loaded]
+    assert len(planned) == 1
+    for fields, batch in zip(loaded, same, strict=True):
+        fields = fields | {"cu_seqlens": bounds}
+        assert _contents(batch) == _contents(BatchDispatcher(_planner(), None).dispatch(fields))
+    first, second = (batch.params.plans.for_layer(1, None) for batch in same[:2])
+    assert first.bands[0] is second.bands[0] and first.runtime and first.runtime is not second.runtime
+    planner(loaded[0], needs_backward=False)
+    planner(loaded[1], needs_backward=False)
+    assert len(planned) == 1 + 4 + 2
+    assert len(planner._last) == 1
 
 
 def test_planners_with_functions_of_a_file_can_be_sent_to_other_processes(tmp_path: Path) -> None:
