@@ -260,7 +260,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             _PREBUILD_JOBS,
             Kind.COUNT,
             None,
-            "Kernels that are compiled at a time while a wheel is built.",
+            "Kernels that are compiled at a time while a wheel is built, or before training begins.",
             least=1,
             default_text=_BUILD_JOBS,
         ),

@@ -13,12 +13,13 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 
 from megatron_magi import envs
-from megatron_magi.attention import AttnShape
+from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import loader
 from megatron_magi.mcore.arguments import buffer_length
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.groups import make_agreement_group
+from megatron_magi.mcore.kernels import compile_ahead
 from megatron_magi.mcore.loss import microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
@@ -45,6 +46,8 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         rolls=bool(args.mtp_num_layers),
         compares=agreement_group is not None,
     )
+    kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls)
+    compile_ahead(kernels, args.local_rank)
     return BatchDispatcher(planner, agreement_group)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,19 +31,17 @@ SHAPE = AttnShape(4, 2, 128, 128, torch.bfloat16, num_sms=132)
 
 
 class Samples(Dataset):
-    """Packed documents; sample ``bad`` has bounds that decrease, at ``deadly`` the worker dies."""
+    """Packed documents; sample ``bad`` has bounds that decrease."""
 
     split = Split.train
 
-    def __init__(self, bad: int = -1, deadly: int = -1) -> None:
-        self._bad, self._deadly = bad, deadly
+    def __init__(self, bad: int = -1) -> None:
+        self._bad = bad
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        if i == self._deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
         tokens = torch.arange(SEQLEN) + 100 * i
         bounds = [0, 9, 5, SEQLEN] if i == self._bad else [0, 5 + i, 20, SEQLEN]
         ones = torch.ones(SEQLEN)
@@ -114,17 +110,6 @@ def test_errors_of_any_kind_reach_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Planner, "masks_of", fail)
     with pytest.raises(RuntimeError, match=r"^Unsendable: the planner failed"):
         BatchDispatcher(_planner(), None).next(iter(_loader(Samples(), 1)))
-
-
-def test_a_worker_that_dies_is_an_error_and_no_hang() -> None:
-    dispatcher, batches = BatchDispatcher(_planner(), None), iter(_loader(Samples(deadly=6), 2))
-
-    def run() -> None:
-        for _ in range(4):
-            dispatcher.next(batches)
-
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
-        run()
 
 
 def test_a_replayed_microbatch_is_kept_as_megatron_collates_it_and_is_the_same_again(
