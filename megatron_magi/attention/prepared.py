@@ -68,7 +68,8 @@ class _PreparedPlan:
         )
         # One for the bands of each stage, or none at all.
         for bands, tables in zip(self.plan.bands, self.tables, strict=False):
-            tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
+            kept = tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
+            self.plan.runtime.setdefault("tables", []).append(kept)
 
 
 @dataclass(frozen=True, eq=False)

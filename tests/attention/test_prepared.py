@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
 from megatron_magi.comm import group_collective
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.hopper import plan as hopper_plan
@@ -124,6 +126,32 @@ def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone,
                     ]
                     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
         assert {"forward", "prepare"} <= set(launched)
+
+
+def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_with_their_batch(monkeypatch):
+    """As in a pipeline, where the backward of a microbatch comes many microbatches later."""
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    with fake_driver(monkeypatch):
+        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30, 1))
+        batches = []
+        for n in range(5):
+            plan = make_plan(builders.varlen(doc_lengths=[700, 40 + n, 90]), config).for_rank(0)
+            batches.append(prepare_batch({0: plan}, SHAPE, config))
+            batches[-1].to(CPU)
+        del plan
+        assert len(hopper_plan._plans) == 1 and len(hopper_plan._prepared) > 5
+        with monkeypatch.context() as patch:
+            refuse(patch)
+            for batch in batches:
+                plan = batch.plans[0]
+                q, k, v = tensors(plan.num_rows, SHAPE)
+                out = distributed_attention(q, k, v, plan, None, config=config)[0]
+                torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        of_last = len(batch._plans[0].tables[0].plans)
+        del batches, batch, plan, out, q, k, v
+        hopper_launch._launches.drop(lambda _key: True)
+        gc.collect()
+        assert len(hopper_plan._prepared) <= of_last
 
 
 def refuse(monkeypatch) -> None:
