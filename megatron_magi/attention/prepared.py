@@ -127,10 +127,14 @@ class PreparedPlans:
     _tables: list[np.ndarray]
 
     def batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
-        """A microbatch of these plans, which become its own; ``arrays`` as in `prepare_batch`."""
+        """A microbatch with plans of its own, equal to these; ``arrays`` as in `prepare_batch`."""
+        own = {name: replace(p, plan=replace(p.plan, runtime={})) for name, p in self._plans.items()}
+        return replace(self, _plans=own).as_batch(arrays)
+
+    def as_batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
+        """A microbatch of these plans."""
         arrays = {} if arrays is None else arrays
-        plans = {name: replace(p, plan=replace(p.plan, runtime={})) for name, p in self._plans.items()}
-        return PreparedBatch(plans, tuple(arrays), pack([*arrays.values(), *self._tables]))
+        return PreparedBatch(self._plans, tuple(arrays), pack([*arrays.values(), *self._tables]))
 
 
 def prepare_batch(
@@ -150,7 +154,7 @@ def prepare_batch(
         arrays: what else is to travel in the same copy, such as positions.
         needs_backward: False where no gradients are asked for.
     """
-    return prepare_plans(plans, shape, config, needs_backward=needs_backward).batch(arrays)
+    return prepare_plans(plans, shape, config, needs_backward=needs_backward).as_batch(arrays)
 
 
 def prepare_plans(

@@ -108,8 +108,10 @@ def test_errors_of_any_kind_reach_the_step(monkeypatch: pytest.MonkeyPatch) -> N
         raise Unsendable("the planner", lambda: None)
 
     monkeypatch.setattr(Planner, "masks_of", fail)
+    batches = iter(_loader(Samples(), 1))
     with pytest.raises(RuntimeError, match=r"^Unsendable: the planner failed"):
-        BatchDispatcher(_planner(), None).next(iter(_loader(Samples(), 1)))
+        BatchDispatcher(_planner(), None).next(batches)
+    batches._shutdown_workers()  # found by the garbage collector, it would wait for its worker for seconds
 
 
 def test_a_replayed_microbatch_is_kept_as_megatron_collates_it_and_is_the_same_again(
