@@ -186,7 +186,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             _CACHE_SIZE,
             Kind.COUNT,
             1000,
-            "Number of plans that are kept, the least recently used one is dropped first.",
+            "Number of keys whose plans are kept, the least recently used one is dropped first. Not for Megatron's "
+            "trainer, which keeps no plans.",
             least=1,
         ),
         _unavailable("NATIVE_GRPCOLL", "Native kernels for group_cast and group_reduce are not available yet."),

@@ -112,7 +112,7 @@ def build(
 def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_dir: Path | None = None) -> None:
     """Compiles into the cache what is neither there nor came with the package; says so in one line.
 
-    Does nothing where there is no cache.
+    Compiles nothing where there is no cache, or, with a notice, where it cannot be written to.
 
     Args:
         kernels: source and macros of each.
@@ -132,6 +132,13 @@ def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_d
         if all(_read(place / name, notice=False) is None for place in places):
             missing.append((source, defines))
     if not missing:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): kernels are compiled when they are first used", folder, error)
         return
     jobs = min(jobs, len(missing))
     logger.warning("compiling %d kernels for %s, %d at a time, kept in %s", len(missing), ARCHITECTURE, jobs, folder)

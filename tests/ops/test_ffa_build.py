@@ -178,8 +178,12 @@ def test_all_that_is_missing_is_compiled_for_the_cache_with_one_line(tmp_path, c
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         f"compiling 2 kernels for sm_90a, 2 at a time, kept in {tmp_path / 'cache'}"
     ]
+    more = [("attention/sm90/prepare.cu", ("A=9",))]
+    (tmp_path / "file").touch()
+    hopper_build.build_all(more, 8, tmp_path / "file" / "cache")
+    assert "cannot be written" in caplog.text and "compiled when they are first used" in caplog.text
     monkeypatch.setenv("MAGI_ATTENTION_NO_BUILD_CACHE", "1")
-    hopper_build.build_all([("attention/sm90/prepare.cu", ("A=9",))], 8, tmp_path / "cache")
+    hopper_build.build_all(more, 8, tmp_path / "cache")
     assert len(compiled) == 4
 
 
