@@ -71,9 +71,9 @@ def measure(corpus: Corpus, tokens: int, num_ranks: int, num_batches: int) -> li
     dispatcher, text = BatchDispatcher(planner, None), Text(corpus, tokens, num_batches)
     stock, ahead = (DataLoader(text, batch_size=1, num_workers=1, prefetch_factor=num_batches) for _ in range(2))
     ahead.collate_fn = PlanningCollate(planner, ahead.collate_fn)
-    read_stock, batches = median_ms([lambda it=iter(stock): next(it)] * num_batches)
+    read_stock, batches = median_ms([iter(stock).__next__] * num_batches)
     due, _ = median_ms([lambda batch=batch: dispatcher.dispatch(batch) for batch in batches])
-    read, planned = median_ms([lambda it=iter(ahead): next(it)] * num_batches)
+    read, planned = median_ms([iter(ahead).__next__] * num_batches)
     prepared, _ = median_ms([lambda batch=batch: dispatcher.dispatch(batch) for batch in planned])
     documents = np.mean([int((batch["tokens"] == corpus.eod).sum()) for batch in batches])
     return [tokens, num_ranks, round(float(documents)), read_stock, read, due, prepared]
