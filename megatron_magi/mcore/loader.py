@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.arguments import is_magi
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
+from megatron_magi.upload import PackedArrays, pack
 
+_PACKED = (torch.int64, torch.int32, torch.float32, torch.bool)
 _BUILD = "training.training:build_pretraining_data_loader"
 
 
@@ -36,11 +38,21 @@ class LoadedBatch:
     def __copy__(self) -> dict[str, Any]:
         return dict(self.fields)
 
+    def __reduce__(self) -> tuple:
+        # From process to process a tensor costs an exchange of file descriptors, so they go side by side.
+        together = {n: x for n, x in self.fields.items() if isinstance(x, torch.Tensor) and x.dtype in _PACKED}
+        others = {name: x for name, x in self.fields.items() if name not in together}
+        return _arrived, (tuple(together), pack([x.numpy() for x in together.values()]), others, self.planned)
+
     def pin_memory(self) -> LoadedBatch:
         """The same in page-locked memory, as data loaders ask for it."""
         fields = {name: x.pin_memory() if isinstance(x, torch.Tensor) else x for name, x in self.fields.items()}
         planned = self.planned if isinstance(self.planned, Exception) else self.planned.pin_memory()
         return LoadedBatch(fields, planned)
+
+
+def _arrived(names: tuple[str, ...], packed: PackedArrays, others: Fields, planned: Any) -> LoadedBatch:
+    return LoadedBatch({**dict(zip(names, packed.to("cpu"), strict=True)), **others}, planned)
 
 
 @dataclass(frozen=True, eq=False)

@@ -203,6 +203,19 @@ def test_loaders_of_a_users_own_stay_as_they_are(megatrons_loader: SimpleNamespa
     assert isinstance(next(iter(training.build_pretraining_data_loader(Samples(), 0))), dict)
 
 
+def test_fields_of_all_kinds_arrive_as_they_were() -> None:
+    fields = {
+        "tokens": torch.arange(6).view(2, 3), "half": torch.ones(2, 3, dtype=torch.bfloat16), "names": ["a", "b"],
+        "is_first": torch.tensor([True, False]), "turned": torch.arange(6.0).view(2, 3).t(), "none": torch.zeros(2, 0),
+    }  # fmt: skip
+    batch = pickle.loads(pickle.dumps(loader.LoadedBatch(fields, ValueError("x"))))
+    assert batch.fields.keys() == fields.keys() and str(batch.planned) == "x"
+    for name, expected in fields.items():
+        got = batch.fields[name]
+        same = got.dtype == expected.dtype and torch.equal(got, expected) if name != "names" else got == expected
+        assert same, name
+
+
 def test_pinned_batches_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the thread of a data loader pins them, here into the same memory."""
     pinned: list[torch.Tensor] = []
