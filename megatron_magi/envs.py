@@ -186,7 +186,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             _CACHE_SIZE,
             Kind.COUNT,
             1000,
-            "Number of plans that are kept, the least recently used one is dropped first.",
+            "Number of keys whose plans are kept, the least recently used one is dropped first. Not for Megatron's "
+            "trainer, which keeps no plans.",
             least=1,
         ),
         _toggle(
@@ -269,7 +270,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             _PREBUILD_JOBS,
             Kind.COUNT,
             None,
-            "Kernels that are compiled at a time while a wheel is built.",
+            "Kernels that are compiled at a time while a wheel is built, or before training begins.",
             least=1,
             default_text=_BUILD_JOBS,
         ),

@@ -1,6 +1,15 @@
 """Attention over all ranks of a context-parallel group: a plan, carried out; and prepared ahead."""
 
 from megatron_magi.attention.distributed import distributed_attention
-from megatron_magi.attention.prepared import AttnShape, PreparedBatch, prepare_batch
+from megatron_magi.attention.kernels import needed_kernels
+from megatron_magi.attention.prepared import AttnShape, PreparedBatch, PreparedPlans, prepare_batch, prepare_plans
 
-__all__ = ["AttnShape", "PreparedBatch", "distributed_attention", "prepare_batch"]
+__all__ = [
+    "AttnShape",
+    "PreparedBatch",
+    "PreparedPlans",
+    "distributed_attention",
+    "needed_kernels",
+    "prepare_batch",
+    "prepare_plans",
+]

@@ -8,7 +8,7 @@ collectives, tile plans of both passes and every stage. Nothing of that needs a 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -69,7 +69,8 @@ class _PreparedPlan:
         )
         # One for the bands of each stage, or none at all.
         for bands, tables in zip(self.plan.bands, self.tables, strict=False):
-            tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
+            kept = tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
+            self.plan.runtime.setdefault("tables", []).append(kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +120,24 @@ class PreparedBatch:
         return named
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedPlans:
+    """Made by `prepare_plans`."""
+
+    _plans: dict[Hashable, _PreparedPlan]
+    _tables: list[np.ndarray]
+
+    def batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
+        """A microbatch with plans of its own, equal to these; ``arrays`` as in `prepare_batch`."""
+        own = {name: replace(p, plan=replace(p.plan, runtime={})) for name, p in self._plans.items()}
+        return replace(self, _plans=own).as_batch(arrays)
+
+    def as_batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
+        """A microbatch of these plans."""
+        arrays = {} if arrays is None else arrays
+        return PreparedBatch(self._plans, tuple(arrays), pack([*arrays.values(), *self._tables]))
+
+
 def prepare_batch(
     plans: Mapping[Hashable, RankPlan],
     shape: AttnShape,
@@ -136,10 +155,16 @@ def prepare_batch(
         arrays: what else is to travel in the same copy, such as positions.
         needs_backward: False where no gradients are asked for.
     """
-    arrays = {} if arrays is None else arrays
-    all_arrays = list(arrays.values())
-    prepared = {name: _prepare_plan(plan, shape, config, needs_backward, all_arrays) for name, plan in plans.items()}
-    return PreparedBatch(prepared, tuple(arrays), pack(all_arrays))
+    return prepare_plans(plans, shape, config, needs_backward=needs_backward).as_batch(arrays)
+
+
+def prepare_plans(
+    plans: Mapping[Hashable, RankPlan], shape: AttnShape, config: MagiConfig, *, needs_backward: bool = True
+) -> PreparedPlans:
+    """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
+    tables: list[np.ndarray] = []
+    prepared = {name: _prepare_plan(plan, shape, config, needs_backward, tables) for name, plan in plans.items()}
+    return PreparedPlans(prepared, tables)
 
 
 def _prepare_plan(

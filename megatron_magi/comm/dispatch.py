@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import calls_of
-from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
+from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
 from megatron_magi.mask.documents import integer
 from megatron_magi.upload import upload
 
@@ -290,6 +290,31 @@ class RollArrays:
     recv_rows: np.ndarray
     recv_splits: tuple[int, ...]
 
+    def tables(self) -> tuple[RollFacts, list[np.ndarray]]:
+        """All arrays that there and back take, and the rest; see `RollArgs.from_uploaded`."""
+        there, sent = CastTables.of(self.send_rows, self.send_splits, self.recv_splits, None).arrays()
+        back, received = CastTables.of(self.recv_rows, self.recv_splits, self.send_splits, None).arrays()
+        return RollFacts(self.shift, self.num_rows, there, back), [self.local_from, self.local_to, *sent, *received]
+
+
+class RollFacts(NamedTuple):
+    """What is left of `RollArrays` when its arrays are on a device.
+
+    Attributes:
+        shift, num_rows: see `RollArrays`.
+        there, back: of the collectives.
+    """
+
+    shift: int
+    num_rows: int
+    there: CastFacts
+    back: CastFacts
+
+    @property
+    def num_arrays(self) -> int:
+        """That there are."""
+        return 2 + self.there.num_arrays + self.back.num_arrays
+
 
 def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen: int, cp_rank: int) -> RollArrays:
     """Plans the roll of a dispatched sequence; pure, the same convention on all ranks.
@@ -377,6 +402,14 @@ class RollArgs:
             forward=GroupCastArgs.build(a.send_rows, a.send_splits, a.recv_splits, None, device),
             backward=GroupCastArgs.build(a.recv_rows, a.recv_splits, a.send_splits, None, device),
         )
+
+    @classmethod
+    def from_uploaded(cls, facts: RollFacts, moved: Sequence[torch.Tensor]) -> RollArgs:
+        """From `RollArrays.tables` as tensors, where the tensors to roll live."""
+        local_from, local_to, *rest = moved
+        there = GroupCastArgs.from_uploaded(facts.there, rest[: facts.there.num_arrays])
+        back = GroupCastArgs.from_uploaded(facts.back, rest[facts.there.num_arrays :])
+        return cls(facts.shift, facts.num_rows, local_from, local_to, there, back)
 
     @property
     def inverse(self) -> RollArgs:

@@ -77,13 +77,16 @@ def cubin_name(source: str, defines: tuple[str, ...], debug: bool = False) -> st
     return f"{Path(source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
 
 
-def build(source: str, defines: tuple[str, ...], cache_dir: Path | None = None) -> bytes:
+def build(
+    source: str, defines: tuple[str, ...], cache_dir: Path | None = None, *, level: int = logging.WARNING
+) -> bytes:
     """A cubin, compiled unless it came with the package or is cached.
 
     Args:
         source: path below `source_root`.
         defines: macros, ``NAME=VALUE``.
         cache_dir: folder of the cubins; `default_cache_dir` when None.
+        level: at which it is logged that a kernel is compiled for the cache.
 
     Raises:
         RuntimeError: the compiler reports an error, or that it serialised matrix products.
@@ -100,21 +103,63 @@ def build(source: str, defines: tuple[str, ...], cache_dir: Path | None = None) 
     if (image := _read(target)) is not None:
         return image
     try:
-        return _compile_once(target, source, defines, settings)
+        return _compile_once(target, source, defines, settings, level)
     except OSError as error:
         logger.warning("%s cannot be written (%s): %s is compiled for this process alone", target.parent, error, source)
         return _compile(source, defines, settings)
 
 
-def _compile_once(target: Path, source: str, defines: tuple[str, ...], settings: envs.BuildSettings) -> bytes:
+def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_dir: Path | None = None) -> None:
+    """Compiles into the cache what is neither there nor came with the package; says so in one line.
+
+    Compiles nothing where there is no cache, or, with a notice, where it cannot be written to.
+
+    Args:
+        kernels: source and macros of each.
+        jobs: how many are compiled at a time.
+        cache_dir: as for `build`.
+
+    Raises:
+        RuntimeError: the compiler reports an error.
+        OSError: there is no compiler.
+        ValueError: a variable of the environment is malformed.
+    """
+    settings, folder = envs.load_build(), default_cache_dir() if cache_dir is None else cache_dir
+    places = [folder] if settings.force_jit else [prebuilt_dir(), folder]
+    missing = []
+    for source, defines in dict.fromkeys(kernels) if settings.use_cache else ():
+        name = cubin_name(source, defines, settings.debug)
+        if all(_read(place / name, notice=False) is None for place in places):
+            missing.append((source, defines))
+    if not missing:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): kernels are compiled when they are first used", folder, error)
+        return
+    jobs = min(jobs, len(missing))
+    logger.warning("compiling %d kernels for %s, %d at a time, kept in %s", len(missing), ARCHITECTURE, jobs, folder)
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(lambda kernel: build(*kernel, cache_dir, level=logging.INFO), missing):
+            pass
+
+
+def _compile_once(
+    target: Path, source: str, defines: tuple[str, ...], settings: envs.BuildSettings, level: int
+) -> bytes:
     """Compiles into ``target``, or waits for the process that does."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (image := _read(target, notice=False)) is not None:
             return image
-        # A warning, so that it is seen: the first step of a training run stands still for it.
-        logger.warning("compiling %s (%s) for %s, kept in %s", source, " ".join(defines), ARCHITECTURE, target.parent)
+        # By default a warning, so that it is seen: a step of a training run stands still for it.
+        logger.log(
+            level, "compiling %s (%s) for %s, kept in %s", source, " ".join(defines), ARCHITECTURE, target.parent
+        )
         start = time.perf_counter()
         image = _compile(source, defines, settings, target.with_suffix(".cu"))
         try:

@@ -55,6 +55,10 @@ class MaskSource:
             raise ValueError(f"{option}: {text!r}: {error}") from None
         return cls(text, option, function, tuple(arguments.items()))
 
+    def __reduce__(self) -> tuple:
+        # By its text: a function of a file is in no module that another process could import.
+        return MaskSource.parse, (self.text, self.option)
+
     def __call__(self, batch: Microbatch) -> AttnMask:
         """The mask of ``batch``.
 

@@ -13,44 +13,56 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_magi.comm.dispatch import RollArgs, make_roll_args
 from megatron_magi.config import MagiConfig
-from megatron_magi.mask.microbatch import Microbatch
-from megatron_magi.mask.source import LayerMasks, MaskSource
-from megatron_magi.plan import PlanCache, PlanSet, RankPlan
+from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
+from megatron_magi.plan import RankPlan
 
 Window = tuple[int, int] | None
 """Keys visible to the left and right of a query, or None for a layer without a window."""
 
 
-class LayerPlans(PlanSet[MaskSource]):
+class LayerPlans:
     """The plans of one microbatch, by layer.
 
     Args:
-        batch: the microbatch.
-        masks: which layer attends by which mask.
-        config: how to plan.
-        cp_rank: this rank.
-        cp_size: number of ranks.
-        cache: where plans are kept.
+        planner: that made them.
+        fields: of the microbatch, for masks that were not foreseen.
+        planned: what was made ahead.
+        successors: made of its arrays, if it has them.
 
-    Raises:
-        ValueError: a mask could not be made or does not fit the microbatch.
+    Attributes:
+        stats: of the plan that decided the distribution of tokens.
+        dispatch: the distribution.
     """
 
-    def __init__(
-        self, batch: Microbatch, masks: LayerMasks, config: MagiConfig, cp_rank: int, cp_size: int, cache: PlanCache
-    ) -> None:
-        super().__init__(lambda source: source(batch), masks.sources, config, cp_rank, cp_size, cache)
-        self._layers = masks
-        self._successors: RollArgs | None = None
+    def __init__(self, planner: Planner, fields: Fields, planned: PlannedBatch, successors: RollArgs | None) -> None:
+        self._planner = planner
+        self._fields = fields
+        self._plans = planned.prepared.plans
+        self._successors = successors
+        self.stats = planned.stats
+        self.dispatch = planned.dispatch
+
+    @property
+    def config(self) -> MagiConfig:
+        """How the plans were made and are executed."""
+        return self._planner.config
 
     def for_layer(self, layer_number: int, window: Window) -> RankPlan:
-        """This rank's plan for a layer, counted from 1, that has a window or none."""
-        return self.of(self._layers.of(layer_number, window))
+        """This rank's plan for a layer, counted from 1, that has a window or none.
+
+        Raises:
+            ValueError: a mask that no layer of the command line has does not fit the microbatch.
+        """
+        source = self._planner.masks.of(layer_number, window)
+        if source.text not in self._plans:
+            self._plans[source.text] = self._planner.plan_of(source, self._fields, self.dispatch)
+        return self._plans[source.text]
 
     def successors(self, device: torch.device) -> RollArgs:
-        """How each row gets the content of the next token's row; made on first use."""
+        """How each row gets the content of the next token's row; made on first use where nobody foresaw it."""
         if self._successors is None:
-            arrays = make_roll_args(self.dispatch.global_indices(), -1, self.dispatch.total_seqlen, self._cp_rank)
+            dispatch, rank = self.dispatch, self._planner.cp_rank
+            arrays = make_roll_args(dispatch.global_indices(), -1, dispatch.total_seqlen, rank)
             self._successors = RollArgs.build(arrays, device)
         return self._successors
 

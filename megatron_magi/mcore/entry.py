@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_magi import cpu_device
 from megatron_magi.mcore.config_file import expand_config
 from megatron_magi.mcore.installation import install
-from megatron_magi.mcore.versions import check_version
 
 _ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What Megatron's GPT script takes where the command line says nothing."""
@@ -43,13 +41,12 @@ def main(
     if argv is not None:
         # Megatron's trainer parses sys.argv again.
         sys.argv = [sys.argv[0], *argv]
-    _prepare()
+    args = _parse()
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    args = _parse()
     model_config = gpt_config_from_args(args)
     model_config.pre_wrap_hooks += [*pre_wrap_hooks, *_device_hooks(args)]
     make_parts = _magi_parts if args.magi_attention else _stock_parts
@@ -67,17 +64,9 @@ def main(
     )
 
 
-def _prepare() -> None:
-    """Expands ``--config`` in ``sys.argv``, and `install`."""
-    check_version()
-    cpu_device.install()
-    sys.argv = [sys.argv[0], *expand_config(sys.argv[1:])]
-    install()
-
-
 def _parse() -> Namespace:
     """Parses and validates as Megatron's script does; also for who only wants to know whether it is right."""
-    _prepare()
+    install(expand_config)
     from megatron.training import arguments
 
     from megatron_magi.mcore.arguments import refuse_yaml

@@ -9,34 +9,56 @@ from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_context_parallel_group, get_tensor_and_context_parallel_group
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 
 from megatron_magi import envs
+from megatron_magi.attention import AttnShape, needed_kernels
+from megatron_magi.config import MagiConfig
+from megatron_magi.mcore import loader
 from megatron_magi.mcore.arguments import buffer_length
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.groups import make_agreement_group
+from megatron_magi.mcore.kernels import compile_ahead
 from megatron_magi.mcore.loss import microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
+from megatron_magi.mcore.planner import Planner
 from megatron_magi.mcore.settings import layer_masks, magi_config
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 
 
 def make_dispatcher(args: Namespace) -> BatchDispatcher:
     """The dispatcher that a validated command line asks for; collective over all ranks."""
-    environment = envs.load()
-    config = magi_config(args, environment.default_config())
+    config = magi_config(args, envs.load().default_config())
     # Tensor-parallel ranks read the data too. Pipeline stages do so at different times and cannot wait.
     readers = get_tensor_and_context_parallel_group()
-    return BatchDispatcher(
+    agreement_group = make_agreement_group(readers) if config.comm.verify else None
+    cp_group = get_context_parallel_group()
+    planner = Planner(
         config,
+        cp_group.rank(),
+        cp_group.size(),
+        attention_shape(args, config),
         masks=layer_masks(args),
         own_positions=args.magi_mask is not None or args.magi_layer_masks is not None,
         eod=get_tokenizer().eod if args.reset_attention_mask else None,
-        cp_group=get_context_parallel_group(),
-        agreement_group=make_agreement_group(readers) if config.comm.verify else None,
         seq_length=buffer_length(args),
-        num_plans=environment.plan_cache_size,
+        rolls=bool(args.mtp_num_layers),
+        compares=agreement_group is not None,
     )
+    kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls)
+    compile_ahead(kernels, args.local_rank)
+    return BatchDispatcher(planner, agreement_group)
+
+
+def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:
+    """Heads and dtype of attention on this rank, and what computes it."""
+    cost = config.overlap.cost
+    head_dim_v = cost.head_dim if cost.head_dim_v is None else cost.head_dim_v
+    shape = AttnShape(cost.num_heads_q, cost.num_heads_kv, cost.head_dim, head_dim_v, args.params_dtype)
+    if not torch.cuda.is_available():
+        return shape
+    return shape.kernels_for(torch.device("cuda", torch.cuda.current_device()), config.attend.impl)
 
 
 class MagiForwardStep:
@@ -50,12 +72,21 @@ class MagiForwardStep:
     def __init__(self, make_dispatcher: Callable[[], BatchDispatcher], loss_log: LossLog | None = None) -> None:
         self._make_dispatcher = make_dispatcher
         self._dispatcher: BatchDispatcher | None = None
+        self._group: Any = None
         self._loss_log = loss_log
+        # Of each model chunk: iteration and kind of the microbatches read last, and how many there were.
+        self._read: dict[int | None, tuple[tuple[int, bool], int]] = {}
 
     def prepare(self) -> None:
-        """Makes the dispatcher; collective over all ranks, once process groups and tokenizer exist. Idempotent."""
-        if self._dispatcher is None:
-            self._dispatcher = self._make_dispatcher()
+        """Makes the dispatcher, and has Megatron's data loaders plan with it.
+
+        Collective over all ranks, once process groups and tokenizer exist. Again does nothing, unless the process
+        groups are others, as after a restart inside the process.
+        """
+        group = get_context_parallel_group()
+        if self._dispatcher is None or group is not self._group:
+            self._dispatcher, self._group = self._make_dispatcher(), group
+            loader.install(self._dispatcher.planner)
 
     def __call__(
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
@@ -87,8 +118,23 @@ class MagiForwardStep:
         """This rank's shard of the next microbatch."""
         dispatcher = self._dispatcher
         assert dispatcher is not None, "prepare() comes first"
-        batch = load_batch(lambda: dispatcher.next(data_iterator))
+        place = self._place(model)
+        try:
+            batch = load_batch(lambda: dispatcher.next(data_iterator))
+        except Exception as error:
+            error.add_note(f"In {place}.")
+            raise
         count_documents(model, batch.documents)
         if self._loss_log is not None and is_first_run(model):
-            self._loss_log.add_plan(batch.params.plans.plan)
+            self._loss_log.add_plan(batch.params.plans.stats)
         return batch
+
+    def _place(self, model: torch.nn.Module) -> str:
+        """Which microbatch is read now, in words."""
+        chunk = get_attr_wrapped_model(model, "vp_stage")
+        now = getattr(get_args(), "curr_iteration", 0), model.training
+        before, count = self._read.get(chunk, (now, 0))
+        count = count + 1 if before == now else 1
+        self._read[chunk] = now, count
+        iteration = f"iteration {now[0] + 1}"
+        return f"microbatch {count} of {iteration if model.training else f'the evaluation after {iteration}'}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 
 from megatron_magi import cpu_device
 from megatron_magi.mcore.argv import rewrite_argv
 from megatron_magi.mcore.versions import check_version
 
 
-def install() -> None:
+def install(expand: Callable[[Sequence[str]], Sequence[str]] = list) -> None:
     """Lets the Megatron of this process take ``--attention-backend magi``; everything else stays as it is.
 
     To be called at the top of a training script, before it imports anything of megatron: names that were imported
@@ -21,6 +22,9 @@ def install() -> None:
     microbatch in its data iterator, and its loss becomes the mean over the microbatch. It may use the stock
     ``get_batch_on_this_tp_rank`` and ``get_batch_on_this_cp_rank``, which leave a shard alone.
 
+    Args:
+        expand: applied to the arguments of ``sys.argv`` before they are rewritten.
+
     Raises:
         ValueError: the version of megatron-core, or what was found of it, is not what this package knows; or the
             command line asks for what is not supported.
@@ -28,7 +32,7 @@ def install() -> None:
     """
     check_version()
     on_cpu = cpu_device.install()
-    sys.argv = [sys.argv[0], *rewrite_argv(sys.argv[1:])]
+    sys.argv = [sys.argv[0], *rewrite_argv(expand(sys.argv[1:]))]
     from megatron_magi.mcore import arguments, seams, wheel_repairs
 
     arguments.check_argv()

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_magi.mcore import seams
-from megatron_magi.plan import Plan
+from megatron_magi.plan import PlanStats
 
 _LOG = "training.training:training_log"
 
@@ -34,11 +34,11 @@ class LossLog:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._plans: list[Plan] = []
+        self._plans: list[PlanStats] = []
 
-    def add_plan(self, plan: Plan) -> None:
+    def add_plan(self, stats: PlanStats) -> None:
         """Notes the plan of a training microbatch of the current iteration; not again when it is replayed."""
-        self._plans.append(plan)
+        self._plans.append(stats)
 
     def install(self) -> None:
         """Has Megatron's trainer report here each time it logs an iteration."""
@@ -67,10 +67,9 @@ class LossLog:
             file.write(json.dumps(line) + "\n")
 
 
-def _summary(plans: list[Plan]) -> dict[str, Any]:
-    if not plans:
+def _summary(stats: list[PlanStats]) -> dict[str, Any]:
+    if not stats:
         return {}
-    stats = [plan.stats() for plan in plans]
     return {
         "num_plans": len(stats),
         "balance": max(s.balance for s in stats),

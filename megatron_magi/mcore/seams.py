@@ -74,6 +74,8 @@ SEAMS = (
     Seam(f"{_TRAINING}:training_log", "wrapped", ("loss_dict", "iteration", "skipped_iter", "grad_norm",
          "max_attention_logit"), "loss_log", "exact losses"),
     # Data
+    Seam(f"{_TRAINING}:build_pretraining_data_loader", "wrapped", ("dataset", "consumed_samples"), "loader",
+         "workers plan what they load"),
     Seam(f"{_BLENDED}.__init__", "wrapped", ("cls", "sizes", "is_built_on_rank", "config"), "user_step",
          "every rank reads the data"),
     Seam("core.utils:get_batch_on_this_tp_rank", "wrapped", ("batch", "has_cu_seqlens",

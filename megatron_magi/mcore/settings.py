@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask.builders import causal
@@ -65,8 +66,13 @@ def padded_seq_length(args: Namespace, config: DispatchConfig) -> int:
     The padding depends on the number of tokens alone, so one mask speaks for all.
     """
     total = args.seq_length * args.micro_batch_size
-    dispatch = make_dispatch(causal(total), config, args.context_parallel_size)
-    return dispatch.padded_seqlen // args.micro_batch_size
+    return _padded_length(total, config, args.context_parallel_size) // args.micro_batch_size
+
+
+@lru_cache(maxsize=8)
+def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
+    """Asked for in every step, where nothing is to be planned."""
+    return make_dispatch(causal(total), config, cp_size).padded_seqlen
 
 
 def layer_masks(args: Namespace) -> LayerMasks:

@@ -1,6 +1,5 @@
 """Who computes what and what travels when: pure data, made on the CPU."""
 
-from megatron_magi.plan.cache import PlanCache
 from megatron_magi.plan.plan import Plan, PlanStats, dispatch_from_chunks, make_dispatch, make_plan
 from megatron_magi.plan.plan_set import PlanSet
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, Step, StepKind, Transfer
@@ -8,7 +7,6 @@ from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, Step, StepKin
 __all__ = [
     "Dispatch",
     "Plan",
-    "PlanCache",
     "PlanSet",
     "PlanStats",
     "RankPlan",

@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
-from megatron_magi.plan.cache import PlanCache
-from megatron_magi.plan.plan import Plan
+from megatron_magi.plan.plan import Plan, make_plan
 from megatron_magi.plan.types import Dispatch, RankPlan
 
 
@@ -21,7 +20,6 @@ class PlanSet[Key: Hashable]:
         config: how to plan.
         cp_rank: this rank.
         cp_size: number of ranks.
-        cache: where plans are kept.
     """
 
     def __init__(
@@ -31,15 +29,13 @@ class PlanSet[Key: Hashable]:
         config: MagiConfig,
         cp_rank: int,
         cp_size: int,
-        cache: PlanCache,
     ) -> None:
         self._make_mask = make_mask
         self._masks = {key: make_mask(key) for key in keys}
         self._config = config
         self._cp_rank = cp_rank
-        self._cache = cache
         self._primary = next(iter(self._masks))
-        self._plans: dict[Key, Plan] = {self._primary: cache.get(self._masks[self._primary], config, cp_size)}
+        self._plans: dict[Key, Plan] = {self._primary: make_plan(self._masks[self._primary], config, cp_size)}
 
     @property
     def config(self) -> MagiConfig:
@@ -69,5 +65,5 @@ class PlanSet[Key: Hashable]:
         if key not in self._plans:
             if key not in self._masks:
                 self._masks[key] = self._make_mask(key)
-            self._plans[key] = self._cache.get(self._masks[key], self._config, self.dispatch.cp_size, self.dispatch)
+            self._plans[key] = make_plan(self._masks[key], self._config, self.dispatch.cp_size, self.dispatch)
         return self._plans[key].for_rank(self._cp_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import weakref
 from dataclasses import replace
@@ -176,6 +177,33 @@ def test_a_plan_that_is_kept_keeps_no_more_tables_than_the_cache_of_passes(monke
         del alive
         distributed_attention(q, k, v, plan, one_rank_alone, config=config)
         assert len(made) == num_made + len(plan.bands)
+
+
+def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_with_their_batch(monkeypatch):
+    """As in a pipeline, where the backward of a microbatch comes many microbatches later."""
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    with fake_driver(monkeypatch):
+        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30, 1))
+        batches = []
+        for n in range(5):
+            plan = make_plan(builders.varlen(doc_lengths=[700, 40 + n, 90]), config).for_rank(0)
+            batches.append(prepare_batch({0: plan}, SHAPE, config))
+            batches[-1].to(CPU)
+        del plan
+        assert len(hopper_plan._plans) == 1 and len(hopper_plan._prepared) > 5
+        with monkeypatch.context() as patch:
+            refuse(patch)
+            for batch in batches:
+                plan = batch.plans[0]
+                q, k, v = tensors(plan.num_rows, SHAPE)
+                out = distributed_attention(q, k, v, plan, None, config=config)[0]
+                torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        of_last = len(batch._plans[0].tables[0].plans)
+        del batches, batch, plan, out, q, k, v
+        for module in (hopper, hopper_backward):
+            module._passes.drop(lambda _key: True)
+        gc.collect()
+        assert len(hopper_plan._prepared) <= of_last
 
 
 def refuse(monkeypatch) -> None:

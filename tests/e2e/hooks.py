@@ -122,16 +122,87 @@ def different_data(workdir: Path) -> None:
     """The last rank reads other documents than the rest."""
     import os
 
-    from megatron_magi.mcore.batch import BatchDispatcher
+    from megatron_magi.mcore.planner import Planner
 
     if os.environ["RANK"] != str(int(os.environ["WORLD_SIZE"]) - 1):
         return
-    original = BatchDispatcher.dispatch
+    original = Planner.attempt
 
-    def dispatch(self: BatchDispatcher, batch: dict) -> Any:
-        return original(self, {**batch, "tokens": batch["tokens"].flip(1)})
+    def attempt(self: Planner, fields: dict, **options: Any) -> Any:
+        return original(self, {**fields, "tokens": fields["tokens"].flip(1)}, **options)
 
-    BatchDispatcher.dispatch = dispatch
+    Planner.attempt = attempt
+
+
+def bad_boundaries(workdir: Path) -> None:
+    """The second sample of the third iteration has documents that decrease, on the last rank."""
+    import os
+
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    original, is_last = GPTDataset.__getitem__, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+
+    def getitem(self: GPTDataset, index: int | None) -> dict[str, torch.Tensor]:
+        bounds = [0, 90, 50, 128] if is_last and index == 9 else [0, 50, 90, 128]
+        return {**original(self, index), "cu_seqlens": torch.tensor(bounds)}
+
+    GPTDataset.__getitem__ = getitem
+
+
+def worker_dies(workdir: Path) -> None:
+    """The worker that loads the second sample of the third iteration is killed, on the last rank."""
+    import os
+    import signal
+
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+    from torch.utils.data import get_worker_info
+
+    original, is_last = GPTDataset.__getitem__, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+
+    def getitem(self: GPTDataset, index: int | None) -> dict[str, torch.Tensor]:
+        if is_last and index == 9 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, index)
+
+    GPTDataset.__getitem__ = getitem
+
+
+def count_planning(workdir: Path) -> None:
+    """What this process plans and hashes inside of its training steps, by name, in ``planning<rank>.jsonl``."""
+    import hashlib
+    import os
+    import zlib
+    from collections import Counter
+
+    from megatron.training import training
+
+    from megatron_magi.plan import plan
+
+    inside, counts, stock = [], Counter(), training.train_step
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += bool(inside)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    for owner, names in ((plan, ("assign_chunks", "partition")), (hashlib, ("sha256", "blake2b")), (zlib, ("crc32",))):
+        for name in names:
+            counted(owner, name)
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        inside.append(True)
+        result = stock(*args, **kwargs)
+        inside.pop()
+        with (workdir / f"planning{os.environ['RANK']}.jsonl").open("a") as file:
+            file.write(json.dumps(counts) + "\n")
+        counts.clear()
+        return result
+
+    training.train_step = train_step
 
 
 def plain_models(workdir: Path) -> None:

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.attention import AttnShape
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask.source import LayerMasks, MaskSource
-from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch, _checksum
+from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
+from megatron_magi.mcore.planner import Planner, checksum
 
 EOD = 99
+SHAPE = AttnShape(2, 2, 8, 8, torch.float32)
 
 
 def _batch(batch_size: int, seqlen: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -32,10 +35,15 @@ def _shards(batch: dict, cp_size: int, alignment: int = 1, eod: int | None = EOD
     config = MagiConfig(dispatch=DispatchConfig(alignment=alignment * batch["tokens"].shape[0]))
     shards = []
     for rank in range(cp_size):
-        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: cp_size)
-        dispatcher = BatchDispatcher(config, eod=eod, cp_group=group, agreement_group=None)
-        shards.append(dispatcher.dispatch(batch))
+        planner = Planner(config, rank, cp_size, SHAPE, eod=eod)
+        shards.append(BatchDispatcher(planner, None).dispatch(batch))
     return shards
+
+
+def _documents(batch: dict, eod: int | None = EOD) -> list[tuple[int, int]]:
+    """Bounds of the documents that attention is confined to."""
+    (mask,) = Planner(MagiConfig(), 0, 2, SHAPE, eod=eod).masks_of(batch)[1].values()
+    return [tuple(s.q_range) for s in mask.slices]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -73,27 +81,21 @@ def test_loss_tokens_are_counted_over_all_ranks() -> None:
 
 def test_documents_end_at_eod_and_at_the_end_of_a_sequence() -> None:
     batch = _batch(2, 40)
-    mask = _shards(batch, 2)[0].params.plans.plan.mask
     ends = set((torch.nonzero(batch["tokens"].reshape(-1) == EOD).view(-1) + 1).tolist()) | {40, 80}
-    assert {s.q_range.end for s in mask.slices} == ends
+    assert {end for _, end in _documents(batch)} == ends
 
 
 def test_without_eod_only_sequences_confine() -> None:
-    mask = _shards(_batch(2, 40), 2, eod=None)[0].params.plans.plan.mask
-    assert [tuple(s.q_range) for s in mask.slices] == [(0, 40), (40, 80)]
+    assert _documents(_batch(2, 40), eod=None) == [(0, 40), (40, 80)]
 
 
 def test_documents_of_the_data_loader_win_and_restart_positions() -> None:
     cu_seqlens = torch.full((2, 41), 40, dtype=torch.int32)
     cu_seqlens[0, :4] = torch.tensor([0, 10, 25, 40])
     cu_seqlens[1, :2] = torch.tensor([0, 40])
-    shards = _shards(_batch(2, 40, cu_seqlens=cu_seqlens), 2)
-    assert [tuple(s.q_range) for s in shards[0].params.plans.plan.mask.slices] == [
-        (0, 10),
-        (10, 25),
-        (25, 40),
-        (40, 80),
-    ]
+    batch = _batch(2, 40, cu_seqlens=cu_seqlens)
+    shards = _shards(batch, 2)
+    assert _documents(batch) == [(0, 10), (10, 25), (25, 40), (40, 80)]
     positions = np.empty(80, dtype=np.int64)
     for rank, shard in enumerate(shards):
         index = shard.params.plans.dispatch.global_index(rank)
@@ -131,9 +133,13 @@ def test_layout_goes_to_rows_and_back() -> None:
 def test_plan_is_a_function_of_the_batch() -> None:
     batch = _batch(1, 64)
     first, again = _shards(batch, 2)[0], _shards({k: v.clone() for k, v in batch.items()}, 2)[0]
-    assert first.params.plans.plan.plan_hash == again.params.plans.plan.plan_hash
+    assert _hash(first) == _hash(again)
     other = _shards(_batch(1, 64) | {"tokens": batch["tokens"].flip(1)}, 2)[0]
-    assert other.params.plans.plan.plan_hash != first.params.plans.plan.plan_hash
+    assert _hash(other) != _hash(first)
+
+
+def _hash(shard: LocalBatch) -> int:
+    return shard.params.plans.for_layer(1, None).plan_hash
 
 
 def test_windows_share_the_dispatch_of_their_microbatch() -> None:
@@ -146,10 +152,7 @@ def test_windows_share_the_dispatch_of_their_microbatch() -> None:
 
 def _dispatch_alone(batch: dict, *masks: str, **options: object) -> LocalBatch:
     layers = LayerMasks(*(MaskSource.parse(text, "magi_mask") for text in masks))
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    return BatchDispatcher(
-        MagiConfig(), masks=layers, eod=None, cp_group=group, agreement_group=None, **options
-    ).dispatch(batch)
+    return BatchDispatcher(Planner(MagiConfig(), 0, 1, SHAPE, masks=layers, **options), None).dispatch(batch)
 
 
 def test_own_positions_turn_rows_and_may_pass_the_length_of_the_sequence() -> None:
@@ -179,8 +182,7 @@ def test_items_of_a_data_set_that_do_not_fit_are_named(change: dict, message: st
 
 def test_padded_bounds_of_documents_go_before_those_without_padding() -> None:
     bounds = {"cu_seqlens": torch.tensor([[0, 7, 12]]), "cu_seqlens_padded": torch.tensor([[0, 8, 16]])}
-    mask = _dispatch_alone(_batch(1, 16, **bounds)).params.plans.plan.mask
-    assert [tuple(s.q_range) for s in mask.slices] == [(0, 8), (8, 16)]
+    assert _documents(_batch(1, 16, **bounds)) == [(0, 8), (8, 16)]
 
 
 def test_conversations_of_megatrons_data_set_are_taken_as_they_are() -> None:
@@ -206,13 +208,12 @@ def test_conversations_of_megatrons_data_set_are_taken_as_they_are() -> None:
     data.dataset, data.indices = [[{"role": "system", "content": n} for n in (5, 4, 3)]], np.array([0])
     batch = torch.utils.data.default_collate([data[0]])
     shards = _shards(batch, 3, eod=None)
-    assert [tuple(s.q_range) for s in shards[0].params.plans.plan.mask.slices] == [(0, 5), (5, 9), (9, 16)]
+    assert _documents(batch, eod=None) == [(0, 5), (5, 9), (9, 16)]
     assert sum(float(shard.loss_mask.sum()) for shard in shards) == float(batch["loss_mask"].sum()) > 0
 
 
 def test_a_batch_of_another_length_is_refused() -> None:
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    dispatcher = BatchDispatcher(MagiConfig(), eod=None, cp_group=group, agreement_group=None, seq_length=64)
+    dispatcher = BatchDispatcher(Planner(MagiConfig(), 0, 2, SHAPE, seq_length=64), None)
     dispatcher.dispatch(_batch(1, 64))
     with pytest.raises(ValueError, match="tokens: 1 sequences of 60 become 60"):
         dispatcher.dispatch(_batch(1, 60))
@@ -222,12 +223,12 @@ def test_a_batch_of_another_length_is_refused() -> None:
 def test_checksum_tells_batches_with_the_same_documents_apart(name: str) -> None:
     batch = _batch(2, 40)
     other = {**batch, name: batch[name].flip(1)}
-    assert _checksum(batch) == _checksum({key: value.clone() for key, value in batch.items()})
-    assert _checksum(batch) != _checksum(other)
+    assert checksum(batch) == checksum({key: value.clone() for key, value in batch.items()})
+    assert checksum(batch) != checksum(other)
 
 
 def test_documents_are_those_that_confine_attention() -> None:
     confined = _shards(_batch(1, 40), 2)
-    bounds = [s.q_range.start for s in confined[0].params.plans.plan.mask.slices]
+    bounds = [start for start, _ in _documents(_batch(1, 40))]
     assert all(shard.documents.tolist() == [*bounds, 40] for shard in confined)
     assert all(shard.documents is None for shard in _shards(_batch(1, 40), 2, eod=None))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_magi.attention import AttnShape
 from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask import bands as bd
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.carrier import MagiSeqParams
 from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
+from megatron_magi.mcore.planner import Planner
 
 ONE_RANK = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 SEQLEN, NUM_HEADS, NUM_GROUPS, HEAD_DIM = 24, 4, 2, 8
@@ -23,8 +27,8 @@ def _params(batch_size: int, seed: int = 0) -> MagiSeqParams:
     ids = torch.zeros_like(tokens)
     batch = {"tokens": tokens, "labels": ids, "position_ids": ids, "loss_mask": torch.ones(tokens.shape)}
     config = MagiConfig(dispatch=DispatchConfig(alignment=batch_size))
-    dispatcher = BatchDispatcher(config, eod=5, cp_group=ONE_RANK, agreement_group=None)
-    return dispatcher.dispatch(batch).params
+    shape = AttnShape(NUM_HEADS, NUM_GROUPS, HEAD_DIM, HEAD_DIM, torch.float32)
+    return BatchDispatcher(Planner(config, 0, 1, shape, eod=5), None).dispatch(batch).params
 
 
 def _module(cls: type[MagiCoreAttention] = MagiCoreAttention, **options) -> MagiCoreAttention:
@@ -51,7 +55,7 @@ def _written_out(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[seqlen, batch_size, heads * dim]`` and the largest visible logit of each head."""
     q, k, v = qkv[0], *(x.repeat_interleave(NUM_HEADS // NUM_GROUPS, dim=2) for x in qkv[1:])
-    bounds = torch.tensor([s.q_range.end for s in params.plans.plan.mask.slices])
+    bounds = torch.from_numpy(np.unique(params.plans.for_layer(1, None).bands[0][:, bd.Q1]))
     document = torch.searchsorted(bounds, torch.arange(SEQLEN * q.shape[1]), right=True).view(-1, SEQLEN)
     distance = torch.arange(SEQLEN)[:, None] - torch.arange(SEQLEN)
     visible = (document[:, :, None] == document[:, None, :]) & (distance >= 0)

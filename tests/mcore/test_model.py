@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_magi.attention import AttnShape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore.batch import BatchDispatcher
 from megatron_magi.mcore.carrier import MagiSeqParams
 from megatron_magi.mcore.model import MagiModelMixin
 from megatron_magi.mcore.mtp import process_mtp_loss, roll_tensor
+from megatron_magi.mcore.planner import Planner
 
 
 class _Losses:
@@ -43,15 +45,17 @@ def test_a_padding_mask_is_not_shifted_also_when_it_is_a_part_of_the_shard() -> 
 
 def test_a_shift_ends_with_the_document_of_the_data_loader_or_else_with_the_sequence() -> None:
     one_rank = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    dispatcher = BatchDispatcher(MagiConfig(), eod=3, cp_group=one_rank, agreement_group=None)
+    shape = AttnShape(2, 2, 8, 8, torch.float32)
     tokens = torch.arange(1, 9).view(1, 8)
     batch = dict.fromkeys(("tokens", "labels", "position_ids"), tokens) | {"loss_mask": torch.ones(1, 8)}
     for more, expected in (
         ({}, [2, 3, 4, 5, 6, 7, 8, 0]),
         ({"cu_seqlens": torch.tensor([[0, 3, 5, 8, 8]])}, [2, 3, 0, 5, 0, 7, 8, 0]),
     ):
-        params = dispatcher.dispatch(batch | more).params
-        assert roll_tensor(tokens, packed_seq_params=params, cp_group=one_rank)[0].tolist() == [expected]
+        for foreseen in (True, False):
+            planner = Planner(MagiConfig(), 0, 1, shape, eod=3, rolls=foreseen)
+            params = BatchDispatcher(planner, None).dispatch(batch | more).params
+            assert roll_tensor(tokens, packed_seq_params=params, cp_group=one_rank)[0].tolist() == [expected]
 
 
 def test_multi_token_prediction_without_a_loss_mask_is_refused() -> None:

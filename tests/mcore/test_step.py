@@ -12,7 +12,8 @@ import torch
 from megatron.core.rerun_state_machine import RerunState
 from megatron.training import training
 
-from megatron_magi.mcore import step, stock_step
+from megatron_magi.mcore import forward_step as forward_step_module
+from megatron_magi.mcore import loader, step, stock_step
 from megatron_magi.mcore.forward_step import MagiForwardStep
 
 CU_SEQLENS = torch.tensor([0, 3, 10])
@@ -68,11 +69,13 @@ def _load(events: list[str], batch: Any) -> Any:
 
 
 def _magi_step(events: list[str], monkeypatch: pytest.MonkeyPatch, loss_log: Any = None) -> Any:
-    params = SimpleNamespace(plans=SimpleNamespace(plan="plan"), num_loss_tokens=1.0)
+    params = SimpleNamespace(plans=SimpleNamespace(stats="plan"), num_loss_tokens=1.0)
     fields = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "documents"))
-    dispatcher = SimpleNamespace(next=lambda it: _load(events, SimpleNamespace(**fields, params=params)))
+    dispatcher = SimpleNamespace(planner=None, next=lambda it: _load(events, SimpleNamespace(**fields, params=params)))
     args = SimpleNamespace(num_experts=None, context_parallel_size=2)
-    monkeypatch.setattr("megatron_magi.mcore.forward_step.get_args", lambda: args)
+    monkeypatch.setattr(forward_step_module, "get_args", lambda: args)
+    monkeypatch.setattr(forward_step_module, "get_context_parallel_group", lambda: "group")
+    monkeypatch.setattr(loader, "install", lambda planner: None)
     forward_step = MagiForwardStep(lambda: dispatcher, loss_log)
     forward_step.prepare()
     return forward_step
@@ -137,6 +140,49 @@ def test_a_replayed_microbatch_adds_no_plan_to_the_log(
     machine.state = RerunState.INITIAL_RUN
     forward_step(iter(()), model.eval())
     assert plans == ["plan"]
+
+
+def test_a_dispatcher_is_made_once_for_a_set_of_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart inside the process makes new groups and calls the same forward step."""
+    groups, made, planners = [object()], [], []
+    monkeypatch.setattr(forward_step_module, "get_context_parallel_group", lambda: groups[-1])
+    monkeypatch.setattr(loader, "install", planners.append)
+    forward_step = MagiForwardStep(lambda: made.append(groups[-1]) or SimpleNamespace(planner=len(made)))
+    for expected in (1, 1, 2, 2):
+        if expected > len(groups):
+            groups.append(object())
+        forward_step.prepare()
+        assert len(made) == expected
+    assert made == groups
+    assert planners == [1, 2]
+
+
+@pytest.mark.parametrize("vp_stage", [None, 1])
+def test_a_microbatch_that_cannot_be_read_is_named(
+    vp_stage: int | None, events: list[str], machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_step = _magi_step(events, monkeypatch)
+    args, model = forward_step_module.get_args(), Model(events, vp_stage)
+    args.curr_iteration = 6
+    forward_step(iter(()), Model(events, vp_stage=0))
+    for _ in range(2):
+        forward_step(iter(()), model)
+    good = forward_step._dispatcher.next
+
+    def fail(data_iterator: Iterator) -> None:
+        raise ValueError("cu_seqlens: bad")
+
+    for trains, iteration, place in (
+        (True, 6, "microbatch 3 of iteration 7"),
+        (True, 7, "microbatch 1 of iteration 8"),
+        (False, 7, "microbatch 1 of the evaluation after iteration 8"),
+    ):
+        args.curr_iteration = iteration
+        forward_step._dispatcher.next = fail
+        with pytest.raises(ValueError, match=r"^cu_seqlens: bad") as error:
+            forward_step(iter(()), model.train(trains))
+        assert error.value.__notes__ == [f"In {place}."]
+        forward_step._dispatcher.next = good
 
 
 def test_items_without_what_other_backends_broadcast_are_refused() -> None:

@@ -166,6 +166,32 @@ def test_kernels_compiled_ahead_stay_when_asked_for_again(tmp_path, compiled):
     assert len(compiled) == 5 and len(set(files)) == 5 and all(f.exists() for f in files)
 
 
+def test_all_that_is_missing_is_compiled_for_the_cache_with_one_line(tmp_path, compiled, caplog, monkeypatch):
+    kernels = [("attention/sm90/prepare.cu", (f"A={i}",)) for i in range(4)]
+    monkeypatch.setattr(hopper_build, "prebuilt_dir", lambda: tmp_path / "prebuilt")
+    hopper_build.compile_into(tmp_path / "prebuilt", kernels[:1], jobs=1)
+    hopper_build.build(*kernels[1], tmp_path / "cache")
+    caplog.clear()
+    for _ in range(2):
+        hopper_build.build_all([*kernels, kernels[3]], 8, tmp_path / "cache")
+        assert len(compiled) == 4
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        f"compiling 2 kernels for sm_90a, 2 at a time, kept in {tmp_path / 'cache'}"
+    ]
+    more = [("attention/sm90/prepare.cu", ("A=9",))]
+    (tmp_path / "file").touch()
+    hopper_build.build_all(more, 8, tmp_path / "file" / "cache")
+    assert "cannot be written" in caplog.text and "compiled when they are first used" in caplog.text
+    monkeypatch.setenv("MAGI_ATTENTION_NO_BUILD_CACHE", "1")
+    hopper_build.build_all(more, 8, tmp_path / "cache")
+    assert len(compiled) == 4
+
+
+def test_a_kernel_of_many_that_does_not_compile_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"compiling attention/sm90/prepare\.cu with void=3 failed"):
+        hopper_build.build_all([("attention/sm90/prepare.cu", ("void=3",))], 2, tmp_path)
+
+
 def test_a_malformed_variable_is_named_before_anything_is_compiled(tmp_path, monkeypatch, compiled):
     monkeypatch.setenv("MAGI_ATTENTION_BUILD_DEBUG", "yes")
     with pytest.raises(ValueError, match="MAGI_ATTENTION_BUILD_DEBUG: expected 0 or 1"):

@@ -15,7 +15,7 @@ from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConf
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import count_cover, dense_mask
-from megatron_magi.plan import Plan, PlanCache, StepKind, make_plan
+from megatron_magi.plan import Plan, StepKind, make_plan
 from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.partition import areas_by_place, partition
@@ -398,13 +398,3 @@ def test_plans_travel_between_processes_without_what_is_on_a_device() -> None:
     assert copy.runtime == {} and copy.plan_hash == plan.plan_hash
     mask = pickle.loads(pickle.dumps(plan.mask))
     assert mask == plan.mask and not mask.table.flags.writeable and not mask.bands.flags.writeable
-
-
-def test_the_cache_keeps_the_most_recent_plans_only() -> None:
-    cache = PlanCache(max_size=3)
-    config = MagiConfig()
-    for n in range(1, 200):
-        cache.get(documents([n]), config, 2)
-    assert len(cache) == 3
-    recent = cache.get(documents([199]), config, 2)
-    assert cache.get(documents([199]), config, 2) is recent

@@ -7,27 +7,27 @@ import pytest
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, full, sliding_window
-from megatron_magi.plan import PlanCache, PlanSet
+from megatron_magi.plan import PlanSet, make_plan
 
 MASKS = {"causal": causal(64), "full": full(64), "window": sliding_window(64, left=3, right=0)}
 
 
-def _set(*keys: str, made: list | None = None, cache: PlanCache | None = None) -> PlanSet[str]:
+def _set(*keys: str, made: list | None = None) -> PlanSet[str]:
     def make(key: str) -> AttnMask:
         if made is not None:
             made.append(key)
         return MASKS[key]
 
-    return PlanSet(make, keys, MagiConfig(), 0, 2, PlanCache() if cache is None else cache)
+    return PlanSet(make, keys, MagiConfig(), 0, 2)
 
 
 def test_masks_are_made_at_once_and_share_the_dispatch_of_the_first() -> None:
     made: list[str] = []
-    cache = PlanCache(8)
-    plans = _set("causal", "window", made=made, cache=cache)
+    plans = _set("causal", "window", made=made)
     assert made == ["causal", "window"]
     assert plans.plan.mask == MASKS["causal"]
-    assert plans.of("window") is cache.get(MASKS["window"], MagiConfig(), 2, plans.dispatch).for_rank(0)
+    expected = make_plan(MASKS["window"], MagiConfig(), 2, plans.dispatch)
+    assert plans.of("window").plan_hash == expected.plan_hash and plans.of("window") is plans.of("window")
     assert plans.of("full").area > plans.of("causal").area > plans.of("window").area
     assert made == ["causal", "window", "full"]
 

@@ -88,7 +88,7 @@ def add_rows(buffer: Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequen
             _WIDEST // max(from_dtype.itemsize, to_dtype.itemsize),
         )
         units = [size // (vector * from_dtype.itemsize) for _, _, size in sources]
-        kernel = _sum_kernel(buffer.device, _ELEMENTS[from_dtype], _ELEMENTS[to_dtype], vector)
+        kernel = _sum_kernel(buffer.device, from_dtype, to_dtype, vector)
         way = layout.ways[key] = _Way([kernel.part(sources, results, units, max(units), range(len(units)))])
     parts = [base + offset for offset in layout.offsets]
     tables = arrivals.rows.data_ptr(), arrivals.starts.data_ptr(), arrivals.sources.data_ptr()
@@ -102,6 +102,17 @@ def can_add(layout: RowLayout, into: Sequence[Tensor]) -> bool:
         return False
     equal = all(t == partial for t in layout.dtypes) and all(x.dtype == wide for x in into)
     return equal and (partial == torch.float64) == (wide == torch.float64)
+
+
+def gather_source(unit: int) -> tuple[str, tuple[str, ...]]:
+    """Source and macros of the kernel that copies rows by ``unit`` bytes at a time."""
+    return "group_collective/gather_rows.cu", (f"UNIT={unit}",)
+
+
+def sum_source(partial: torch.dtype, into: torch.dtype, vector: int) -> tuple[str, tuple[str, ...]]:
+    """Source and macros of the kernel that adds rows by ``vector`` elements at a time."""
+    macros = (f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[into]}", f"VECTOR={vector}")
+    return "group_collective/sum_rows.cu", macros
 
 
 def _gather_way(sources: list[_Rows], results: list[_Rows], device: torch.device) -> _Way:
@@ -179,9 +190,8 @@ class _Way(NamedTuple):
 class _RowKernel:
     """A kernel with room for its parameters, on one device."""
 
-    def __init__(self, device: torch.device, name: str, defines: tuple[str, ...], tail: str) -> None:
-        image = build(f"group_collective/{name}.cu", defines)
-        self._kernel = load_kernel(image, f"magi_{name}", _THREADS, 0, device)
+    def __init__(self, device: torch.device, name: str, source: tuple[str, tuple[str, ...]], tail: str) -> None:
+        self._kernel = load_kernel(build(*source), name, _THREADS, 0, device)
         self._tail, self._tail_at = struct.Struct(tail), struct.calcsize(_ROWS)
         self._params = ctypes.create_string_buffer(struct.calcsize(_ROWS + tail))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
@@ -220,9 +230,9 @@ class _RowKernel:
 
 @cache
 def _gather_kernel(device: torch.device, unit: int) -> _RowKernel:
-    return _RowKernel(device, "gather_rows", (f"UNIT={unit}",), "Qq")
+    return _RowKernel(device, "magi_gather_rows", gather_source(unit), "Qq")
 
 
 @cache
-def _sum_kernel(device: torch.device, partial: str, into: str, vector: int) -> _RowKernel:
-    return _RowKernel(device, "sum_rows", (f"FROM={partial}", f"INTO={into}", f"VECTOR={vector}"), "QQQq")
+def _sum_kernel(device: torch.device, partial: torch.dtype, into: torch.dtype, vector: int) -> _RowKernel:
+    return _RowKernel(device, "magi_sum_rows", sum_source(partial, into, vector), "QQQq")

@@ -84,6 +84,11 @@ def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> 
     )  # fmt: skip
 
 
+def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
+    """What a kernel for dk and dv of `PART_TILES` is compiled for."""
+    return (*_part_defines(dtype, dims, softcap, PART_TILES[dims][1]), f"STAGES={_STAGES}")
+
+
 def _has_room(dims: tuple[int, int]) -> bool:
     """Whether shared memory has room for results of a tile of queries on their way out, and for the next queries."""
     return max(dims) <= 128
@@ -141,7 +146,7 @@ def backward_kernel(
 def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
     """Attention backward of `PART_TILES`: dk and dv."""
     keys, queries = PART_TILES[dims]
-    defines = (*_part_defines(dtype, dims, softcap, queries), f"STAGES={_STAGES}")
+    defines = keys_macros(dtype, dims, softcap)
     tiles = (keys + _STAGES * queries) * sum(dims) + keys * queries  # k and v, q and dout, P
     return _load(device, "backward_keys", defines, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from megatron_magi.upload import upload
 _MAX_PLANS = 256
 _MAX_BYTES = 256 << 20  # of device memory
 _plans: LruCache[tuple, DevicePlan] = LruCache(_MAX_BYTES, _MAX_PLANS)
+_prepared: WeakValueDictionary[tuple, DevicePlan] = WeakValueDictionary()  # what was made ahead, while its batch lives
 _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: LruCache[bytes, MaskFacts] = LruCache(_MAX_BYTES, _MAX_PLANS)
 
@@ -227,7 +229,7 @@ def remember(bands: np.ndarray, digest: bytes, facts: MaskFacts) -> None:
 def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> DevicePlan:
     """The plan of a mask on a device, made unless it is kept."""
     key = (content_digest(bands), tiling, device.index)
-    plan = _plans.get(key)
+    plan = _plans.get(key) or _prepared.get(key)
     if plan is None:
         host = make_host_plan(bands, tiling)
         plan = DevicePlan(host.without_table(), *upload([host.table], device))
@@ -236,8 +238,10 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
 
 
 def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> None:
-    """Keeps a plan that was made ahead, for a mask with this digest."""
-    _plans.put((digest, tiling, plan.memory.device.index), plan, plan.num_bytes)
+    """Keeps a plan that was made ahead, for a mask with this digest; at least for as long as the caller keeps it."""
+    key = (digest, tiling, plan.memory.device.index)
+    _plans.put(key, plan, plan.num_bytes)
+    _prepared[key] = plan
 
 
 def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> tuple[int, int, int, int]:

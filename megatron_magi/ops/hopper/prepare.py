@@ -64,8 +64,8 @@ class MaskTables:
 
     def keep(
         self, bands: np.ndarray, tensors: Sequence[Tensor], ready: torch.cuda.Event | None, plan_bytes: int
-    ) -> None:
-        """Makes the tables known to the calls that will need them.
+    ) -> list[DevicePlan]:
+        """Makes the tables known to the calls that will need them, and returns what must live as long as those come.
 
         Args:
             bands: the mask; nothing may change it.
@@ -80,6 +80,7 @@ class MaskTables:
             plans[tiling].schedules[key] = DeviceSchedule(next(left), num_apart)
         for tiling, plan in plans.items():
             hopper_plan.keep(self.digest, tiling, plan)
+        return list(plans.values())
 
 
 def masks_meet(masks: Sequence[np.ndarray], problems: Sequence[Problem], deterministic: bool) -> bool:

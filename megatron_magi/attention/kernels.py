@@ -1,0 +1,41 @@
+"""The kernels that distributed attention of a model can take, attention's own and those that move rows."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_magi.attention.prepared import AttnShape
+from megatron_magi.comm.impl import cuda_rows
+from megatron_magi.config import MagiConfig
+from megatron_magi.ops.hopper.needed import needed_kernels as attention_kernels
+from megatron_magi.ops.merge import accumulate_dtype
+
+Kernels = list[tuple[str, tuple[str, ...]]]
+"""Source below the folder of the sources, and macros, of each."""
+
+
+def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False) -> Kernels:
+    """Kernels that attention of a shape can take under any mask; none where the Hopper kernels do not compute.
+
+    Args:
+        shape: heads and dtype.
+        config: how it is executed.
+        cp_size: number of ranks.
+        rolls: int64 and fp32 numbers, one a row, are rolled as well, as in multi-token prediction.
+    """
+    if shape.num_sms is None:
+        return []
+    deterministic = config.attend.deterministic or torch.are_deterministic_algorithms_enabled()
+    group = shape.num_heads_q // shape.num_heads_kv
+    found = attention_kernels(
+        shape.dtype, (shape.head_dim, shape.head_dim_v), group, deterministic=deterministic,
+    )  # fmt: skip
+    if cp_size == 1:
+        return found
+    # Rows of heads are multiples of 16 bytes.
+    units = (16, 8, 4) if rolls else (16,)
+    found += [cuda_rows.gather_source(unit) for unit in units]
+    wide = accumulate_dtype(shape.dtype)
+    partial = wide if config.comm.backward_high_precision_reduce else shape.dtype
+    found.append(cuda_rows.sum_source(partial, wide, 16 // wide.itemsize))
+    return found

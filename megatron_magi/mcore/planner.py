@@ -1,0 +1,224 @@
+"""What is made of a microbatch before it is due: its masks, this rank's plans and shard, and a fingerprint.
+
+A `Planner` is pure and can be pickled, so that worker processes of the data loader plan ahead of the step. It knows
+ranks as numbers and needs neither process groups nor a GPU.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_magi.attention import AttnShape, PreparedBatch, PreparedPlans, prepare_plans
+from megatron_magi.comm.dispatch import RollFacts, dispatch, make_roll_args
+from megatron_magi.config import MagiConfig
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds
+from megatron_magi.mask.source import LayerMasks, MaskSource
+from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
+
+SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
+"""Fields of a microbatch that are dispatched, ``[batch_size, seqlen]``."""
+FAILED = (1 << 63) - 1
+"""Compared in place of a fingerprint by a rank that could not plan."""
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """Made by a `Planner`; can be sent from one process to another.
+
+    Attributes:
+        prepared: plans by the text of their masks. Its arrays are this rank's rows of `SEQUENCES`, ``[num_rows]``;
+            ``positions`` and ``roll_keeps`` of `ShardLayout`; ``padding``, bool, where a rank has some; ``documents``,
+            their bounds in the whole microbatch, where they confine attention; ``roll0`` and on, see `roll`.
+        dispatch: the distribution of tokens that all plans share.
+        stats: of the plan that decided it.
+        fingerprint: 63 bits that ranks compare; below `FAILED`.
+        batch_size: sequences.
+        num_positions: rotary positions.
+        num_loss_tokens: sum of the loss mask over the whole microbatch.
+        roll: of the arrays that shift rows by one token, None where nobody does.
+    """
+
+    prepared: PreparedBatch
+    dispatch: Dispatch
+    stats: PlanStats
+    fingerprint: int
+    batch_size: int
+    num_positions: int
+    num_loss_tokens: float
+    roll: RollFacts | None
+
+    def pin_memory(self) -> PlannedBatch:
+        """The same in page-locked memory."""
+        return replace(self, prepared=self.prepared.pin_memory())
+
+
+class _PlannedMasks(NamedTuple):
+    """What depends on masks alone; ``key``: the masks, and whether there is a backward."""
+
+    key: tuple[tuple[AttnMask, ...], bool]
+    prepared: PreparedPlans
+    dispatch: Dispatch
+    stats: PlanStats
+    fingerprint: int
+    roll: RollFacts | None
+    roll_tables: list[np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Makes `PlannedBatch` from a microbatch as the data loader collates it.
+
+    Attributes:
+        config: how to plan.
+        cp_rank, cp_size: for which of how many context-parallel ranks.
+        shape: of the attention, on one tensor-parallel rank.
+        masks: which layer attends by which mask; documents for all if not given.
+        own_positions: rotary positions are the ``position_ids`` of the batch; else those in the sequence, or in the
+            document where the batch has ``cu_seqlens``, as in Megatron.
+        eod: token that ends a document, if attention is confined to documents by it.
+        seq_length: tokens a sequence in Megatron's tensors, all ranks together, if that is fixed.
+        rolls: rows will be shifted by one token, as in multi-token prediction.
+        compares: ranks compare what they read; without it the fingerprint is of the plans alone.
+    """
+
+    config: MagiConfig
+    cp_rank: int
+    cp_size: int
+    shape: AttnShape
+    masks: LayerMasks = field(default_factory=LayerMasks)
+    own_positions: bool = False
+    eod: int | None = None
+    seq_length: int | None = None
+    rolls: bool = False
+    compares: bool = True
+    _last: list[_PlannedMasks] = field(default_factory=list, repr=False)  # the one made last, or none
+
+    def __call__(self, fields: Fields, *, needs_backward: bool = True) -> PlannedBatch:
+        """Plans for ``fields``, whose sequences are tensors ``[batch_size, seqlen]`` on the CPU.
+
+        Raises:
+            ValueError: they do not have the shape for which Megatron has been set up, or a mask does not fit them.
+        """
+        microbatch, masks = self.masks_of(fields)
+        made = self._planned(masks, needs_backward)
+        dispatched = made.dispatch
+        self._check_length(fields, dispatched)
+        shape, index = fields["tokens"].shape, dispatched.global_index(self.cp_rank)
+        rows = torch.from_numpy(index)
+        arrays = {name: dispatch(fields[name].reshape(-1), rows).numpy() for name in SEQUENCES}
+        # Rotary positions and rolling follow stock: they know documents only from cu_seqlens.
+        segments = microbatch.cu_seqlens if "cu_seqlens" in fields else sequence_bounds(*shape)
+        arrays["positions"], arrays["roll_keeps"] = _layout(index, segments)
+        num_positions = shape[1]
+        if self.own_positions:
+            arrays["positions"] = arrays["position_ids"].astype(np.int64)
+            num_positions = max(num_positions, int(fields["position_ids"].max()) + 1)
+        # Whether there is padding must not depend on the rank: layers reduce over what it leaves.
+        if dispatched.padded_seqlen > dispatched.total_seqlen:
+            arrays["padding"] = index >= dispatched.total_seqlen
+        if "cu_seqlens" in fields or self.eod is not None:
+            arrays["documents"] = microbatch.cu_seqlens
+        arrays |= {f"roll{i}": table for i, table in enumerate(made.roll_tables)}
+        return PlannedBatch(
+            made.prepared.batch(arrays),
+            dispatched,
+            made.stats,
+            self._fingerprint(fields, made.fingerprint),
+            shape[0],
+            num_positions,
+            float(fields["loss_mask"].sum()),
+            made.roll,
+        )
+
+    def attempt(self, fields: Fields, *, needs_backward: bool = True) -> PlannedBatch | Exception:
+        """As a call; what it raises is returned, for the step that the microbatch belongs to."""
+        try:
+            return self(fields, needs_backward=needs_backward)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
+            return error
+
+    def masks_of(self, fields: Fields) -> tuple[Microbatch, dict[MaskSource, AttnMask]]:
+        """The microbatch and all masks of its layers, the primary one first; errors as of a call."""
+        microbatch = self._microbatch(fields)
+        return microbatch, {source: source(microbatch) for source in self.masks.sources}
+
+    def _planned(self, masks: dict[MaskSource, AttnMask], needs_backward: bool) -> _PlannedMasks:
+        """Made unless the last microbatch had the same masks, as where nothing confines attention."""
+        key = (tuple(masks.values()), needs_backward)
+        if not self._last or self._last[0].key != key:
+            self._last[:] = [self._make_plans(masks, key)]
+        return self._last[0]
+
+    def _make_plans(self, masks: dict[MaskSource, AttnMask], key: tuple[tuple[AttnMask, ...], bool]) -> _PlannedMasks:
+        plans = PlanSet(masks.__getitem__, masks, self.config, self.cp_rank, self.cp_size)
+        of_layers = {source.text: plans.of(source) for source in masks}
+        prepared = prepare_plans(of_layers, self.shape, self.config, needs_backward=key[1])
+        roll, tables = None, []
+        if self.rolls:
+            indices = plans.dispatch.global_indices()
+            roll, tables = make_roll_args(indices, -1, plans.dispatch.total_seqlen, self.cp_rank).tables()
+        return _PlannedMasks(key, prepared, plans.dispatch, plans.plan.stats(), plans.fingerprint, roll, tables)
+
+    def _check_length(self, fields: Fields, dispatched: Dispatch) -> None:
+        batch_size, seqlen = fields["tokens"].shape
+        padded = dispatched.padded_seqlen
+        if self.seq_length is not None and padded != self.seq_length * batch_size:
+            raise ValueError(
+                f"tokens: {batch_size} sequences of {seqlen} become {padded} tokens over all ranks, "
+                f"Megatron is set up for {self.seq_length} each"
+            )
+
+    def plan_of(self, source: MaskSource, fields: Fields, dispatch: Dispatch) -> RankPlan:
+        """This rank's plan for one more mask of a microbatch, over its dispatch.
+
+        Raises:
+            ValueError: the mask could not be made or does not fit the microbatch.
+        """
+        plan = make_plan(source(self._microbatch(fields)), self.config, self.cp_size, dispatch)
+        return plan.for_rank(self.cp_rank)
+
+    def _microbatch(self, fields: Fields) -> Microbatch:
+        missing = [name for name in SEQUENCES if name not in fields]
+        if missing:
+            raise ValueError(f"dataset_provider: its items have no {' and no '.join(missing)}, only {sorted(fields)}")
+        tokens = fields["tokens"]
+        for name in SEQUENCES[1:]:
+            if fields[name].shape != tokens.shape:
+                raise ValueError(f"{name}: expected shape {list(tokens.shape)}, got {list(fields[name].shape)}")
+        if self.own_positions and fields["position_ids"].min() < 0:
+            raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
+        bounds = fields.get("cu_seqlens_padded", fields.get("cu_seqlens"))
+        return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
+
+    def _fingerprint(self, fields: Fields, of_plans: int) -> int:
+        if not self.compares:
+            return of_plans % FAILED
+        # Reading 8 bytes a token takes its time, and position ids follow from tokens otherwise.
+        names = SEQUENCES if self.own_positions else SEQUENCES[:-1]
+        return (of_plans ^ (checksum(fields, names) << 31)) % FAILED
+
+
+def checksum(fields: Fields, names: Sequence[str] = SEQUENCES) -> int:
+    """32 bits that tell batches apart whose masks are the same."""
+    value = 0
+    for name in names:
+        value = zlib.crc32(fields[name].contiguous().numpy(), value)
+    return value
+
+
+def _layout(index: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the rows ``index``, which count from the start of a segment; whether a row has a successor there."""
+    segment = np.searchsorted(segments, index, side="right") - 1
+    is_padding = index >= segments[-1]
+    positions = np.where(is_padding, 0, index - segments[np.minimum(segment, len(segments) - 1)])
+    is_last = np.isin(index + 1, segments)
+    return positions, ~(is_last | is_padding)

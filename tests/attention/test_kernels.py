@@ -1,0 +1,102 @@
+"""What is compiled before the first step is what steps take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_magi.attention import AttnShape, needed_kernels
+from megatron_magi.comm.impl import cuda_rows
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.rows import Arrivals
+from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
+from megatron_magi.cuda.driver import Kernel
+from megatron_magi.mask import builders
+from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.options import AttnOptions
+from tests.ops.fake_driver import fake_driver
+
+MASKS = [[60], [8200], [256] * 64]
+
+
+def _taken(monkeypatch: pytest.MonkeyPatch, shape: AttnShape, deterministic: bool) -> set:
+    """Kernels of passes over some masks, of tensors that are not looked at."""
+    asked = set()
+
+    def load(_device, name, defines, threads, size):
+        asked.add((hopper_kernels.source_of(name), defines))
+        return Kernel(name, threads, size)
+
+    monkeypatch.setattr(hopper_kernels, "_load", load)
+    options = AttnOptions(0.1, deterministic=deterministic)
+    for lengths in MASKS:
+        bands = builders.varlen(doc_lengths=lengths, causal=True).bands
+        rows, (heads_q, heads_kv) = int(bands[:, 1].max()), shape[:2]
+        q, out = (torch.empty(rows, heads_q, dim, dtype=shape.dtype) for dim in (shape.head_dim, shape.head_dim_v))
+        k, v = (torch.empty(rows, heads_kv, dim, dtype=shape.dtype) for dim in (shape.head_dim, shape.head_dim_v))
+        lse = torch.empty(rows, heads_q)
+        hopper.forward(
+            q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
+        )  # fmt: skip
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        hopper.backward(
+            out, q, k, v, lse, hopper.row_delta(out, out), bands, options, grads=grads, accumulate=False
+        )  # fmt: skip
+    return asked
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [(16, 2), (16, 16)], ids=str)
+@pytest.mark.parametrize("dims", list(hopper_kernels.BACKWARD_DIMS), ids=str)
+def test_attention_takes_the_kernels_that_are_compiled_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], heads: tuple[int, int], deterministic: bool
+) -> None:
+    shape = AttnShape(*heads, *dims, torch.bfloat16, num_sms=132)
+    with fake_driver(monkeypatch):
+        taken = _taken(monkeypatch, shape, deterministic)
+    config = MagiConfig(attend=AttendConfig(deterministic=deterministic))
+    assert taken == set(needed_kernels(shape, config, 1))
+
+
+@pytest.mark.parametrize("high_precision", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_travel_by_the_kernels_that_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, high_precision: bool
+) -> None:
+    asked = []
+
+    class Noted:
+        def __init__(self, _device: object, _name: str, source: tuple, _tail: str) -> None:
+            asked.append(source)
+
+        def fire(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(cuda_rows, "_RowKernel", Noted)
+    for kept in (cuda_rows._gather_kernel, cuda_rows._sum_kernel):
+        monkeypatch.setattr(cuda_rows, kept.__name__, kept.__wrapped__)
+    config = MagiConfig(comm=CommConfig(backward_high_precision_reduce=high_precision))
+    shape = AttnShape(4, 2, 192, 128, dtype, num_sms=132)
+    index = torch.arange(5)
+    keys = [torch.empty(5, 2, dim, dtype=dtype) for dim in (192, 128)]
+    partial = [k.float() if high_precision else k for k in keys]
+    numbers = [torch.arange(5), torch.ones(5)]
+    for tensors in (keys, partial, numbers[:1], numbers[1:]):
+        layout = RowLayout.of(tensors)
+        buffer = layout.new_buffer(5, torch.device("cpu"))
+        cuda_rows.pack_rows(tensors, index, layout, buffer)
+        cuda_rows.unpack_rows(buffer, index, layout)
+    layout = RowLayout.of(partial)
+    wide = [k.float() for k in keys]
+    assert cuda_rows.can_add(layout, wide)
+    arrivals = Arrivals(index, index, index, (5,))
+    cuda_rows.add_rows(layout.new_buffer(5, torch.device("cpu")), layout, arrivals, wide)
+    of_rows = [kernel for kernel in needed_kernels(shape, config, 2, rolls=True) if "group_collective" in kernel[0]]
+    assert set(asked) == set(of_rows)
+    assert len(needed_kernels(shape, config, 2)) == len(needed_kernels(shape, config, 2, rolls=True)) - 2
+
+
+def test_nothing_is_compiled_where_other_implementations_compute() -> None:
+    shape = AttnShape(4, 2, 8, 8, torch.float32)
+    assert needed_kernels(shape, MagiConfig(), 2) == []
