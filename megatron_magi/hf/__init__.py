@@ -1,0 +1,12 @@
+"""Hugging Face: ``attn_implementation="magi"`` for models of transformers, context parallelism in accelerate and the Trainer.
+
+The only package that imports transformers and accelerate; importing it registers the attention.
+"""
+
+from megatron_magi.hf.attention import register
+from megatron_magi.hf.parallel import MagiParallelismConfig, context_parallel
+from megatron_magi.hf.shard import Shard, shard_batch
+
+__all__ = ["MagiParallelismConfig", "Shard", "context_parallel", "register", "shard_batch"]
+
+register()
