@@ -1,4 +1,4 @@
-"""Hugging Face: ``attn_implementation="magi"`` for models of transformers, context parallelism in accelerate and the Trainer.
+"""Hugging Face: ``attn_implementation="magi"`` for models of transformers, context parallelism in the Trainer.
 
 The only package that imports transformers and accelerate; importing it registers the attention.
 """

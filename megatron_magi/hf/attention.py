@@ -227,7 +227,7 @@ def _refuse(dropout: float, cu_q: Tensor | None, cu_k: Tensor | None, options: d
     if cu_q is not None and cu_k is not None and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
         raise ValueError("cu_seq_lens_k: queries and keys must have the same documents")
     for name in REFUSED:
-        if options.get(name) not in (None, False):
+        if options.get(name) is not None and options[name] is not False:
             raise ValueError(f"{name}: not supported with attn_implementation='{NAME}'")
 
 
@@ -244,9 +244,7 @@ def check_no_window(has_window: bool) -> None:
         raise ValueError("magi_mask: the model has layers with a window or chunks, whose masks it would replace")
 
 
-def _unsaid(
-    shape: tuple[int, int, int], causal: bool, window: int | None, cu_seq_lens: Tensor | None
-) -> AttnMask:
+def _unsaid(shape: tuple[int, int, int], causal: bool, window: int | None, cu_seq_lens: Tensor | None) -> AttnMask:
     batch_size, q_length, kv_length = shape
     left = -1 if window is None else window - 1
     right = 0 if causal else left
@@ -272,7 +270,9 @@ def _dense(attention_mask: Tensor, shape: tuple[int, int, int]) -> AttnMask:
         seen = seen == 0
         lowest = torch.finfo(attention_mask.dtype).min
         if not (seen | (attention_mask <= lowest)).all():
-            raise ValueError("attention_mask: a bias was given; only 0 (seen) and the smallest number (hidden) are masks")
+            raise ValueError(
+                "attention_mask: a bias was given; only 0 (seen) and the smallest number (hidden) are masks"
+            )
     if not (seen == seen[:, :1]).all():
         raise ValueError("attention_mask: heads must have the same mask")
     parts = [Intervals.of_dense(to_numpy(one)) for one in seen[:, 0].expand(batch_size, -1, -1)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_magi.mask import AttnMask
 
-_NONE = np.iinfo(np.int64).max
+_LAST = 1 << 60  # sorts empty intervals behind all others; may be moved
 
 
 class Intervals(NamedTuple):
@@ -54,7 +54,7 @@ class Intervals(NamedTuple):
     def __or__(self, other: Intervals) -> Intervals:
         lo, hi = np.concatenate([self.lo, other.lo]), np.concatenate([self.hi, other.hi])
         empty = lo >= hi
-        lo[empty] = hi[empty] = _NONE
+        lo[empty] = hi[empty] = _LAST
         order = np.argsort(lo, axis=0, kind="stable")
         lo, hi = np.take_along_axis(lo, order, 0), np.take_along_axis(hi, order, 0)
         for i in range(1, len(lo)):  # what touches or overlaps the interval before it takes it over

@@ -29,10 +29,10 @@ def context_parallel(
 ) -> PreTrainedModel:
     """Has a model take whole batches, the same on all ranks, and compute this rank's part of them.
 
-    Its forward shards the batch (`shard_batch`), computes, and returns this rank's logits and the whole batch's loss. The
-    gradients of a rank are those of its rows, times the number of ranks: they are averaged over ranks as those of data
-    parallelism are, which FSDP over the joint mesh and DDP do. With ``num_items_in_batch`` the loss is divided by that
-    number, as transformers does. On one rank the model stays as it is.
+    Its forward shards the batch (`shard_batch`), computes, and returns this rank's logits and the whole batch's loss.
+    The gradients of a rank are those of its rows, times the number of ranks: they are averaged over ranks as those of
+    data parallelism are, which FSDP over the joint mesh and DDP do. With ``num_items_in_batch`` the loss is divided by
+    that number, as transformers does. On one rank the model stays as it is.
 
     Args:
         model: with ``attn_implementation="magi"``; before it is wrapped.
@@ -157,7 +157,9 @@ def _check_model(model: PreTrainedModel) -> None:
     ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
     for rope in ropes:
         if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise ValueError(f"rope_type: {rope['rope_type']} looks at the largest position, of which a rank has its own")
+            raise ValueError(
+                f"rope_type: {rope['rope_type']} looks at the largest position, of which a rank has its own"
+            )
 
 
 def _check_call(model: PreTrainedModel, batch: dict[str, Any]) -> None:
