@@ -5,8 +5,9 @@ The only package that imports transformers and accelerate; importing it register
 
 from megatron_magi.hf.attention import register
 from megatron_magi.hf.parallel import MagiParallelismConfig, context_parallel
+from megatron_magi.hf.rollouts import log_probs
 from megatron_magi.hf.shard import Shard, shard_batch
 
-__all__ = ["MagiParallelismConfig", "Shard", "context_parallel", "register", "shard_batch"]
+__all__ = ["MagiParallelismConfig", "Shard", "context_parallel", "log_probs", "register", "shard_batch"]
 
 register()

@@ -10,10 +10,11 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_magi.hf import context_parallel, shard_batch
+from megatron_magi.hf import context_parallel, log_probs, shard_batch
 from megatron_magi.mask import builders
+from megatron_magi.packing import make_prefix_tree
 from megatron_magi.testing.spawn import run_ranks
-from tests.hf.models import CONFIGS, loss_and_gradients, make_model, packed_batch, padded_batch
+from tests.hf.models import CONFIGS, VOCABULARY, loss_and_gradients, make_model, packed_batch, padded_batch
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -110,12 +111,46 @@ def undispatched_logits(mesh):
     return (logits - expected)[seen].abs().max().item()
 
 
+def policy_gradients(mesh):
+    """Of rollouts that share prompts, on two ranks and on one, from a forward for each rollout."""
+    draw = torch.Generator().manual_seed(4)
+    prompts = torch.randint(0, VOCABULARY, (2, 15), generator=draw)
+    answers = torch.randint(0, VOCABULARY, (6, 9), generator=draw)
+    rollouts = [torch.cat([prompts[i % 2], answer[: 4 + i]]) for i, answer in enumerate(answers)]
+    advantages = torch.linspace(-1, 1, len(rollouts))
+    tree = make_prefix_tree(rollouts)
+    assert tree.num_rows < 0.8 * tree.num_predicted
+
+    def of(model, each):
+        loss = -sum((a * each(i).exp()).sum() for i, a in enumerate(advantages))
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    eager = make_model("qwen3_moe", "eager")
+
+    def one_forward(i):
+        logits = eager(rollouts[i][None, :-1], use_cache=False).logits[0]
+        return -torch.nn.functional.cross_entropy(logits, rollouts[i][1:], reduction="none")
+
+    expected_loss, expected = of(eager, one_forward)
+    out = []
+    for where in (None, mesh):
+        model = make_model("qwen3_moe")
+        loss, gradients = of(model, log_probs(model, tree, where).__getitem__)
+        for gradient in gradients.values() if where is not None else ():
+            dist.all_reduce(gradient)
+            gradient /= mesh.size()
+        out.append((abs(loss - expected_loss).item(), difference(gradients, expected)))
+    return out
+
+
 def on_two_ranks(_rank, num_ranks):
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))["cp"]
     out = {case: both(*case, mesh, fsdp=False) for case in CASES}
     out["fsdp"] = {name: both(name, "packed", mesh, fsdp=True) for name in ("llama", "gpt_oss")}
     out["refusals"] = refusals(mesh)
     out["logits"] = undispatched_logits(mesh)
+    out["rollouts"] = policy_gradients(mesh)
     return out
 
 
@@ -147,3 +182,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(results):
 
 def test_logits_come_back_in_the_order_of_the_batch(results):
     assert max(result["logits"] for result in results) < 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rollouts_in_a_tree_train_as_one_by_one(results, num_ranks):
+    for loss, gradient in (result["rollouts"][num_ranks - 1] for result in results):
+        assert loss < 1e-5
+        assert gradient < 1e-5
