@@ -10,6 +10,7 @@ import megatron_magi
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 PAGES = ["README.md", "docs/user_guide.md", "docs/migration.md", "docs/environment.md", "CONTRIBUTING.md"]
+HF_PAGES = ["docs/hugging_face.md", "docs/rollouts.md"]
 
 
 def python_blocks(page):
@@ -32,7 +33,15 @@ def test_examples_run_on_two_ranks(ranks, page):
     assert "plan" in names[0] or "stats" in names[0]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("page", HF_PAGES)
+def test_examples_with_transformers_run_on_two_ranks(ranks, page):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+    assert all("loss" in names for names in ranks(2, run_blocks, page))
+
+
+@pytest.mark.parametrize("page", PAGES + HF_PAGES)
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
