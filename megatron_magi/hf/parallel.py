@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,16 @@ def context_parallel(
         ``model``, with hooks.
 
     Raises:
-        ValueError: the model attends otherwise, has layers that carry a state over the sequence, or computes
-            another loss than that of a causal language model. In forward: as `shard_batch`.
+        ValueError: the model is over another group already, attends otherwise, has layers that carry a state over the
+            sequence, or computes another loss than that of a causal language model. In forward: as `shard_batch`.
     """
     group = cp_group_of(cp_group_or_mesh)
     if group is None or group.size() == 1:
+        return model
+    over = getattr(model, "magi_cp_group", None)
+    if over is not None:
+        if over is not group:
+            raise ValueError("cp_group_or_mesh: the model is context-parallel over another group already")
         return model
     _check_model(model)
 
@@ -76,6 +82,7 @@ def context_parallel(
 
     model.register_forward_pre_hook(shard, with_kwargs=True)
     model.register_forward_hook(whole_loss, with_kwargs=True)
+    model.magi_cp_group = group
     return model
 
 
@@ -125,15 +132,19 @@ class MagiParallelismConfig(ParallelismConfig):
             )
         if self.cp_size == 1:
             return
-        prepare, group = accelerator.prepare, self.get_device_mesh()["cp"].get_group()
+        group = self.get_device_mesh()["cp"].get_group()
 
-        def prepare_context_parallel(*args: Any, **kwargs: Any) -> Any:
-            for model in args:
-                if isinstance(model, torch.nn.Module) and not getattr(model, "_is_accelerate_prepared", False):
-                    context_parallel(_pretrained(model), group, self.magi_config)
-            return prepare(*args, **kwargs)
+        def sharded(prepare: Callable) -> Callable:
+            def prepare_context_parallel(*args: Any, **kwargs: Any) -> Any:
+                for model in args:
+                    if isinstance(model, torch.nn.Module) and not getattr(model, "_is_accelerate_prepared", False):
+                        context_parallel(_pretrained(model), group, self.magi_config)
+                return prepare(*args, **kwargs)
 
-        accelerator.prepare = prepare_context_parallel
+            return prepare_context_parallel
+
+        # The Trainer calls the second one where it evaluates alone.
+        accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
 
 
 def _pretrained(model: torch.nn.Module) -> PreTrainedModel:

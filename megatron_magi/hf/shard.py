@@ -188,7 +188,7 @@ def _check(given: Mapping[str, Any], tokens: Tensor) -> None:
     mask = given.get("magi_mask")
     if mask is not None and (mask.total_seqlen_q, mask.total_seqlen_k) != (total, total):
         raise ValueError(f"magi_mask: expected a mask over {total} tokens, got {mask!r}")
-    for name in ("token_type_ids", "mm_token_type_ids", "pixel_values"):
+    for name in ("token_type_ids", "mm_token_type_ids", "pixel_values", "cache_position"):
         if name in given:
             raise ValueError(f"{name}: cannot be sharded")
 

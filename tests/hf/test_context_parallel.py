@@ -47,12 +47,15 @@ def difference(one, other):
     return max((one[name] - other[name]).abs().max().item() / (1 + other[name].abs().max().item()) for name in other)
 
 
-def both(name, kind, mesh, fsdp):
+def both(name, kind, mesh, fsdp=False, recompute=False):
     """Relative differences of loss and gradients between two ranks and one, and what was compared."""
     make_batch = BATCHES[kind]
     one_rank = EAGER.get(name, "eager") if kind in ("packed", "padded") else "magi"
     expected_loss, expected = loss_and_gradients(make_model(name, one_rank), make_batch())
     model = context_parallel(make_model(name), mesh)
+    assert context_parallel(model, mesh) is model
+    if recompute:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
     if fsdp:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
@@ -146,8 +149,9 @@ def policy_gradients(mesh):
 
 def on_two_ranks(_rank, num_ranks):
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))["cp"]
-    out = {case: both(*case, mesh, fsdp=False) for case in CASES}
+    out = {case: both(*case, mesh) for case in CASES}
     out["fsdp"] = {name: both(name, "packed", mesh, fsdp=True) for name in ("llama", "gpt_oss")}
+    out["recompute"] = both("gemma3", "packed", mesh, recompute=True)
     out["refusals"] = refusals(mesh)
     out["logits"] = undispatched_logits(mesh)
     out["rollouts"] = policy_gradients(mesh)
@@ -169,6 +173,12 @@ def test_two_ranks_train_as_one(results, name, kind):
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_two_ranks_train_as_one_beside_fsdp2(results, name):
     for loss, gradient in (result["fsdp"][name] for result in results):
+        assert loss < 1e-5
+        assert gradient < 1e-5
+
+
+def test_two_ranks_recompute_as_one_computes(results):
+    for loss, gradient in (result["recompute"] for result in results):
         assert loss < 1e-5
         assert gradient < 1e-5
 
