@@ -33,12 +33,15 @@ def test_examples_run_on_two_ranks(ranks, page):
     assert "plan" in names[0] or "stats" in names[0]
 
 
+def run_pages(rank, num_ranks, pages):
+    return [run_blocks(rank, num_ranks, page) for page in pages]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("page", HF_PAGES)
-def test_examples_with_transformers_run_on_two_ranks(ranks, page):
+def test_examples_with_transformers_run_on_two_ranks(ranks):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
-    assert all("loss" in names for names in ranks(2, run_blocks, page))
+    assert all("loss" in names for pages in ranks(2, run_pages, HF_PAGES) for names in pages)
 
 
 @pytest.mark.parametrize("page", PAGES + HF_PAGES)

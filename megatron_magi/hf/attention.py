@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 NAME = "magi"
 """What ``attn_implementation`` is set to."""
 
+CP_GROUP = "magi_cp_group"
+"""Attribute of the modules of a context-parallel model: the group's name."""
+
 MAX_DENSE = 16384
 """Tokens up to which a mask function of a user's is evaluated for each pair: the matrix has 256 MiB a sequence then."""
 
@@ -206,6 +209,11 @@ def attention(
     if hasattr(attention_mask, "shard"):
         attention_mask.shard.num_calls += 1
         out, _ = calc_attn(q, k, v, attention_mask.key, **logits)
+    elif getattr(module, CP_GROUP, None) is not None:
+        kind = type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask: a layer of a context-parallel model was given a {kind}, not that of its shard"
+        )
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         shape = (batch_size, q_length, key.shape[2])

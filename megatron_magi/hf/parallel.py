@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatron_magi.compat.runtime import cp_group_of
 from megatron_magi.config import MagiConfig
-from megatron_magi.hf.attention import NAME
+from megatron_magi.hf.attention import CP_GROUP, NAME
 from megatron_magi.hf.shard import IGNORED, shard_batch
 
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -50,9 +50,9 @@ def context_parallel(
     group = cp_group_of(cp_group_or_mesh)
     if group is None or group.size() == 1:
         return model
-    over = getattr(model, "magi_cp_group", None)
+    over = getattr(model, CP_GROUP, None)
     if over is not None:
-        if over is not group:
+        if over != group.group_name:
             raise ValueError("cp_group_or_mesh: the model is context-parallel over another group already")
         return model
     _check_model(model)
@@ -82,7 +82,8 @@ def context_parallel(
 
     model.register_forward_pre_hook(shard, with_kwargs=True)
     model.register_forward_hook(whole_loss, with_kwargs=True)
-    model.magi_cp_group = group
+    for module in model.modules():
+        setattr(module, CP_GROUP, group.group_name)
     return model
 
 

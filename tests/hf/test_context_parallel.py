@@ -84,10 +84,14 @@ def refusals(mesh):
     model = context_parallel(make_model("llama"), mesh)
     batch = packed_batch()
     square = torch.ones(1, 1, 53, 53, dtype=torch.bool).tril()
+    without_mask = context_parallel(make_model("llama"), mesh)
+    first = without_mask.model.layers[0]
+    first.register_forward_pre_hook(lambda _m, x, named: (x, {**named, "attention_mask": None}), with_kwargs=True)
     experts = make_model("qwen3_moe")
     experts.config.output_router_logits = True
     return {
         "attention_mask": raises(model, **{**batch, "attention_mask": square}),
+        "attention_mask: a layer": raises(without_mask, **batch),
         "logits_to_keep": raises(model, **batch, logits_to_keep=1),
         "output_router_logits": raises(context_parallel(experts, mesh), **batch),
         "attn_implementation": raises(context_parallel, make_model("llama", "sdpa"), mesh),
