@@ -98,9 +98,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     mesh = init_device_mesh(device, (world // cp, cp), mesh_dim_names=("dp", "cp"))
     torch.manual_seed(0)
     model = Llama(LlamaSize()).to(device)
+    everyone = mesh["dp", "cp"]._flatten("all")
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp", "cp"]._flatten("all"))
-    fully_shard(model, mesh=mesh["dp", "cp"]._flatten("all"))
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     state = State(model, optimizer)
     if args.checkpoint and args.checkpoint.exists():
