@@ -10,8 +10,8 @@ UV_VERSION := 0.13.8
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .uv/bin/uv)
 PYTHON := .venv/bin/python
 SYNCED := .venv/.synced
-# Not `te`, which would compile Transformer Engine; EXTRAS="megatron demo te" adds it.
-EXTRAS := megatron demo
+# Not `te`, which would compile Transformer Engine; EXTRAS="megatron hf demo te" adds it.
+EXTRAS := megatron hf demo
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 

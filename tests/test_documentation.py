@@ -11,6 +11,7 @@ import megatron_magi
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+HF_PAGES = ["docs/hugging_face.md", "docs/rollouts.md"]
 
 
 def python_blocks(page):
@@ -27,7 +28,7 @@ def run_blocks(rank, num_ranks, page):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p) and p != "docs/masks.md"])
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p) and p not in ("docs/masks.md", *HF_PAGES)])
 def test_examples_run_on_two_ranks(ranks, page):
     names = ranks(2, run_blocks, page)
     assert "plan" in names[0] or "stats" in names[0]
@@ -55,6 +56,17 @@ def test_the_gallery_of_masks_is_what_its_script_makes():
     spec.loader.exec_module(script)
     assert (ROOT / "docs/masks.md").read_text() == script.page(), "run: python docs/make_masks.py"
     assert {path.stem for path in (ROOT / "docs/images/masks").glob("*.png")} == {e[0] for e in script.ENTRIES}
+
+
+def run_pages(rank, num_ranks, pages):
+    return [run_blocks(rank, num_ranks, page) for page in pages]
+
+
+@pytest.mark.ranks(2)
+def test_examples_with_transformers_run_on_two_ranks(ranks):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+    assert all("loss" in names for pages in ranks(2, run_pages, HF_PAGES) for names in pages)
 
 
 def test_every_builder_is_in_the_user_guide():

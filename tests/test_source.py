@@ -6,7 +6,7 @@ from pathlib import Path
 import megatron_magi
 
 ROOT = Path(megatron_magi.__file__).parents[1]
-FOLDERS = ("megatron_magi", "tests", "benchmarks", "pretrain_scripts")
+FOLDERS = ("megatron_magi", "tests", "benchmarks", "pretrain_scripts", "examples")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 

@@ -1,0 +1,13 @@
+"""Hugging Face: ``attn_implementation="magi"`` for models of transformers, context parallelism in the Trainer.
+
+The only package that imports transformers and accelerate; importing it registers the attention.
+"""
+
+from megatron_magi.hf.attention import register
+from megatron_magi.hf.parallel import MagiParallelismConfig, context_parallel
+from megatron_magi.hf.rollouts import log_probs
+from megatron_magi.hf.shard import Shard, shard_batch
+
+__all__ = ["MagiParallelismConfig", "Shard", "context_parallel", "log_probs", "register", "shard_batch"]
+
+register()

@@ -1,0 +1,287 @@
+"""``attn_implementation="magi"``: the mask that layers are given, and the attention that they call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from megatron_magi.api import calc_attn
+from megatron_magi.hf.intervals import Intervals, side_by_side
+from megatron_magi.hf.mask_functions import Rows, Unknown, bounds_by_positions, intervals_of, parts_of, to_numpy
+from megatron_magi.mask import AttnMask, builders
+from megatron_magi.ops.slice_attention import slice_attention
+
+if TYPE_CHECKING:
+    from megatron_magi.hf.shard import Shard, ShardMask
+
+NAME = "magi"
+"""What ``attn_implementation`` is set to."""
+
+CP_GROUP = "magi_cp_group"
+"""Attribute of the modules of a context-parallel model: the group's name."""
+
+MAX_DENSE = 16384
+"""Tokens up to which a mask function of a user's is evaluated for each pair: the matrix has 256 MiB a sequence then."""
+
+WINDOWS = {"sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"}
+"""Mask functions that make a layer see less than others of the model."""
+
+REFUSED = ("head_mask", "position_bias", "alibi", "output_attentions")
+"""Arguments that change or ask for the attention matrix."""
+
+
+def register() -> None:
+    """Makes ``attn_implementation="magi"`` known to transformers. Importing `megatron_magi.hf` does it."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, layer_mask)
+
+
+class LayerMask:
+    """The mask of a layer, over the sequences of a batch one after another.
+
+    Attributes:
+        intervals: the keys of each of ``batch_size * q_length`` rows, of ``batch_size * kv_length``.
+        has_documents: documents or padding are in it.
+        has_window: it is a window's or a chunked one.
+    """
+
+    def __init__(
+        self, parts: list[Intervals], kv_length: int, *, has_documents: bool = False, has_window: bool = False
+    ) -> None:
+        self._parts, self._kv_length = parts, kv_length
+        self.has_documents, self.has_window = has_documents, has_window
+        self._last: tuple[Any, AttnMask] | None = None
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        return side_by_side(self._parts, self._kv_length)
+
+    @cached_property
+    def mask(self) -> AttnMask:
+        """Without further documents."""
+        return self.intervals.mask(self._kv_length * len(self._parts))
+
+    def of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> AttnMask:
+        """With the documents of the layer's arguments, ``cu_seq_lens`` or, where it knows of none yet, positions."""
+        said = cu_seq_lens
+        if said is None and not self.has_documents and position_ids is not None and position_ids.ndim == 2:
+            said = position_ids
+        if said is None or self.intervals.lo.shape[1] != len(self._parts) * self._kv_length:
+            return self.mask
+        if self._last is None or self._last[0] is not said:  # layers are given the same tensor
+            bounds = document_bounds_of(position_ids, cu_seq_lens, len(self._parts), self._kv_length)
+            self._last = said, self.intervals.within(bounds).mask(self._kv_length * len(self._parts))
+        return self._last[1]
+
+
+def document_bounds_of(
+    position_ids: Tensor | None, cu_seq_lens: Tensor | None, batch_size: int, seqlen: int
+) -> np.ndarray:
+    """Bounds of documents in a batch's tokens, one sequence after another.
+
+    Args:
+        position_ids: ``[batch_size or 1, seqlen]``, rising by one inside a document.
+        cu_seq_lens: ``[num_documents + 1]`` over all tokens, in place of positions.
+
+    Raises:
+        ValueError: ``cu_seq_lens`` does not rise from 0 to the number of tokens.
+    """
+    sequences = np.arange(batch_size + 1) * seqlen
+    if cu_seq_lens is None:
+        assert position_ids is not None
+        rows = np.broadcast_to(to_numpy(position_ids), (batch_size, seqlen))
+        own = [bounds_by_positions(row) + first for row, first in zip(rows, sequences, strict=False)]
+        return np.unique(np.concatenate(own))
+    bounds = to_numpy(cu_seq_lens).reshape(-1).astype(np.int64)
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != batch_size * seqlen or (np.diff(bounds) < 0).any():
+        raise ValueError(
+            f"cu_seq_lens_q: expected numbers that rise from 0 to {batch_size * seqlen}, the tokens, "
+            f"got {bounds.tolist()[:20]}"
+        )
+    return np.unique(np.concatenate([bounds, sequences]))
+
+
+@torch.compiler.disable
+def layer_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_options: Any,
+) -> LayerMask | ShardMask:
+    """What transformers calls once a forward for each kind of layer: its mask, as slices.
+
+    Masks that transformers composes are read off their functions. One with a function of a user's is evaluated for
+    each pair of tokens.
+
+    Raises:
+        ValueError: a user's function over more than `MAX_DENSE` tokens; under context parallelism any that
+            needs the tensors of the whole sequence.
+    """
+    shard: Shard | None = getattr(attention_mask, "magi_shard", None)
+    if shard is not None:
+        return shard.layer_mask(mask_function)
+    q_offset, q_length = int(q_offset), int(q_length)
+    names = set(parts_of(mask_function))
+    facts = {
+        "has_documents": attention_mask is not None or "packed_sequence_mask_function" in names,
+        "has_window": bool(names & WINDOWS),
+    }
+    index = np.arange(q_length) + q_offset
+    try:
+        parts = [intervals_of(mask_function, Rows(i, index)) for i in range(batch_size)]
+    except Unknown as unknown:
+        if max(q_length, kv_length) > MAX_DENSE:
+            raise ValueError(
+                f"mask_function: {unknown} is none of transformers' own and is asked for {q_length} x {kv_length} "
+                f"tokens; above {MAX_DENSE} give the mask as slices, magi_mask=AttnMask(...)"
+            ) from None
+        shape = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        options = {"allow_is_causal_skip": False, "use_vmap": use_vmap, "device": device}
+        seen = sdpa_mask(batch_size, mask_function=mask_function, attention_mask=attention_mask, **shape, **options)
+        return LayerMask([Intervals.of_dense(to_numpy(one)) for one in seen[:, 0]], kv_length, **facts)
+    if attention_mask is not None:
+        keys = to_numpy(attention_mask.to(torch.bool))
+        keys = np.pad(keys, ((0, 0), (0, max(0, kv_length + kv_offset - keys.shape[1]))))
+        parts = [part & Intervals.of_runs(row, q_length) for part, row in zip(parts, keys, strict=True)]
+    inside = Intervals.of(kv_offset, kv_offset + kv_length, q_length)
+    parts = [(part & inside).shifted(-kv_offset) for part in parts]
+    return LayerMask(parts, kv_length, **facts)
+
+
+@torch.compiler.disable
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | ShardMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    magi_mask: AttnMask | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer, as transformers calls it.
+
+    Args:
+        query: ``[batch_size, num_heads_q, q_length, head_dim]``.
+        key, value: ``[batch_size, num_heads_kv, kv_length, head_dim]``; the head dim of values may be another.
+        attention_mask: what `layer_mask` made; or bool, or 0 and the smallest number, ``[batch_size or 1, 1 or
+            num_heads_q, q_length, kv_length]``; or None for causal (by ``is_causal`` or the module's), full if not.
+        scaling: of logits, ``head_dim ** -0.5`` when None.
+        softcap: of logits.
+        s_aux: ``[num_heads_q]``, the logits of a sink.
+        sliding_window: looked at where ``attention_mask`` is None.
+        position_ids, cu_seq_lens_q: documents of a packed batch; see `LayerMask.of_layer`.
+        cu_seq_lens_k: the same as ``cu_seq_lens_q``.
+        magi_mask: in place of the layer's own mask, over ``batch_size * q_length`` tokens.
+
+    Returns:
+        ``(out, None)``, out ``[batch_size, q_length, num_heads_q, head_dim_v]``. Rows that see nothing are 0.
+
+    Raises:
+        ValueError: dropout, a bias or a mask for single heads; a mask that is neither; see `layer_mask`.
+    """
+    _refuse(dropout, cu_seq_lens_q, cu_seq_lens_k, options)
+    batch_size, num_heads, q_length, _ = query.shape
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
+    sink = None if s_aux is None else s_aux.reshape(1, num_heads).to(torch.promote_types(s_aux.dtype, torch.float32))
+    logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
+    if hasattr(attention_mask, "shard"):
+        attention_mask.shard.num_calls += 1
+        out, _ = calc_attn(q, k, v, attention_mask.key, **logits)
+    elif getattr(module, CP_GROUP, None) is not None:
+        kind = type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask: a layer of a context-parallel model was given a {kind}, not that of its shard"
+        )
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        shape = (batch_size, q_length, key.shape[2])
+        if magi_mask is not None:
+            mask = _explicit(magi_mask, attention_mask, batch_size * q_length)
+        elif isinstance(attention_mask, LayerMask):
+            mask = attention_mask.of_layer(position_ids, cu_seq_lens_q)
+        elif attention_mask is None:
+            mask = _unsaid(shape, causal, sliding_window, cu_seq_lens_q)
+        else:
+            mask = _dense(attention_mask, shape)
+        out, _ = slice_attention(q, k, v, mask, **logits)
+    return out.view(batch_size, q_length, num_heads, -1), None
+
+
+def _refuse(dropout: float, cu_q: Tensor | None, cu_k: Tensor | None, options: dict[str, Any]) -> None:
+    if dropout:
+        raise ValueError(f"dropout: attention dropout is not supported, got {dropout}; set attention_dropout=0")
+    if cu_q is not None and cu_k is not None and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
+        raise ValueError("cu_seq_lens_k: queries and keys must have the same documents")
+    for name in REFUSED:
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{name}: not supported with attn_implementation='{NAME}'")
+
+
+def _explicit(mask: AttnMask, own: Any, num_rows: int) -> AttnMask:
+    if (mask.total_seqlen_q, mask.total_seqlen_k) != (num_rows, num_rows):
+        raise ValueError(f"magi_mask: expected a mask over {num_rows} tokens, got {mask!r}")
+    check_no_window(isinstance(own, LayerMask) and own.has_window)
+    return mask
+
+
+def check_no_window(has_window: bool) -> None:
+    """Raises ValueError for a layer with a window, which ``magi_mask`` knows nothing of."""
+    if has_window:
+        raise ValueError("magi_mask: the model has layers with a window or chunks, whose masks it would replace")
+
+
+def _unsaid(shape: tuple[int, int, int], causal: bool, window: int | None, cu_seq_lens: Tensor | None) -> AttnMask:
+    batch_size, q_length, kv_length = shape
+    left = -1 if window is None else window - 1
+    right = 0 if causal else left
+    if cu_seq_lens is None:
+        lengths = {"doc_lengths": [q_length] * batch_size, "doc_lengths_k": [kv_length] * batch_size}
+    else:
+        lengths = {"cu_seqlens": document_bounds_of(None, cu_seq_lens, batch_size, q_length)}
+    return builders.sliding_window(left=left, right=right, **lengths)
+
+
+def _dense(attention_mask: Tensor, shape: tuple[int, int, int]) -> AttnMask:
+    batch_size, q_length, kv_length = shape
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
+        kind = type(attention_mask).__name__
+        raise ValueError(f"attention_mask: expected what {NAME} made of it, or four dimensions, got a {kind}")
+    if attention_mask.shape[2:] != (q_length, kv_length):
+        raise ValueError(
+            f"attention_mask: expected [{batch_size} or 1, heads or 1, {q_length}, {kv_length}], "
+            f"got {list(attention_mask.shape)}"
+        )
+    seen = attention_mask
+    if seen.dtype != torch.bool:
+        seen = seen == 0
+        lowest = torch.finfo(attention_mask.dtype).min
+        if not (seen | (attention_mask <= lowest)).all():
+            raise ValueError(
+                "attention_mask: a bias was given; only 0 (seen) and the smallest number (hidden) are masks"
+            )
+    if not (seen == seen[:, :1]).all():
+        raise ValueError("attention_mask: heads must have the same mask")
+    parts = [Intervals.of_dense(to_numpy(one)) for one in seen[:, 0].expand(batch_size, -1, -1)]
+    return LayerMask(parts, kv_length).mask

@@ -1,0 +1,156 @@
+"""What transformers' mask functions mean, read off their closures: no matrix is made of those it composes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import masking_utils
+
+from megatron_magi.hf.intervals import Intervals
+
+FAR = 1 << 40
+"""Beyond all positions."""
+
+
+class Unknown(Exception):
+    """A mask function that is none of transformers' own."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The queries of one sequence for which a mask function is asked.
+
+    Attributes:
+        sequence: its index in the batch.
+        index: int64 ``[num_rows]``, what the function takes for its ``q_idx``.
+        left_padding: in place of what a chunked mask was made with, where that was of a shard.
+        is_shard: the tensors in the function are those of a shard: only what has none can be asked.
+    """
+
+    sequence: int
+    index: np.ndarray
+    left_padding: int | None = None
+    is_shard: bool = False
+
+
+def name_of(function: Callable) -> str:
+    """Which of transformers' functions it is: the name of what made it, or its own. Empty for others."""
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return ""
+    return function.__qualname__.partition(".")[0]
+
+
+def parts_of(function: Callable) -> Iterator[str]:
+    """Names of all functions that it is composed of."""
+    yield name_of(function)
+    inside = _captured(function) if name_of(function) else {}
+    for inner in inside.get("mask_functions", [inside[name] for name in ("mask_function",) if name in inside]):
+        yield from parts_of(inner)
+
+
+def intervals_of(function: Callable, rows: Rows) -> Intervals:
+    """The keys that each row sees, in the function's own coordinates.
+
+    Raises:
+        Unknown: it, or what it is composed of, is not transformers' own, or is composed in another way than there.
+    """
+    name, q, num_rows = name_of(function), rows.index, len(rows.index)
+    if name in _SIMPLE:
+        captured = _captured(function)
+        lo, hi = _SIMPLE[name](q, captured, rows)
+        return Intervals.of(lo, hi, num_rows)
+    if name in ("and_masks", "or_masks"):
+        parts = _captured(function)["mask_functions"]
+        names = [name_of(part) for part in parts]
+        if name == "and_masks" and "remap_positions_for_packed_sequence" in names:
+            if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+                raise Unknown(", ".join(names))
+            return _in_documents(*parts, rows)
+        out = intervals_of(parts[0], rows)
+        for part in parts[1:]:
+            other = intervals_of(part, rows)
+            out = out & other if name == "and_masks" else out | other
+        return out
+    if name == "blockwise_overlay" and not rows.is_shard:
+        return _blocks(_captured(function)["block_sequence_ids"], rows)
+    raise Unknown(name or getattr(function, "__qualname__", repr(function)))
+
+
+def document_bounds(numbers: np.ndarray) -> np.ndarray:
+    """Bounds of runs of equal numbers, int64 ``[num_runs + 1]``."""
+    changes = np.flatnonzero(np.diff(numbers)) + 1
+    return np.concatenate([[0], changes, [len(numbers)]])
+
+
+def bounds_by_positions(position_ids: np.ndarray) -> np.ndarray:
+    """Bounds of the documents of a sequence: a document's positions rise by one."""
+    return np.concatenate([[0], np.flatnonzero(np.diff(position_ids) != 1) + 1, [len(position_ids)]])
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A tensor's values on the CPU."""
+    return x.detach().cpu().numpy()
+
+
+def _captured(function: Callable) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _window(q: np.ndarray, captured: dict, _rows: Rows) -> tuple:
+    return q - captured["sliding_window"] + 1, FAR
+
+
+def _two_sided_window(q: np.ndarray, captured: dict, _rows: Rows) -> tuple:
+    return q - captured["sliding_window"], q + captured["sliding_window"] + 1
+
+
+def _chunk(q: np.ndarray, captured: dict, rows: Rows) -> tuple:
+    size, left = captured["chunk_size"], rows.left_padding
+    left = int(captured["left_padding"][rows.sequence]) if left is None else left
+    start = (q - left) // size * size + left
+    return start, start + size
+
+
+_SIMPLE: dict[str, Callable[[np.ndarray, dict, Rows], tuple]] = {
+    "causal_mask_function": lambda q, _captured, _rows: (-FAR, q + 1),
+    "bidirectional_mask_function": lambda _q, _captured, _rows: (-FAR, FAR),
+    "sliding_window_overlay": _window,
+    "sliding_window_bidirectional_overlay": _two_sided_window,
+    "chunked_overlay": _chunk,
+}
+"""Functions that show each row one interval."""
+
+
+def _in_documents(packed: Callable, remapped: Callable, rows: Rows) -> Intervals:
+    """A function of positions in documents, which transformers numbers apart."""
+    if rows.is_shard:
+        raise Unknown("packed_sequence_mask_function")
+    numbers = to_numpy(_captured(packed)["packed_sequence_mask"][rows.sequence])
+    positions = to_numpy(_captured(remapped)["position_ids"][rows.sequence])
+    return at_positions(_captured(remapped)["mask_function"], rows, positions, document_bounds(numbers))
+
+
+def at_positions(function: Callable, rows: Rows, positions: np.ndarray, bounds: np.ndarray) -> Intervals:
+    """A function of positions in documents, where a document's positions rise by one a token.
+
+    ``positions`` int64 ``[num_rows]``; ``bounds`` of the documents; rows must be all tokens of the sequence.
+    """
+    there = Rows(rows.sequence, positions, rows.left_padding, rows.is_shard)
+    return intervals_of(function, there).shifted(rows.index - positions).within(bounds)
+
+
+def _blocks(block_ids: Any, rows: Rows) -> Intervals:
+    """Tokens of one block see each other; a negative number is no block."""
+    numbers = to_numpy(block_ids[rows.sequence])
+    bounds = document_bounds(numbers)
+    blocks = numbers[bounds[:-1]]
+    blocks = blocks[blocks >= 0]
+    if len(np.unique(blocks)) != len(blocks):
+        raise Unknown("blockwise_overlay of blocks in several pieces")
+    run = np.searchsorted(bounds, rows.index, side="right") - 1
+    in_block = numbers[rows.index] >= 0
+    return Intervals.of(np.where(in_block, bounds[run], 0), np.where(in_block, bounds[run + 1], 0), len(rows.index))

@@ -1,0 +1,186 @@
+"""Context parallelism for models of transformers: in a loop of one's own, in accelerate, and in the Trainer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from megatron_magi.compat.runtime import cp_group_of
+from megatron_magi.config import MagiConfig
+from megatron_magi.hf.attention import CP_GROUP, NAME
+from megatron_magi.hf.shard import IGNORED, shard_batch
+
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers whose only look at other tokens is attention."""
+
+
+def context_parallel(
+    model: PreTrainedModel,
+    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh,
+    config: MagiConfig | None = None,
+) -> PreTrainedModel:
+    """Has a model take whole batches, the same on all ranks, and compute this rank's part of them.
+
+    Its forward shards the batch (`shard_batch`), computes, and returns this rank's logits and the whole batch's loss.
+    The gradients of a rank are those of its rows, times the number of ranks: they are averaged over ranks as those of
+    data parallelism are, which FSDP over the joint mesh and DDP do. With ``num_items_in_batch`` the loss is divided by
+    that number, as transformers does. On one rank the model stays as it is.
+
+    Args:
+        model: with ``attn_implementation="magi"``; before it is wrapped.
+        cp_group_or_mesh: the ranks.
+        config: how masks are planned and attention runs; None for the defaults.
+
+    Returns:
+        ``model``, with hooks.
+
+    Raises:
+        ValueError: the model is over another group already, attends otherwise, has layers that carry a state over the
+            sequence, or computes another loss than that of a causal language model. In forward: as `shard_batch`.
+    """
+    group = cp_group_of(cp_group_or_mesh)
+    if group is None or group.size() == 1:
+        return model
+    over = getattr(model, CP_GROUP, None)
+    if over is not None:
+        if over != group.group_name:
+            raise ValueError("cp_group_or_mesh: the model is context-parallel over another group already")
+        return model
+    _check_model(model)
+
+    def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if hasattr(kwargs.get("attention_mask"), "magi_shard"):
+            return args, kwargs
+        names = list(inspect.signature(module.forward).parameters)
+        batch = {**dict(zip(names, args, strict=False)), **kwargs, "use_cache": False}
+        _check_call(module, batch)
+        if batch.get("labels") is not None and batch.get("num_items_in_batch") is None:
+            labels = batch.get("shift_labels")
+            labels = batch["labels"][:, 1:] if labels is None else labels
+            # So that the mean over ranks is the mean over tokens.
+            batch["num_items_in_batch"] = (labels != IGNORED).sum() / group.size()
+        return (), shard_batch(batch, group, module.config, config)[0]
+
+    def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        if not kwargs["attention_mask"].magi_shard.num_calls:
+            raise RuntimeError("attention_mask: no layer attended by it; the model's attention is not transformers'")
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if loss is not None:
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, group=group)
+            output["loss"] = loss + (mean / group.size() - loss.detach())
+        return output
+
+    model.register_forward_pre_hook(shard, with_kwargs=True)
+    model.register_forward_hook(whole_loss, with_kwargs=True)
+    for module in model.modules():
+        setattr(module, CP_GROUP, group.group_name)
+    return model
+
+
+@dataclass
+class MagiParallelismConfig(ParallelismConfig):
+    """accelerate's configuration with this package's context parallelism, for `Accelerator` and ``TrainingArguments``.
+
+    The Trainer and training scripts stay as they are; the model has ``attn_implementation="magi"``. Ranks of a
+    context-parallel group read the same batches. Parameters are sharded over ``dp_shard`` and ``cp`` together where
+    FSDP2 is used; without it DDP averages gradients over all ranks.
+
+    Args (beside those of `ParallelismConfig`):
+        magi_config: how masks are planned and attention runs; None for the defaults.
+    """
+
+    magi_config: MagiConfig | None = None
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: it stands for the implementation of accelerate, which drops masks and takes SDPA alone."""
+        return False
+
+    @property
+    def _cp_dims(self) -> list[str]:
+        return ["cp"] if self.cp_size > 1 else []
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Dimensions whose ranks read the same batch."""
+        return super().non_dp_dim_names + self._cp_dims
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Dimensions over which FSDP shards parameters."""
+        return super().dp_shard_cp_dim_names + self._cp_dims
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Dimensions over which the loss is averaged."""
+        return super().dp_cp_dim_names + self._cp_dims
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Called by an accelerator when it is made: models that it prepares from here on are context-parallel."""
+        if self.total_size != accelerator.num_processes:
+            raise ValueError(
+                f"cp_size: all sizes together are {self.total_size} ranks, there are {accelerator.num_processes}"
+            )
+        if self.cp_size == 1:
+            return
+        group = self.get_device_mesh()["cp"].get_group()
+
+        def sharded(prepare: Callable) -> Callable:
+            def prepare_context_parallel(*args: Any, **kwargs: Any) -> Any:
+                for model in args:
+                    if isinstance(model, torch.nn.Module) and not getattr(model, "_is_accelerate_prepared", False):
+                        context_parallel(_pretrained(model), group, self.magi_config)
+                return prepare(*args, **kwargs)
+
+            return prepare_context_parallel
+
+        # The Trainer calls the second one where it evaluates alone.
+        accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
+
+
+def _pretrained(model: torch.nn.Module) -> PreTrainedModel:
+    """The model itself, or the one inside an adapter."""
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inside, PreTrainedModel):
+        raise ValueError(f"model: expected a PreTrainedModel under context parallelism, got {type(model).__name__}")
+    return inside
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    text = model.config.get_text_config()
+    if text._attn_implementation != NAME:
+        raise ValueError(
+            f"attn_implementation: expected {NAME!r} under context parallelism, got {text._attn_implementation!r}"
+        )
+    others = set(getattr(text, "layer_types", None) or ()) - LAYERS
+    if others or getattr(model, "_is_stateful", False):
+        raise ValueError(f"model: layers that carry a state over the sequence cannot be sharded: {sorted(others)}")
+    ropes = getattr(text, "rope_parameters", None) or {}
+    ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
+    for rope in ropes:
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rope_type: {rope['rope_type']} looks at the largest position, of which a rank has its own"
+            )
+
+
+def _check_call(model: PreTrainedModel, batch: dict[str, Any]) -> None:
+    text = model.config.get_text_config()
+    routers = batch.get("output_router_logits")
+    if routers or (routers is None and getattr(text, "output_router_logits", False)):
+        raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")
+    if batch.get("labels") is not None and model.loss_function is not ForCausalLMLoss:
+        raise ValueError(f"labels: expected the loss of a causal language model, {type(model).__name__} has another")
+    keep = batch.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep:
+        raise ValueError("logits_to_keep: tokens are not in order under context parallelism; keep all logits")

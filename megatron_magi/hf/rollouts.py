@@ -1,0 +1,57 @@
+"""Reinforcement learning on rollouts that share prefixes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from megatron_magi.compat.runtime import cp_group_of
+from megatron_magi.config import MagiConfig
+from megatron_magi.hf.shard import shard_batch
+from megatron_magi.packing import PrefixTree
+
+
+def log_probs(
+    model: PreTrainedModel,
+    tree: PrefixTree,
+    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+    config: MagiConfig | None = None,
+) -> list[Tensor]:
+    """The log-probability of each token of each rollout but its first, each shared token computed once.
+
+    A loss over them has the gradients that it has with a forward for each rollout. On several ranks all have all of
+    them, compute the same loss, and the gradients of parameters are averaged over ranks, as with `context_parallel`.
+
+    Args:
+        model: with ``attn_implementation="magi"`` and full layers alone, as windows look at places in the flat batch.
+        tree: the rollouts, `megatron_magi.packing.make_prefix_tree`.
+        cp_group_or_mesh: the ranks, all with the same tree; one rank when None.
+        config: how the mask is planned and attention runs; None for the defaults.
+
+    Returns:
+        For each rollout fp32 (or the model's dtype, if that is wider) ``[length - 1]``, on the model's device.
+
+    Raises:
+        ValueError: the model has layers with a window; as `shard_batch`.
+    """
+    device = next(model.parameters()).device
+    names = {"input_ids": tree.tokens, "position_ids": tree.position_ids}
+    batch = {name: torch.from_numpy(x).to(device)[None] for name, x in names.items()}
+    batch["magi_mask"] = tree.mask
+    labels = torch.from_numpy(tree.labels).to(device)[None]
+    group = cp_group_of(cp_group_or_mesh)
+    if group is None or group.size() == 1:
+        return tree.gather(_of_labels(model(**batch, use_cache=False).logits, labels)[0])
+    local, shard = shard_batch({**batch, "use_cache": False}, group, model.config, config)
+    rows = _of_labels(model(**local).logits, shard.dispatch(labels))
+    # Each rank's loss has the whole gradient: their sum here makes up for the mean over ranks of what follows.
+    return tree.gather(shard.undispatch(rows, is_partial_grad=True)[0])
+
+
+def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """``[1, num_rows]`` of logits ``[1, num_rows, vocabulary]``."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none")[None]

@@ -1,0 +1,224 @@
+"""A batch over the ranks of a context-parallel group, as models of transformers take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import masking_utils
+
+from megatron_magi.api import (
+    dispatch,
+    magi_attn_flex_key,
+    make_flex_key_for_new_mask_after_dispatch,
+    undispatch,
+)
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, cp_group_of
+from megatron_magi.config import MagiConfig
+from megatron_magi.hf.attention import WINDOWS, LayerMask, check_no_window, document_bounds_of
+from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
+from megatron_magi.mask import AttnMask
+
+IGNORED = -100
+"""The label that has no loss."""
+
+
+class ShardMask(NamedTuple):
+    """What a layer of a sharded batch is given for its mask."""
+
+    shard: Shard
+    key: DistAttnRuntimeKey
+
+
+class Shard:
+    """How a batch lies on the ranks. Made by `shard_batch`.
+
+    Attributes:
+        group: the ranks.
+        batch_size, seqlen: of the batch before it was dispatched.
+        key: of the dispatch; for functions of `megatron_magi.api`.
+        num_calls: of attention so far.
+    """
+
+    def __init__(
+        self, model_config: Any, batch: Mapping[str, Any], group: dist.ProcessGroup, config: MagiConfig | None
+    ) -> None:
+        tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]
+        self.group, self.num_calls = group, 0
+        self.batch_size, self.seqlen = int(tokens.shape[0]), int(tokens.shape[1])
+        self._magi_mask: AttnMask | None = batch.get("magi_mask")
+        self._padding = _padding(batch.get("attention_mask"), self.batch_size, self.seqlen)
+        # In the tokens of all sequences: documents of the padding-free batch, and those that are said beside positions.
+        self._documents = document_bounds_of(batch["position_ids"], None, self.batch_size, self.seqlen)
+        self._said: np.ndarray | None = None
+        if batch.get("cu_seq_lens_q") is not None:
+            self._said = document_bounds_of(None, batch["cu_seq_lens_q"], self.batch_size, self.seqlen)
+        text = model_config.get_text_config()
+        heads = int(text.num_attention_heads)
+        mask = self._mask(_widest(text))
+        self.key = magi_attn_flex_key(
+            *_ranges(mask),
+            num_heads_q=heads,
+            num_heads_kv=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            cp_group_or_mesh=group,
+            dist_attn_config=config,
+        )
+
+    def layer_mask(self, mask_function: Callable) -> ShardMask:
+        """The mask of a kind of layer, which is asked for with the shard's own lengths. Collective.
+
+        Raises:
+            ValueError: the function is none that transformers composes of the model's configuration alone.
+        """
+        mask = self._mask(mask_function)
+        if mask == self.key.mask:
+            return ShardMask(self, self.key)
+        q_ranges, k_ranges, types, _, _ = _ranges(mask)
+        return ShardMask(self, make_flex_key_for_new_mask_after_dispatch(q_ranges, k_ranges, types, self.key))
+
+    def dispatch(self, x: Tensor, pad_value: float = 0) -> Tensor:
+        """This rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks."""
+        return dispatch(x.reshape(-1, *x.shape[2:]), self.key, pad_value=pad_value)[None]
+
+    def undispatch(self, x: Tensor, is_partial_grad: bool = False) -> Tensor:
+        """The inverse of `dispatch`; collective. See `megatron_magi.api.undispatch`."""
+        whole = undispatch(x[0], self.key, is_partial_grad=is_partial_grad)
+        return whole.view(self.batch_size, self.seqlen, *x.shape[2:])
+
+    def _mask(self, mask_function: Callable) -> AttnMask:
+        if self._magi_mask is not None:
+            check_no_window(not WINDOWS.isdisjoint(parts_of(mask_function)))
+            return self._magi_mask
+        try:
+            parts = [self._intervals(mask_function, i) for i in range(self.batch_size)]
+        except Unknown as unknown:
+            raise ValueError(
+                f"attention_mask: {unknown} needs the whole sequence, which no rank has under context parallelism; "
+                "give the mask as slices, magi_mask=AttnMask(...)"
+            ) from None
+        intervals = LayerMask(parts, self.seqlen).intervals
+        if self._said is not None:
+            intervals = intervals.within(self._said)
+        return intervals.mask(self.batch_size * self.seqlen)
+
+    def _intervals(self, mask_function: Callable, sequence: int) -> Intervals:
+        index = np.arange(self.seqlen)
+        if self._padding is None:
+            # Windows and chunks count a document's own tokens.
+            first = sequence * self.seqlen
+            bounds = self._documents - first
+            bounds = bounds[(bounds >= 0) & (bounds <= self.seqlen)]
+            positions = index - np.repeat(bounds[:-1], np.diff(bounds))
+            return at_positions(mask_function, Rows(sequence, index, left_padding=0, is_shard=True), positions, bounds)
+        seen = self._padding[sequence]
+        rows = Rows(sequence, index, left_padding=int((np.cumsum(seen) == 0).sum()), is_shard=True)
+        return intervals_of(mask_function, rows) & Intervals.of_runs(seen, self.seqlen)
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh,
+    model_config: Any,
+    config: MagiConfig | None = None,
+) -> tuple[dict[str, Any], Shard]:
+    """A batch's arguments for a model, those of this rank. Collective.
+
+    Args:
+        batch: arguments of the model's forward, the same on all ranks: ``input_ids`` int ``[batch_size, seqlen]`` or
+            ``inputs_embeds``, and where they are given ``labels``, ``shift_labels``, ``position_ids``,
+            ``attention_mask`` (of padding, ``[batch_size, seqlen]``), the flattening collator's ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k``, and ``magi_mask``, an `AttnMask` over all tokens in place of the model's own masks.
+        cp_group_or_mesh: the ranks.
+        model_config: the model's configuration.
+        config: how masks are planned and attention runs; None for the defaults.
+
+    Returns:
+        ``(arguments, shard)``. The arguments are those of one sequence, this rank's rows; ``shift_labels`` is the
+        next token's label. What is not known here, such as options, is passed on.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong or cannot be sharded.
+    """
+    group = cp_group_of(cp_group_or_mesh)
+    given = {name: value for name, value in batch.items() if value is not None}
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if tokens is None:
+        raise ValueError("input_ids: none were given, and no inputs_embeds")
+    _check(given, tokens)
+    if "position_ids" not in given:
+        given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if "labels" in given and "shift_labels" not in given:
+        given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
+    shard = Shard(model_config, given, group, config)
+    out = {name: value for name, value in given.items() if name not in _CONSUMED}
+    shape = (shard.batch_size, shard.seqlen)
+    for name, pad_value in (("input_ids", 0), ("inputs_embeds", 0), ("labels", IGNORED), ("shift_labels", IGNORED)):
+        if name in given:
+            out[name] = shard.dispatch(given[name], pad_value)
+    out["position_ids"] = shard.dispatch(given["position_ids"].expand(shape))
+    # Transformers hands it to the makers of masks, which find the shard on it.
+    out["attention_mask"] = torch.ones(out["position_ids"].shape, dtype=torch.bool, device=tokens.device)
+    out["attention_mask"].magi_shard = shard
+    return out, shard
+
+
+_CONSUMED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "magi_mask"}
+
+
+def _check(given: Mapping[str, Any], tokens: Tensor) -> None:
+    shape = list(tokens.shape[:2])
+    for name in ("input_ids", "labels", "shift_labels"):
+        if name in given and list(given[name].shape) != shape:
+            raise ValueError(f"{name}: expected {shape}, got {list(given[name].shape)}")
+    positions = given.get("position_ids")
+    if positions is not None and list(positions.shape) not in (shape, [1, shape[1]]):
+        raise ValueError(f"position_ids: expected {shape}, got {list(positions.shape)}")
+    if "attention_mask" in given and "magi_mask" in given:
+        raise ValueError("attention_mask: give padding in magi_mask, not beside it")
+    if given.get("past_key_values") is not None:
+        raise ValueError("past_key_values: a cache cannot be sharded")
+    total = shape[0] * shape[1]
+    mask = given.get("magi_mask")
+    if mask is not None and (mask.total_seqlen_q, mask.total_seqlen_k) != (total, total):
+        raise ValueError(f"magi_mask: expected a mask over {total} tokens, got {mask!r}")
+    for name in ("token_type_ids", "mm_token_type_ids", "pixel_values", "cache_position"):
+        if name in given:
+            raise ValueError(f"{name}: cannot be sharded")
+
+
+def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | None:
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or list(attention_mask.shape) != [batch_size, seqlen]:
+        what = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask: expected [{batch_size}, {seqlen}] under context parallelism, got {what}; other masks are "
+            "given as slices, magi_mask=AttnMask(...)"
+        )
+    return to_numpy(attention_mask.to(torch.bool))
+
+
+def _widest(text_config: Any) -> Callable:
+    """The mask function for which tokens are balanced: that of full layers, if there are any."""
+    if not getattr(text_config, "is_causal", True):
+        return masking_utils.bidirectional_mask_function
+    window, chunk = getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)
+    kinds = set(getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if "full_attention" not in kinds and chunk and "chunked_attention" in kinds:
+        return masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
+    if "full_attention" not in kinds and window:
+        return masking_utils.sliding_window_causal_mask_function(window)
+    return masking_utils.causal_mask_function
+
+
+def _ranges(mask: AttnMask) -> tuple:
+    table = mask.table
+    types = [("full", "causal", "inv_causal", "bi_causal")[kind] for kind in table[:, 4].tolist()]
+    return table[:, :2], table[:, 2:4], types, mask.total_seqlen_q, mask.total_seqlen_k

@@ -1,0 +1,125 @@
+"""Documents packed into microbatches of equal tokens and equal work, over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from megatron_magi.mask.documents import IntArrayLike, int_array, int_at_least
+
+
+def causal_area(lengths: np.ndarray) -> np.ndarray:
+    """Visible pairs of causal documents, float64."""
+    lengths = lengths.astype(np.float64)
+    return lengths * (lengths + 1) / 2
+
+
+class BalancedSampler:
+    """Which documents each microbatch of a data-parallel rank packs; a ``batch_sampler`` of torch's data loader.
+
+    A step has ``dp_size * num_microbatches`` microbatches of at most ``max_tokens`` tokens. Its documents are the next
+    ones of a random order, somewhat more than there is room for; the longest first, each goes to the microbatch of the
+    least work that has room for it. Microbatches are dealt to ranks so that those of one turn are alike and the ranks'
+    sums are even. A document that has no room waits for the next step and is then first. Every rank computes the same,
+    without talking.
+
+    The order is without end, epoch after epoch. It depends on the arguments alone, so a run that loads `state_dict`,
+    also into another number of ranks, goes on with the documents that have not been packed.
+
+    Args:
+        lengths: int ``[num_documents]``, tokens of each document, from 1 to ``max_tokens``.
+        max_tokens: tokens that a microbatch has room for.
+        num_microbatches: of a rank in a step.
+        dp_rank, dp_size: of the caller. Ranks of one sequence are one.
+        seed: of the order.
+        area: work of documents by their lengths, to be evened: `causal_area` or the masks' own.
+
+    Raises:
+        ValueError: an argument, named in the message, is wrong.
+    """
+
+    def __init__(
+        self,
+        lengths: IntArrayLike,
+        max_tokens: int,
+        num_microbatches: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        area: Callable[[np.ndarray], np.ndarray] = causal_area,
+    ) -> None:
+        self._lengths = int_array(lengths, "lengths")
+        self._max_tokens = int_at_least(max_tokens, "max_tokens", 1)
+        self._num_microbatches = int_at_least(num_microbatches, "num_microbatches", 1)
+        self._dp_size = int_at_least(dp_size, "dp_size", 1)
+        self._dp_rank = int_at_least(dp_rank, "dp_rank", 0)
+        self._seed = int_at_least(seed, "seed", 0)
+        if self._dp_rank >= self._dp_size:
+            raise ValueError(f"dp_rank: expected less than dp_size {self._dp_size}, got {self._dp_rank}")
+        if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.max() > self._max_tokens:
+            raise ValueError(f"lengths: expected documents of 1 to {self._max_tokens} tokens, and at least one")
+        self._area = np.asarray(area(self._lengths), dtype=np.float64)
+        self._epoch, self._place, self._waiting = 0, 0, []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The documents of this rank's microbatches, one after another."""
+        while True:
+            yield from self.step()[self._dp_rank :: self._dp_size]
+
+    def step(self) -> list[list[int]]:
+        """All microbatches of the next step; number ``i * dp_size + r`` is microbatch i of rank r."""
+        num_bins = self._dp_size * self._num_microbatches
+        waited, self._waiting = self._waiting, []
+        # One microbatch more, so that short documents are left to fill up what the long ones leave.
+        fresh = self._next_documents((num_bins + 1) * self._max_tokens - int(self._lengths[waited].sum()))
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        room, work = np.full(num_bins, self._max_tokens), np.zeros(num_bins)
+        for document in self._longest_first(waited) + self._longest_first(fresh):
+            fits = np.flatnonzero(room >= self._lengths[document])
+            if not len(fits):
+                self._waiting.append(document)
+                continue
+            best = fits[np.argmin(work[fits])]
+            bins[best].append(document)
+            room[best] -= self._lengths[document]
+            work[best] += self._area[document]
+        return [bins[i] for i in self._dealt(work)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is, between steps: integers and a list of them."""
+        return {"epoch": self._epoch, "place": self._place, "waiting": list(self._waiting)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self._epoch, self._place = int(state["epoch"]), int(state["place"])
+        self._waiting = [int(i) for i in state["waiting"]]
+
+    def _longest_first(self, documents: list[int]) -> list[int]:
+        return sorted(documents, key=lambda i: -self._lengths[i])  # stable
+
+    def _next_documents(self, num_tokens: int) -> list[int]:
+        """As many of the order as ``num_tokens`` have room for."""
+        chosen: list[int] = []
+        while True:
+            order = np.random.default_rng([self._seed, self._epoch]).permutation(len(self._lengths))[self._place :]
+            count = int(np.searchsorted(np.cumsum(self._lengths[order]), num_tokens, side="right"))
+            chosen += order[:count].tolist()
+            self._place += count
+            if count < len(order):
+                return chosen
+            num_tokens -= int(self._lengths[order].sum())
+            self._epoch, self._place = self._epoch + 1, 0
+
+    def _dealt(self, work: np.ndarray) -> list[int]:
+        """Bins in the order of turns: alike within a turn, and each to the rank that has the least so far."""
+        turns = np.argsort(-work, kind="stable").reshape(self._num_microbatches, self._dp_size)
+        sums, out = np.zeros(self._dp_size), []
+        for turn in turns:
+            ranks = np.argsort(sums, kind="stable")  # the largest bin of the turn goes to the smallest sum
+            dealt = np.empty(self._dp_size, dtype=np.int64)
+            dealt[ranks] = turn
+            sums += work[dealt]
+            out += dealt.tolist()
+        return out

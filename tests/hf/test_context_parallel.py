@@ -1,0 +1,205 @@
+"""Models of transformers on two ranks: the losses and gradients of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_magi.hf import context_parallel, log_probs, shard_batch
+from megatron_magi.mask import builders
+from megatron_magi.packing import make_prefix_tree
+from megatron_magi.testing.spawn import run_ranks
+from tests.hf.models import CONFIGS, VOCABULARY, loss_and_gradients, make_model, packed_batch, padded_batch
+
+pytestmark = pytest.mark.ranks(2)
+
+EAGER = {"gpt_oss": "magi"}
+"""Models whose eager attention does not know packed positions are compared with this attention on one rank."""
+
+
+def cu_seq_lens_batch():
+    """Packed by cumulative lengths alone."""
+    batch = packed_batch((9, 30, 13))
+    bounds = torch.tensor([0, 9, 39, 52], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 30, "max_length_k": 30}
+    return {**batch, **lengths, "position_ids": torch.arange(52)[None]}
+
+
+def tree_batch():
+    """Two samples with a prefix in common."""
+    batch = packed_batch((40,))
+    mask, _ = builders.prefix_tree([20, 9, 11], [[0, 1], [0, 2]])
+    positions = torch.cat([torch.arange(20), torch.arange(20, 29), torch.arange(20, 31)])[None]
+    return {**batch, "position_ids": positions, "magi_mask": mask}
+
+
+BATCHES = {"packed": packed_batch, "padded": padded_batch, "lengths": cu_seq_lens_batch, "tree": tree_batch}
+CASES = [(name, "packed") for name in CONFIGS] + [("gemma3", "padded"), ("llama4", "padded")]
+CASES += [("llama", "lengths"), ("gpt_oss", "lengths"), ("llama", "tree")]
+
+
+def difference(one, other):
+    return max((one[name] - other[name]).abs().max().item() / (1 + other[name].abs().max().item()) for name in other)
+
+
+def both(name, kind, mesh, fsdp=False, recompute=False):
+    """Relative differences of loss and gradients between two ranks and one, and what was compared."""
+    make_batch = BATCHES[kind]
+    one_rank = EAGER.get(name, "eager") if kind in ("packed", "padded") else "magi"
+    expected_loss, expected = loss_and_gradients(make_model(name, one_rank), make_batch())
+    model = context_parallel(make_model(name), mesh)
+    assert context_parallel(model, mesh) is model
+    if recompute:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    if fsdp:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    loss, gradients = loss_and_gradients(model, make_batch())
+    for gradient_name, gradient in list(gradients.items()):
+        if fsdp:
+            gradients[gradient_name] = gradient.full_tensor()
+        else:
+            dist.all_reduce(gradient)
+            gradient /= mesh.size()
+    assert gradients.keys() == expected.keys()
+    return abs(loss.item() - expected_loss.item()), difference(gradients, expected)
+
+
+def raises(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def refusals(mesh):
+    """Messages for what cannot be sharded."""
+    model = context_parallel(make_model("llama"), mesh)
+    batch = packed_batch()
+    square = torch.ones(1, 1, 53, 53, dtype=torch.bool).tril()
+    without_mask = context_parallel(make_model("llama"), mesh)
+    first = without_mask.model.layers[0]
+    first.register_forward_pre_hook(lambda _m, x, named: (x, {**named, "attention_mask": None}), with_kwargs=True)
+    experts = make_model("qwen3_moe")
+    experts.config.output_router_logits = True
+    return {
+        "attention_mask": raises(model, **{**batch, "attention_mask": square}),
+        "attention_mask: a layer": raises(without_mask, **batch),
+        "logits_to_keep": raises(model, **batch, logits_to_keep=1),
+        "output_router_logits": raises(context_parallel(experts, mesh), **batch),
+        "attn_implementation": raises(context_parallel, make_model("llama", "sdpa"), mesh),
+        "magi_mask": raises(context_parallel(make_model("mistral"), mesh), **batch, magi_mask=builders.causal(53)),
+        "dropout": raises(context_parallel(with_dropout(), mesh).train(), **batch),
+    }
+
+
+def with_dropout():
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    return model
+
+
+def undispatched_logits(mesh):
+    """Logits in the order of the batch, for losses of a user's own."""
+    model, batch = make_model("llama"), padded_batch()
+    expected = model(**batch, use_cache=False).logits
+    local, shard = shard_batch(batch, mesh, model.config)
+    with torch.no_grad():
+        logits = shard.undispatch(model(**local).logits)
+    seen = batch["attention_mask"].bool()
+    return (logits - expected)[seen].abs().max().item()
+
+
+def policy_gradients(mesh):
+    """Of rollouts that share prompts, on two ranks and on one, from a forward for each rollout."""
+    draw = torch.Generator().manual_seed(4)
+    prompts = torch.randint(0, VOCABULARY, (2, 15), generator=draw)
+    answers = torch.randint(0, VOCABULARY, (6, 9), generator=draw)
+    rollouts = [torch.cat([prompts[i % 2], answer[: 4 + i]]) for i, answer in enumerate(answers)]
+    advantages = torch.linspace(-1, 1, len(rollouts))
+    tree = make_prefix_tree(rollouts)
+    assert tree.num_rows < 0.8 * tree.num_predicted
+
+    def of(model, each):
+        loss = -sum((a * each(i).exp()).sum() for i, a in enumerate(advantages))
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    eager = make_model("qwen3_moe", "eager")
+
+    def one_forward(i):
+        logits = eager(rollouts[i][None, :-1], use_cache=False).logits[0]
+        return -torch.nn.functional.cross_entropy(logits, rollouts[i][1:], reduction="none")
+
+    expected_loss, expected = of(eager, one_forward)
+    out = []
+    for where in (None, mesh):
+        model = make_model("qwen3_moe")
+        loss, gradients = of(model, log_probs(model, tree, where).__getitem__)
+        for gradient in gradients.values() if where is not None else ():
+            dist.all_reduce(gradient)
+            gradient /= mesh.size()
+        out.append((abs(loss - expected_loss).item(), difference(gradients, expected)))
+    return out
+
+
+def on_two_ranks(_rank, num_ranks):
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))["cp"]
+    out = {case: both(*case, mesh) for case in CASES}
+    out["fsdp"] = {name: both(name, "packed", mesh, fsdp=True) for name in ("llama", "gpt_oss")}
+    out["recompute"] = both("gemma3", "packed", mesh, recompute=True)
+    out["refusals"] = refusals(mesh)
+    out["logits"] = undispatched_logits(mesh)
+    out["rollouts"] = policy_gradients(mesh)
+    return out
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(on_two_ranks, 2, timeout_s=120.0)
+
+
+@pytest.mark.parametrize("name, kind", CASES)
+def test_two_ranks_train_as_one(results, name, kind):
+    for loss, gradient in (result[name, kind] for result in results):
+        assert loss < 1e-5
+        assert gradient < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_two_ranks_train_as_one_beside_fsdp2(results, name):
+    for loss, gradient in (result["fsdp"][name] for result in results):
+        assert loss < 1e-5
+        assert gradient < 1e-5
+
+
+def test_two_ranks_recompute_as_one_computes(results):
+    for loss, gradient in (result["recompute"] for result in results):
+        assert loss < 1e-5
+        assert gradient < 1e-5
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(results):
+    for result in results:
+        for name, message in result["refusals"].items():
+            assert message is not None, name
+            assert message.startswith(name), message
+
+
+def test_logits_come_back_in_the_order_of_the_batch(results):
+    assert max(result["logits"] for result in results) < 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rollouts_in_a_tree_train_as_one_by_one(results, num_ranks):
+    for loss, gradient in (result["rollouts"][num_ranks - 1] for result in results):
+        assert loss < 1e-5
+        assert gradient < 1e-5

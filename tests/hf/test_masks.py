@@ -1,0 +1,216 @@
+"""What models of transformers see with ``attn_implementation="magi"``: the same as with eager attention."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+
+from transformers import masking_utils as hf_masks
+
+from megatron_magi.hf.attention import LayerMask, attention, layer_mask
+from megatron_magi.hf.intervals import Intervals
+from megatron_magi.mask import builders
+from megatron_magi.mask.dense import dense_mask
+from tests.hf.models import CONFIGS, make_model, packed_batch, padded_batch
+
+
+def dense(intervals, num_keys):
+    keys = np.arange(num_keys)
+    return ((keys >= intervals.lo[..., None]) & (keys < intervals.hi[..., None])).any(axis=0)
+
+
+def seen_matrix(num_rows, num_keys):
+    bits = st.lists(st.booleans(), min_size=num_rows * num_keys, max_size=num_rows * num_keys)
+    return bits.map(lambda flat: np.array(flat).reshape(num_rows, num_keys))
+
+
+@given(seen_matrix(6, 7), seen_matrix(6, 7))
+def test_intervals_are_sets_of_keys(one, other):
+    a, b = Intervals.of_dense(one), Intervals.of_dense(other)
+    assert (dense(a, 7) == one).all()
+    assert (dense(a & b, 7) == (one & other)).all()
+    assert (dense(a | b, 7) == (one | other)).all()
+    assert (dense_mask((a | b).mask(7)) == (one | other)).all()
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 8))
+def test_documents_with_windows_are_slices_of_them(lengths, window):
+    total = sum(lengths)
+    rows = np.arange(total)
+    mask = Intervals.of(rows - window, rows + 1, total).within(np.cumsum([0, *lengths])).mask(total)
+    assert (dense_mask(mask) == dense_mask(builders.sliding_window(left=window, right=0, doc_lengths=lengths))).all()
+
+
+def test_a_long_document_is_few_slices():
+    rows = np.arange(5000)
+    assert len(Intervals.of(rows - 99, rows + 1, 5000).mask(5000).table) == 2
+
+
+def positions(lengths):
+    return torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+
+
+def packed(function, lengths=(7, 1, 1, 11)):
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].expand(2, -1)
+    return hf_masks.packed_sequence_compatibility_function(function, positions(lengths), number)
+
+
+NO_PADDING = torch.zeros(2, dtype=torch.int64)
+BLOCKS = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 1, 1, 1, -1, -1, -1, 2, 2, -1, -1, -1, -1]] * 2)
+FUNCTIONS = {
+    "causal": hf_masks.causal_mask_function,
+    "full": hf_masks.bidirectional_mask_function,
+    "sliding": hf_masks.sliding_window_causal_mask_function(5),
+    "sliding both ways": hf_masks.sliding_window_bidirectional_mask_function(4),
+    "chunked": hf_masks.chunked_causal_mask_function(6, NO_PADDING),
+    "chunked after padding": hf_masks.chunked_causal_mask_function(6, torch.tensor([0, 4])),
+    "packed": packed(hf_masks.causal_mask_function),
+    "packed sliding": packed(hf_masks.sliding_window_causal_mask_function(4)),
+    "packed chunked": packed(hf_masks.chunked_causal_mask_function(3, NO_PADDING)),
+    "images": hf_masks.or_masks(hf_masks.causal_mask_function, hf_masks.blockwise_overlay(BLOCKS)),
+    "images in a window": hf_masks.or_masks(
+        hf_masks.sliding_window_causal_mask_function(3), hf_masks.blockwise_overlay(BLOCKS)
+    ),
+    "blocks in two pieces": hf_masks.blockwise_overlay(BLOCKS.clamp(max=1)),
+    "a user's": hf_masks.and_masks(hf_masks.causal_mask_function, lambda _b, _h, q, k: (q - k) % 3 == 0),
+    "prefix": hf_masks.or_masks(hf_masks.causal_mask_function, lambda _b, _h, _q, k: k < 6),
+}
+PADDING = {
+    "none": None,
+    "right": torch.arange(20)[None] < torch.tensor([[13], [20]]),
+    "left": torch.arange(20)[None] >= torch.tensor([[0], [4]]),
+    "holes": (torch.arange(20)[None] % 7 != torch.tensor([[3], [5]])),
+}
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_layer_sees_what_sdpa_would_see(name, padding):
+    function, attention_mask = FUNCTIONS[name], PADDING[padding]
+    options = {"batch_size": 2, "mask_function": function, "attention_mask": attention_mask}
+    for q_offset in (0, 13) if "packed" not in name else (0,):
+        lengths = {"q_length": 20 - q_offset, "kv_length": 20, "q_offset": q_offset}
+        expected = hf_masks.sdpa_mask(**options, **lengths, allow_is_causal_skip=False)
+        mask = layer_mask(**options, **lengths).mask
+        ours = torch.from_numpy(dense_mask(mask)).view(2, 20 - q_offset, 2, 20)
+        for i in range(2):
+            assert torch.equal(ours[i, :, i], expected.expand(2, -1, -1, -1)[i, 0]), i
+            assert not ours[i, :, 1 - i].any()
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_computes_what_it_does_with_eager_attention(name, kind):
+    batch = {"packed": packed_batch, "padded": padded_batch}[kind]()
+    del batch["labels"]
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    eager, magi = make_model(name, "eager").eval(), make_model(name).eval()
+    with torch.no_grad():
+        if name == "gpt_oss" and kind == "packed":  # its eager attention does not look at positions
+            tokens, bounds = batch["input_ids"], [0, 17, 18, 42, 53]
+            documents = itertools.pairwise(bounds)
+            expected = torch.cat([eager(tokens[:, a:b]).logits for a, b in documents], dim=1)
+        else:
+            expected = eager(**batch, use_cache=False).logits
+        assert (magi(**batch, use_cache=False).logits - expected)[seen].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+def test_generation_with_a_cache_gives_the_tokens_of_eager_attention(name):
+    batch = padded_batch()
+    prompt = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    eager, magi = (make_model(name, kind).eval().generate(**prompt, **options) for kind in ("eager", "magi"))
+    assert torch.equal(eager, magi)
+
+
+def test_a_square_mask_of_a_users_is_taken():
+    batch = packed_batch((20,))
+    seen = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(0)) < 0.5
+    seen |= torch.eye(20, dtype=torch.bool)
+    bias = torch.zeros(1, 1, 20, 20).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = make_model("llama", "eager")(batch["input_ids"], attention_mask=bias).logits
+        for attention_mask in (bias, seen):
+            ours = make_model("llama")(batch["input_ids"], attention_mask=attention_mask).logits
+            assert (ours - expected).abs().max() < 1e-5
+
+
+def test_a_mask_as_slices_takes_the_place_of_the_models_own():
+    batch = packed_batch((20,))
+    mask = builders.block_causal(20, block_size=6)
+    with torch.no_grad():
+        expected = make_model("llama", "eager")(
+            batch["input_ids"],
+            attention_mask=torch.zeros(1, 1, 20, 20).masked_fill(
+                ~torch.from_numpy(dense_mask(mask)), torch.finfo(torch.float32).min
+            ),
+        ).logits
+        ours = make_model("llama")(batch["input_ids"], magi_mask=mask).logits
+    assert (ours - expected).abs().max() < 1e-5
+
+
+def test_cumulative_lengths_alone_separate_documents():
+    tokens = packed_batch((9, 30, 13))["input_ids"]
+    bounds = torch.tensor([0, 9, 39, 52], dtype=torch.int32)
+    model = make_model("gpt_oss").eval()
+    with torch.no_grad():
+        packed = model(tokens, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=30, max_length_k=30).logits
+        assert (packed[:, :9] - model(tokens[:, :9]).logits).abs().max() < 1e-5
+
+
+def call(**changed):
+    module = torch.nn.Module()
+    shapes = {"query": (1, 4, 6, 8), "key": (1, 2, 6, 8), "value": (1, 2, 6, 8)}
+    arguments = {name: torch.ones(shape) for name, shape in shapes.items()}
+    return attention(module, **{**arguments, "attention_mask": None, **changed})
+
+
+def test_no_mask_means_causal_attention_unless_the_module_says_otherwise():
+    value = torch.arange(6.0).view(1, 1, 6, 1).expand(1, 2, 6, 8)
+    assert torch.allclose(call(value=value)[0][0, :, 0, 0], torch.arange(6) / 2)
+    assert torch.allclose(call(value=value, is_causal=False)[0][0, :, 0, 0], torch.full((6,), 2.5))
+    assert call(value=value, sliding_window=2)[0][0, 5, 0, 0] == pytest.approx(4.5)
+
+
+BIAS = torch.zeros(1, 1, 6, 6)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"dropout": 0.1}, "dropout: attention dropout"),
+        ({"head_mask": torch.ones(4)}, "head_mask: not supported"),
+        ({"output_attentions": True}, "output_attentions: not supported"),
+        ({"attention_mask": BIAS + 0.5}, "attention_mask: a bias"),
+        (
+            {"attention_mask": torch.eye(6).bool().expand(1, 4, 6, 6).clone().index_fill(1, torch.tensor(2), True)},
+            "heads",
+        ),
+        ({"attention_mask": BIAS[:, :, 1:]}, "attention_mask: expected"),
+        ({"attention_mask": "causal"}, "attention_mask: expected"),
+        ({"magi_mask": builders.causal(5)}, "magi_mask: expected a mask over 6 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q: expected numbers that rise from 0 to 6"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 3, 6])}, "cu_seq_lens_k"),
+    ],
+)
+def test_what_cannot_be_expressed_is_an_error(changed, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changed)
+
+
+def test_a_function_of_a_users_over_many_tokens_is_an_error():
+    with pytest.raises(ValueError, match=r"mask_function: .* is none of transformers' own"):
+        layer_mask(1, 20000, 20000, mask_function=lambda _b, _h, q, k: q >= k)
+
+
+def test_a_mask_in_place_of_a_windows_is_an_error():
+    windows = LayerMask([Intervals.of(0, 6, 6)], 6, has_window=True)
+    with pytest.raises(ValueError, match="magi_mask: the model has layers with a window"):
+        call(attention_mask=windows, magi_mask=builders.causal(6))

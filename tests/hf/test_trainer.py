@@ -1,0 +1,144 @@
+"""The unmodified Trainer and Accelerator on two ranks: the losses and parameters of one."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from megatron_magi.hf import MagiParallelismConfig
+from megatron_magi.testing.spawn import run_ranks
+from tests.hf.models import make_model, packed_batch
+
+pytestmark = pytest.mark.ranks(2)
+
+LENGTHS = [9, 14, 22, 5, 17, 11, 8, 20]
+
+
+def samples():
+    return [{"input_ids": packed_batch((n,), seed=n)["input_ids"][0].tolist()} for n in LENGTHS]
+
+
+def fresh_state():
+    """accelerate keeps what it knows of the process for good, and wants an address although there is a group."""
+    if "RANK" in os.environ:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def train(folder, cp_size, accumulate):
+    """Losses of each step and of the evaluation, and the parameters in the end."""
+    fresh_state()
+    model = make_model("gemma3")
+    data = {"train_dataset": samples(), "eval_dataset": samples()[:4]}
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    sizes["gradient_accumulation_steps"] = accumulate
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "steps", "logging_steps": 1}
+    parallel = {} if cp_size == 1 else {"parallelism_config": MagiParallelismConfig(cp_size=cp_size)}
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        seed=3,
+        max_steps=2,
+        learning_rate=1e-2,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        **sizes,
+        **quiet,
+        **parallel,
+    )
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    # One that evaluates alone: a Trainer of transformers leaves DDP out if it trains after that.
+    history = [Trainer(make_model("gemma3"), arguments, collator, **data).evaluate()["eval_loss"]]
+    trainer = Trainer(model, arguments, collator, **data)
+    trainer.train()
+    history += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    history.append(trainer.evaluate()["eval_loss"])
+    return history, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def in_a_loop_of_accelerate():
+    """The loss and the gradients of a step on two ranks and on one."""
+    fresh_state()
+    accelerator = Accelerator(cpu=True, parallelism_config=MagiParallelismConfig(cp_size=2))
+    expected = make_model("mistral")
+    batch = packed_batch()
+    expected_loss = expected(**batch).loss
+    expected_loss.backward()
+    model = make_model("mistral")
+    wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    loss = wrapped(**batch).loss
+    accelerator.backward(loss)
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return abs(loss.item() - expected_loss.item()), max((a.grad - b.grad).abs().max().item() for a, b in pairs)
+
+
+def beside_fsdp2():
+    """The same with accelerate's FSDP2, which it keeps for GPUs: it is told to use it here."""
+    fresh_state()
+    accelerator = Accelerator(cpu=True, parallelism_config=MagiParallelismConfig(cp_size=2))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    expected = make_model("gpt_oss")
+    batch = packed_batch()
+    expected_loss = expected(**batch).loss
+    expected_loss.backward()
+    model = make_model("gpt_oss")
+    wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    loss = wrapped(**batch).loss
+    accelerator.backward(loss)
+    expected = dict(expected.named_parameters())
+    pairs = [(p.grad.full_tensor(), expected[name].grad) for name, p in wrapped.named_parameters()]
+    return abs(loss.item() - expected_loss.item()), max((a - b).abs().max().item() for a, b in pairs)
+
+
+def wrong_size():
+    fresh_state()
+    with pytest.raises(ValueError, match="cp_size: all sizes together are 4 ranks, there are 2"):
+        MagiParallelismConfig(cp_size=4)._validate_accelerator(Accelerator(cpu=True))
+
+
+def on_two_ranks(rank, _num_ranks, folder):
+    out = {accumulate: train(f"{folder}/{rank}", 2, accumulate) for accumulate in (1, 2)}
+    out["ddp"] = in_a_loop_of_accelerate()
+    out["fsdp2"] = beside_fsdp2()
+    wrong_size()
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("trainer"))
+    try:
+        one_rank = {accumulate: train(folder, 1, accumulate) for accumulate in (1, 2)}
+    finally:
+        fresh_state()
+    return run_ranks(on_two_ranks, 2, folder, timeout_s=120.0), one_rank
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_trainer_on_two_ranks_trains_as_on_one(results, accumulate):
+    two_ranks, one_rank = results
+    history, parameters = one_rank[accumulate]
+    assert len(history) == 4
+    for other_history, other_parameters in (result[accumulate] for result in two_ranks):
+        assert other_history == pytest.approx(history, abs=1e-5)
+        for name, parameter in parameters.items():
+            assert torch.allclose(other_parameters[name], parameter, rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_loop_of_accelerate_on_two_ranks_trains_as_on_one(results, wrapper):
+    for loss, gradient in (result[wrapper] for result in results[0]):
+        assert loss < 1e-5
+        assert gradient < 1e-5

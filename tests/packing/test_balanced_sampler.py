@@ -1,0 +1,97 @@
+"""Microbatches of equal work: every document once an epoch, the same on all ranks, and where it was left."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_magi.packing import BalancedSampler, causal_area
+
+SIZES = {"max_tokens": 4096, "num_microbatches": 4, "dp_size": 4}
+
+
+def heavy_tailed(num_documents, largest=4096):
+    return np.exp(np.random.default_rng(0).uniform(np.log(16), np.log(largest + 1), num_documents)).astype(np.int64)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 3))
+def test_each_document_is_packed_once_an_epoch(lengths, num_microbatches, dp_size):
+    sampler = BalancedSampler(lengths, 50, num_microbatches, dp_size=dp_size)
+    packed = []
+    while len(packed) < 3 * len(lengths):
+        for microbatch in sampler.step():
+            assert sum(lengths[i] for i in microbatch) <= 50
+            packed += microbatch
+    counts = np.bincount(packed, minlength=len(lengths))
+    seen = sampler.state_dict()
+    waiting = np.bincount(np.array(seen["waiting"], dtype=np.int64), minlength=len(lengths))
+    ahead = np.random.default_rng([0, seen["epoch"]]).permutation(len(lengths))[: seen["place"]]
+    expected = np.full(len(lengths), seen["epoch"])
+    expected[ahead] += 1
+    assert (counts + waiting == expected).all()
+
+
+def test_ranks_take_turns_of_one_step():
+    lengths = heavy_tailed(500)
+    whole = BalancedSampler(lengths, **SIZES)
+    steps = [whole.step() for _ in range(3)]
+    for rank in range(4):
+        own = list(islice(BalancedSampler(lengths, **SIZES, dp_rank=rank), 12))
+        assert own == [microbatch for step in steps for microbatch in step[rank::4]]
+
+
+def test_a_run_goes_on_where_it_was_left():
+    lengths = heavy_tailed(300)
+    sampler = BalancedSampler(lengths, **SIZES, seed=5)
+    sampler.step()
+    state = sampler.state_dict()
+    resumed = BalancedSampler(lengths, **SIZES, seed=5)
+    resumed.load_state_dict(state)
+    assert [resumed.step() for _ in range(20)] == [sampler.step() for _ in range(20)]
+    assert BalancedSampler(lengths, **SIZES, seed=6).step() != BalancedSampler(lengths, **SIZES, seed=5).step()
+
+
+def first_fit(lengths, num_bins, max_tokens):
+    """Documents in their order, each to the first microbatch that has room."""
+    room, work = np.full(num_bins, max_tokens), np.zeros(num_bins)
+    for length in lengths:
+        fits = np.flatnonzero(room >= length)
+        if not len(fits):
+            return work
+        room[fits[0]] -= length
+        work[fits[0]] += causal_area(np.array([length]))[0]
+    return work
+
+
+def spread(work):
+    return work.max() / work.mean()
+
+
+def test_work_is_more_even_than_by_first_fit():
+    lengths = heavy_tailed(4000, largest=2048)
+    sampler = BalancedSampler(lengths, **SIZES)
+    for _ in range(5):
+        step = sampler.step()
+        work = np.array([causal_area(lengths[microbatch]).sum() for microbatch in step]).reshape(4, 4)
+        tokens = np.array([lengths[microbatch].sum() for microbatch in step])
+        order = np.random.default_rng(0).permutation(lengths)
+        assert spread(work.sum(axis=0)) < 1.02 < spread(first_fit(order, 16, 4096).reshape(4, 4).sum(axis=0))
+        assert tokens.min() > 0.9 * 4096
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"lengths": []}, "lengths"),
+        ({"lengths": [0]}, "lengths"),
+        ({"lengths": [9]}, "lengths"),
+        ({"dp_rank": 2, "dp_size": 2}, "dp_rank"),
+        ({"num_microbatches": 0}, "num_microbatches"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        BalancedSampler(**{"lengths": [3, 4], "max_tokens": 8, **arguments})
