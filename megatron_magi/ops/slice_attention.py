@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -142,7 +141,7 @@ def forward_pass(
     return_max_logits: bool,
     out_dtype: torch.dtype | None = None,
     into: tuple[Tensor, Tensor] | None = None,
-    **hints: Any,
+    **hints: object,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`slice_attention_forward` of checked arguments, where no gradients are recorded; ``hints``: the module's own."""
     dtype = accumulate_dtype(q.dtype)
@@ -157,8 +156,8 @@ def forward_pass(
     with _no_autocast(q):
         max_logits = module.forward(
             q, k, v, bands, options,
-            out=out, lse=lse, accumulate=into is not None, sink_lse=sink, return_max_logits=return_max_logits,
-            **hints,
+            out=out, lse=lse, accumulate=into is not None, sink_lse=sink,
+            return_max_logits=return_max_logits, **hints,
         )  # fmt: skip
     return out, lse, max_logits
 
@@ -242,9 +241,9 @@ def backward_pass(
     module: ModuleType,
     given: tuple[Tensor | None, Tensor | None, Tensor | None],
     grad_dtype: torch.dtype,
-    **hints: Any,
+    **hints: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`slice_attention_backward` of checked arguments, where no gradients are recorded; ``hints``: the module's own."""
+    """`slice_attention_backward` of checked arguments, without recording; ``hints``: the module's own."""
     adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
     dq, dk, dv = (t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(qkv, given, strict=True))
     if adds_keys:
@@ -253,8 +252,8 @@ def backward_pass(
                 grad.zero_()
     with _no_autocast(dout):
         module.backward(
-            dout, *qkv, lse, delta, bands, options, grads=(dq, dk, dv), accumulate=adds, accumulate_keys=adds_keys,
-            **hints,
+            dout, *qkv, lse, delta, bands, options,
+            grads=(dq, dk, dv), accumulate=adds, accumulate_keys=adds_keys, **hints,
         )  # fmt: skip
     return dq, dk, dv
 

@@ -1,0 +1,123 @@
+"""What is kept between calls of the Hopper kernels: launches by layout, passes by mask, what callers remember."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.cuda import driver as hopper_driver
+from megatron_magi.cuda import launch as hopper_launch
+from megatron_magi.lru import LruCache
+from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.options import AttnOptions
+from tests.ops.fake_driver import fake_driver
+from tests.ops.test_ffa_host import tensors
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were queued, on a machine without any."""
+    with fake_driver(monkeypatch) as names:
+        yield names
+
+
+def test_passes_keep_their_plans_and_are_bounded_by_the_memory_of_these(launched, monkeypatch):
+    q, k, v, bands = tensors()
+    monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30, 1))
+
+    def forward(table):
+        hopper.forward(
+            q, k, v, table, AttnOptions(0.1), out=torch.empty_like(q), lse=torch.zeros(300, 4),
+            accumulate=False, sink_lse=None, return_max_logits=False,
+        )  # fmt: skip
+        ((_, launch),) = hopper_launch._launches.items()
+        found = hopper._passes.items()[-1][1]
+        assert launch.params.tiles == found.plan.memory.data_ptr()
+        return found
+
+    first = forward(bands)
+    forward(bands[:0])  # whose plan takes the place of the other's
+    assert forward(bands) is first and len(hopper._passes) == 2
+    hopper._passes.max_bytes = first.plan.memory.nbytes
+    other = forward(bands[:, [2, 3, 0, 1, 4, 5]])
+    assert hopper._passes.items() == [(hopper._passes.items()[0][0], other)]
+    assert forward(bands) is not first
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_masks_of_other_numbers_of_keys_share_the_launches_of_a_layout(launched, monkeypatch, dims, deterministic):
+    """And each call runs with its own mask's numbers, rows in tensor maps included."""
+    maps = []
+    monkeypatch.setattr(hopper_driver, "tensor_map", lambda t, *_: maps.append(t.shape[0]) or bytes(128))
+    seen = []
+
+    def look(kernel, config, _pointers) -> None:
+        launch = next(x for _, x in hopper_launch._launches.items() if x._config_address == config)
+        blocks = hopper_driver.LaunchConfig.from_address(config).grid[0]
+        seen.append(
+            (
+                kernel.handle,
+                blocks,
+                *(getattr(launch.params, f, 0) for f in ("tiles", "num_tiles", "num_items")),
+                [r for r in launch._map_rows if r != 300],
+            )
+        )
+
+    monkeypatch.setattr(hopper_driver.Kernel, "launch", look)
+    options, made = AttnOptions(0.1, deterministic=deterministic), {}
+
+    def step(num_keys: int) -> list:
+        q, k, v, _ = tensors(dims=dims)
+        k, v = k[:num_keys].contiguous(), v[:num_keys].contiguous()
+        bands = np.array([[0, 300, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]], dtype=np.int64)
+        out, lse = torch.empty(300, 4, dims[1]).bfloat16(), torch.zeros(300, 4)
+        memos = made.setdefault(num_keys, ({}, {}))
+        seen.clear()
+        hopper.forward(
+            q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False,
+            memo=memos[0],
+        )  # fmt: skip
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        hopper.backward(out, q, k, v, lse, lse, bands, options, grads=grads, accumulate=False, memo=memos[1])
+        return list(seen)
+
+    first = step(200)
+    num_launches = len(hopper_launch._launches)
+    second, encoded = step(120), len(maps)
+    assert len(hopper_launch._launches) == num_launches
+    for a, b in zip(first, second, strict=True):
+        if a[0] in ("forward", "backward", "backward_keys", "backward_queries"):
+            assert a[2] != b[2] and (a[5], b[5]) == ([200, 200], [120, 120]), a[0]
+    assert [step(200), step(120), step(200)] == [first, second, first], "with or without what was remembered"
+    assert len(maps) > encoded
+    encoded = len(maps)
+    assert step(200) == first and len(maps) == encoded, "nothing is encoded for the mask that was there before"
+
+
+def test_what_is_remembered_is_not_used_where_a_tensor_begins_elsewhere(launched):
+    """Gradients and inputs that do not begin at 16 bytes, or lie otherwise."""
+    q, k, v, bands = tensors()
+    storage, row, memo = torch.zeros(300 * 4 * 128 + 8).bfloat16(), torch.zeros(300, 4), {}
+    options = AttnOptions(0.1)
+
+    def is_direct(dout, dq) -> bool:
+        """Whether the kernel wrote to dq itself."""
+        grads = (dq, torch.empty_like(k), torch.empty_like(v))
+        finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "finish_dq"]
+        for params in finish:
+            params.dq = None
+        hopper.backward(dout, q, k, v, row, row, bands, options, grads=grads, accumulate=False, memo=memo)
+        finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "finish_dq"]
+        return dq.data_ptr() in [params.dq for params in finish]
+
+    straight, shifted = storage[:-8].view(300, 4, 128), storage[1:-7].view(300, 4, 128)
+    for _ in range(2):
+        assert is_direct(q, straight) and is_direct(shifted, straight) and not is_direct(q, shifted)
+    assert len(memo) == 1
+    wide = torch.zeros(300, 8, 128).bfloat16()
+    assert is_direct(wide[:, ::2], straight)
+    assert len(memo) == 2
