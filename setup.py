@@ -21,7 +21,7 @@ SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")
 # planner in Python is used. Results must equal Python's, so no a * b + c may be contracted.
 SOLVER = Extension(
     "megatron_magi.plan._solver",
-    sources=["csrc/solver/solver.cpp"],
+    sources=["csrc/solver/solver.cpp", "csrc/solver/counts.cpp"],
     depends=[path.as_posix() for path in sorted(Path("csrc/solver").glob("*.hpp"))],
     extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
     language="c++",

@@ -12,6 +12,7 @@ from megatron.core.parallel_state import get_context_parallel_group, get_tensor_
 from megatron.training import get_args, get_tokenizer
 
 from megatron_magi import envs
+from megatron_magi.calibration import with_present_rates
 from megatron_magi.mcore.arguments import buffer_length
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.groups import make_agreement_group
@@ -24,7 +25,7 @@ from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, 
 def make_dispatcher(args: Namespace) -> BatchDispatcher:
     """The dispatcher that a validated command line asks for; collective over all ranks."""
     environment = envs.load()
-    config = magi_config(args, environment.default_config())
+    config = with_present_rates(magi_config(args, environment.default_config()))
     # Tensor-parallel ranks read the data too. Pipeline stages do so at different times and cannot wait.
     readers = get_tensor_and_context_parallel_group()
     return BatchDispatcher(
