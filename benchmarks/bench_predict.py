@@ -24,14 +24,14 @@ from bench_steps import short_documents
 from provenance import write_csv
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.calibration.measure import calibrate
+from megatron_magi.calibration import present_rates
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, dispatch_from_chunks, make_plan
 from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.predict import Prediction
-from megatron_magi.rates import H100, Rates
+from megatron_magi.rates import Rates
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
@@ -157,19 +157,16 @@ def draw(rows: list[list], path: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def measure_all(rank: int, num_ranks: int, sizes: list[int], rates: Rates | None) -> tuple[Rates, list[list]]:
-    """All rows, and the rates."""
-    rates = calibrate() if rates is None else rates
-    if rank == 0:
-        print(rates.to_json(), flush=True)
-    rows = []
+def measure_all(rank: int, num_ranks: int, sizes: list[int], rates: Rates) -> list[list]:
+    """All rows."""
+    rows: list[list] = []
     for tokens in sizes:
         for name in MASKS:
             rows += measure(rank, num_ranks, name, tokens, rates)
             if rank == 0:
-                print(*rows[-6:], sep="\n", flush=True)
+                print(*(",".join(map(str, row)) for row in rows if row[:2] == [name, tokens]), sep="\n", flush=True)
             torch.cuda.empty_cache()
-    return rates, rows
+    return rows
 
 
 def main() -> None:
@@ -177,24 +174,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="also write the rows to this file")
     parser.add_argument("--from", dest="measured", help="a file of an earlier run: nothing is measured")
-    parser.add_argument("--rates", help="a calibration; measured, or those of an H100, when not given")
-    parser.add_argument("--keep-rates", help="write the rates to this file")
+    parser.add_argument("--rates", help="a calibration; that of this machine, or of its kind of GPU, when not given")
     parser.add_argument("--chart", help="write the chart to this file")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
     options = parser.parse_args()
-    rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else None
+    rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else present_rates()
     head = ""
     if options.measured:
         text = Path(options.measured).read_text()
         head = "".join(line + "\n" for line in text.splitlines() if line.startswith("#"))
         lines = [line for line in text.splitlines() if not line.startswith("#")]
-        rows, rates = list(csv.DictReader(lines)), rates or H100
+        rows = list(csv.DictReader(lines))
     else:
         num_ranks = torch.cuda.device_count()
         found = run_ranks(measure_all, num_ranks, options.tokens, rates, timeout_s=400.0, backend="nccl")[0]
-        rates, rows = found[0], [dict(zip(HEADER[:6], map(str, row), strict=True)) for row in found[1]]
-    if options.keep_rates:
-        Path(options.keep_rates).write_text(rates.to_json())
+        rows = [dict(zip(HEADER[:6], map(str, row), strict=True)) for row in found]
     table = list(with_predictions(rows, rates))
     for row in table:
         print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)))

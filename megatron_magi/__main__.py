@@ -109,6 +109,7 @@ def _calibrate() -> int:
     from megatron_magi.calibration.kept import keep
     from megatron_magi.calibration.measure import calibrate
 
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     is_first = True
     try:
         if dist.is_torchelastic_launched() and torch.cuda.is_available():

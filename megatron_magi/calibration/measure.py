@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from megatron_magi.mask.builders import causal, full, sliding_window, varlen
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import make_plan
 from megatron_magi.rates import Rates, rates_of
+
+logger = logging.getLogger(__name__)
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 _COST = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
@@ -102,6 +105,7 @@ def _kernels(rates: Rates) -> Rates:
         forward.append(median_us(lambda f=frozen, m=mask: slice_attention(*f, m, impl="ffa")))
         out = slice_attention(*leaves, mask, impl="ffa")[0]
         backward.append(median_us(lambda o=out, x=leaves, d=dout: torch.autograd.grad(o, x, d, retain_graph=True)))
+        logger.info("%s: forward %.0f us, backward %.0f us", mask, forward[-1], backward[-1])
     rates = fit_kernels(measured, forward, backward, rates, _COST)
     host = _host_us(1, None)
     return replace(rates, host_forward_us=host[0], host_backward_us=host[1])

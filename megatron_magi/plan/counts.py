@@ -73,7 +73,7 @@ def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tupl
     own, fetched = (np.stack([pieces[:, bd.K0], pieces[:, bd.K1]], axis=1) for _ in range(2))
     # Parts are in the order of pieces; between two of a rank's runs there are always keys of others.
     at = np.flatnonzero(np.diff(i, prepend=-1))
-    last = np.append(at[1:], len(i)) - 1
+    last = np.append(at, len(i))[1:] - 1
     own[i[at], 0], own[i[at], 1] = part[at, bd.K0], part[last, bd.K1]
     from_start, to_end = own[i[at], 0] == fetched[i[at], 0], own[i[at], 1] == fetched[i[at], 1]
     fetched[i[at[from_start]], 0] = part[at[from_start], bd.K1]
@@ -95,8 +95,8 @@ def _count_place(
     edges = (seen[:, bd.D_LO] != -bd.NO_DIAGONAL).astype(np.int64) + (seen[:, bd.D_HI] != bd.NO_DIAGONAL)
     for row, values in enumerate((area[some], rows, keys[some], rows * edges, keys[some] * edges)):
         np.add.at(counts[row], rank, values)
-    first = np.unique(np.stack([rank, seen[:, bd.Q0]]), axis=1)[0]
-    np.add.at(counts[5], first, 1)
+    lift = 1 + int(seen[:, bd.Q0].max(initial=0))
+    np.add.at(counts[5], np.unique(rank * lift + seen[:, bd.Q0]) // lift, 1)
 
 
 def _count_travel(

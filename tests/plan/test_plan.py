@@ -20,7 +20,7 @@ from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.partition import areas_by_place, partition
 
-ALGORITHMS = ("affinity", "min_heap", "sorted_sequential", "sequential")
+ALGORITHMS = ("auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential")
 
 
 @st.composite
