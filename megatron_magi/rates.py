@@ -37,6 +37,7 @@ class Rates:
         hidden: share of a transfer's time that kernels beside it hide, 0 to 1.
         host_forward_us, host_backward_us: of the host, to issue a pass without remote rows.
         host_stage_forward_us, host_stage_backward_us: and for each remote stage.
+        host_one_way_us: of these, what is saved in each pass on a rank that sends no rows, or fetches none.
     """
 
     device: str
@@ -57,6 +58,7 @@ class Rates:
     host_backward_us: float
     host_stage_forward_us: float
     host_stage_backward_us: float
+    host_one_way_us: float
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
@@ -118,6 +120,7 @@ H100 = Rates(
     host_backward_us=400.0,
     host_stage_forward_us=250.0,
     host_stage_backward_us=600.0,
+    host_one_way_us=60.0,
 )
 
 RATES = {"H100": H100}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_magi.attention import distributed_attention
 from megatron_magi.calibration.fit import fit_kernels
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast
-from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import CostModel, DispatchAlgorithm, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, full, sliding_window, varlen
 from megatron_magi.ops.slice_attention import slice_attention
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 _COST = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
 _REPEATS = 5
+_BUSY = 20
+"""Passes over 256 MB that the GPU is busy with before what is timed: some 4 ms, in which the host gets ahead."""
 
 
 def calibrate() -> Rates:
@@ -67,12 +69,15 @@ def masks() -> list[AttnMask]:
 
 
 def median_us(run: Callable[[], object], calls: int = 3) -> float:
-    """Median time of a call on the GPU, of several that are queued one behind the other."""
+    """Median time of a call on the GPU, of several that are queued one behind the other while it is busy."""
+    busy = torch.zeros(1 << 26, device="cuda")
     times = []
     run()
     for _ in range(_REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        for _ in range(_BUSY):
+            busy.add_(1)
         begin.record()
         for _ in range(calls):
             run()
@@ -107,14 +112,14 @@ def _kernels(rates: Rates) -> Rates:
         backward.append(median_us(lambda o=out, x=leaves, d=dout: torch.autograd.grad(o, x, d, retain_graph=True)))
         logger.info("%s: forward %.0f us, backward %.0f us", mask, forward[-1], backward[-1])
     rates = fit_kernels(measured, forward, backward, rates, _COST)
-    host = _host_us(1, None)
+    host = _host_us(None, "sequential")
     return replace(rates, host_forward_us=host[0], host_backward_us=host[1])
 
 
-def _host_us(num_ranks: int, group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """Microseconds that the host takes to issue a forward and a backward pass; on several ranks with one stage."""
-    rank = 0 if group is None else group.rank()
-    config = MagiConfig(DispatchConfig(algorithm="zigzag"), OverlapConfig(degree=None if num_ranks == 1 else 1))
+def _host_us(group: dist.ProcessGroup | None, algorithm: DispatchAlgorithm) -> tuple[float, float]:
+    """Microseconds that the host takes to issue a forward and a backward pass; the slowest rank's, with one stage."""
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    config = MagiConfig(DispatchConfig(algorithm=algorithm), OverlapConfig(degree=None if num_ranks == 1 else 1))
     plan = make_plan(causal(1024 * num_ranks), config, num_ranks).for_rank(rank)
     *leaves, dout = _tensors(plan.num_rows)
     times = []
@@ -125,7 +130,11 @@ def _host_us(num_ranks: int, group: dist.ProcessGroup | None) -> tuple[float, fl
         middle = time.perf_counter()
         torch.autograd.grad(out, leaves, dout)
         times.append((middle - begin, time.perf_counter() - middle))
-    return tuple(1e6 * np.median(times[4:], axis=0).tolist()[i] for i in range(2))
+    slowest = torch.tensor(np.median(times[4:], axis=0), device="cuda")
+    if group is not None:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    forward, backward = (1e6 * slowest).tolist()
+    return forward, backward
 
 
 def _transfers(rates: Rates) -> Rates:
@@ -142,7 +151,7 @@ def _transfers(rates: Rates) -> Rates:
         far = dist.new_group(first)
     if near is not None and near.size() > 1:
         latency, rate, hidden = _transfer(near)
-        host = _host_us(near.size(), near)
+        host, one_way = (_host_us(near, algorithm) for algorithm in ("zigzag", "sequential"))
         rates = replace(
             rates,
             collective_us=latency,
@@ -150,6 +159,7 @@ def _transfers(rates: Rates) -> Rates:
             hidden=hidden,
             host_stage_forward_us=max(0.0, host[0] - rates.host_forward_us),
             host_stage_backward_us=max(0.0, host[1] - rates.host_backward_us),
+            host_one_way_us=max(0.0, sum(host) - sum(one_way)) / 2,
         )
     if len(first) > 1:
         rates = replace(rates, ranks_per_node=hosts.count(hosts[0]))

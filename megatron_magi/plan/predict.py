@@ -15,8 +15,14 @@ from megatron_magi.rates import Rates
 _SHORT_ROWS, _MOST_PACKED, _TALL_TILE_KEYS = 4096, 8, 4000
 """As the Hopper kernels choose their tiles (`ops/hopper/choices.py`): rows of a run below which heads are packed, how
 many at most, and keys a row from which a tile of the forward has 192 rows."""
+_APART_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
+_APART = (256 << 20, 650), (128 << 20, 450)
+"""Likewise from so many bytes of sums of dq on, where a row sees fewer keys than this, dq has a kernel of its own:
+where heads can be packed, and where they cannot."""
 _KEY_TILE, _QUERY_BLOCK = 128, 64
 """Keys of a tile and queries of a block of the backward."""
+_NUM_SMS, _TAIL = 132, 0.5
+"""Processors of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
 _DQ_TILE, _DQ_BLOCK = 128, 96
 """Queries of a tile and keys of a block of the kernel for dq."""
 
@@ -65,21 +71,16 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
     fetch = _transfer_us(counts.received, counts.sent, degree, rates, overlap.cost)
     reduce = _transfer_us(counts.sent, counts.received, degree, rates, overlap.cost)
     hidden = 0.0 if overlap.degree == 0 else rates.hidden
-    forward = _pass_us(steps.forward(own), steps.forward(fetched), fetch, None, degree, hidden)
-    backward = _pass_us(steps.backward(own), steps.backward(fetched), fetch, reduce, degree, hidden)
-    forward_us = float(forward.max()) + steps.ends_us(False)
-    backward_us = float(backward.max()) + steps.ends_us(True)
-    host = (
-        rates.host_forward_us + degree * rates.host_stage_forward_us,
-        rates.host_backward_us + degree * rates.host_stage_backward_us,
+    forward = _pass_us(steps.forward(own), steps.forward(fetched, True), fetch, None, degree, hidden)
+    backward = _pass_us(steps.backward(own), steps.backward(fetched, True), fetch, reduce, degree, hidden)
+    forward, backward = forward + steps.ends_us(False), backward + steps.ends_us(True)
+    saved = np.where((received > 0) & (counts.sent.sum(axis=0) > 0), 0.0, rates.host_one_way_us)
+    stages = ((rates.host_stage_forward_us - saved) * degree, (rates.host_stage_backward_us - saved) * degree)
+    step_us = float(np.maximum(forward, rates.host_forward_us + stages[0]).max()) + float(
+        np.maximum(backward, rates.host_backward_us + stages[1]).max()
     )
-    return Prediction(
-        step_us=max(forward_us, host[0]) + max(backward_us, host[1]),
-        device_us=forward_us + backward_us,
-        forward_us=forward_us,
-        backward_us=backward_us,
-        degree=degree,
-    )
+    forward_us, backward_us = float(forward.max()), float(backward.max())
+    return Prediction(step_us, forward_us + backward_us, forward_us, backward_us, degree)
 
 
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
@@ -110,8 +111,8 @@ class _Steps(NamedTuple):
     def _memory_us(self, bytes_a_row: float, rows: np.ndarray | int) -> np.ndarray:
         return rows * (bytes_a_row * self.cost.num_heads_q) / (self.rates.memory_gbytes_per_s * 1e3)
 
-    def forward(self, stage: _Stage) -> np.ndarray:
-        """Microseconds of the forward over a stage, all its parts together."""
+    def forward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
+        """Microseconds of the forward over a stage, all its parts together; ``adds`` to the results of one before."""
         packed = self._packed(stage)
         is_tall = (packed > 1) | (stage.area >= _TALL_TILE_KEYS * self.num_rows)
         tile, block = np.where(is_tall, 192.0, 128.0) / packed, np.where(is_tall, 64.0, 128.0)
@@ -119,37 +120,56 @@ class _Steps(NamedTuple):
         dk, dv = self._dims
         flops = (stage.area + columns) * (2.0 * self.cost.num_heads_q * (dk + dv))
         # Results of stages meet in fp32: written, and where there are some read as well.
-        merged = self._memory_us(4.0 * dv, stage.rows) if self.is_staged else 0.0
+        merged = self._memory_us((8.0 if adds else 2.0) * dv, stage.rows) if self.is_staged else 0.0
         launches = np.where(stage.area > 0, self.rates.forward_us, 0.0)
-        return flops / (self.rates.forward_tflops * 1e6) + merged + launches
+        tail = _with_tail(stage.rows * self.cost.num_heads_q / np.where(is_tall, 192.0, 128.0))
+        return flops * tail / (self.rates.forward_tflops * 1e6) + merged + launches
 
-    def backward(self, stage: _Stage) -> np.ndarray:
-        """Microseconds of the backward over a stage, all its parts together."""
+    def backward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
+        """Microseconds of the backward over a stage, all its parts together; ``adds`` to the dq of one before."""
         rates, (dk, dv), packed = self.rates, self._dims, self._packed(stage)
+        apart = self._is_apart(stage, packed)
+        packed = np.where(apart, packed, 1.0)
         block = _QUERY_BLOCK / packed
         rows = stage.key_edges * (_KEY_TILE / 2) + stage.keys * (block / 2 + rates.tile_rows / packed)
         columns = stage.row_edges * (_DQ_TILE / packed / 2) + stage.rows * (_DQ_BLOCK / 2 + rates.tile_columns)
-        # With packed heads dq has a kernel of its own, and logits are computed twice.
-        apart = packed > 1
+        # Where dq has a kernel of its own logits are computed twice.
         products = np.where(
             apart,
             (stage.area + rows) * (2.0 * dk + 2.0 * dv) + (stage.area + columns) * (2.0 * dk + dv),
             (stage.area + rows) * (3.0 * dk + 2.0 * dv),
         )
-        # Sums of dq are zeroed, read and written; dq alone is written, and read where there is some.
+        heads = np.where(apart, self.cost.num_heads_kv, self.cost.num_heads_q)
+        tail = _with_tail(stage.keys * heads / _KEY_TILE)
+        # dq is written, or added to what is there; if it is summed in memory the sums are zeroed and read besides.
+        gradient = (np.where(apart, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
         some = np.where(stage.area > 0, 1.0, 0.0)
         gradient = np.where(apart, 8.0, 16.0) * dk
         return some * (
-            products * (2.0 * self.cost.num_heads_q) / (rates.backward_tflops * 1e6)
+            products * tail * (2.0 * self.cost.num_heads_q) / (rates.backward_tflops * 1e6)
             + self._memory_us(1.0, self.num_rows) * gradient
             + rates.backward_us
         )
+
+    def _is_apart(self, stage: _Stage, packed: np.ndarray) -> np.ndarray:
+        """Whether dq has a kernel of its own, on each rank."""
+        keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self._dims[0]
+        some, single = (
+            np.any([(sum_bytes >= many) & (keys < few) for many, few in limits], axis=0)
+            for limits in (_APART_PACKED, _APART)
+        )
+        return np.where(packed > 1, some, single)
 
     def ends_us(self, is_backward: bool) -> float:
         """Microseconds of what a pass does once: casts of sums, and in the backward the statistics of rows."""
         dk, dv = self._dims
         cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
         return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))
+
+
+def _with_tail(items: np.ndarray) -> np.ndarray:
+    """How much longer so many items of a kernel take than if they could be cut at will."""
+    return 1 + _TAIL * _NUM_SMS / np.maximum(items, 1.0)
 
 
 def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rates, cost: CostModel) -> np.ndarray:
