@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from bench_dispatch import Case
 from bench_steps import short_documents
-from provenance import write_csv
+from provenance import provenance, write_csv
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.calibration import present_rates
@@ -182,7 +182,9 @@ def main() -> None:
     head = ""
     if options.measured:
         text = Path(options.measured).read_text()
-        head = "".join(line + "\n" for line in text.splitlines() if line.startswith("#"))
+        head = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#") and "predicted" not in line)
+        now = provenance()
+        head += f"# predicted: {now['command']}, commit {now['commit']}, rates of {rates.device}\n"
         lines = [line for line in text.splitlines() if not line.startswith("#")]
         rows = list(csv.DictReader(lines))
     else:

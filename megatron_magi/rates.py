@@ -103,25 +103,27 @@ class Rates:
 
 H100 = Rates(
     device="H100",
-    forward_tflops=620.0,
-    backward_tflops=540.0,
-    tile_columns=60.0,
-    tile_rows=130.0,
-    forward_us=10.0,
-    backward_us=40.0,
-    memory_gbytes_per_s=2400.0,
-    collective_us=60.0,
-    gbytes_per_s=200.0,
-    far_collective_us=80.0,
+    forward_tflops=770.0,
+    backward_tflops=620.0,
+    tile_columns=78.0,
+    tile_rows=2.8,
+    forward_us=53.0,
+    backward_us=18.0,
+    memory_gbytes_per_s=2900.0,
+    collective_us=100.0,
+    gbytes_per_s=270.0,
+    far_collective_us=100.0,
     far_gbytes_per_s=50.0,
     ranks_per_node=8,
-    hidden=0.7,
-    host_forward_us=150.0,
-    host_backward_us=400.0,
-    host_stage_forward_us=250.0,
-    host_stage_backward_us=600.0,
-    host_one_way_us=60.0,
+    hidden=0.2,
+    host_forward_us=200.0,
+    host_backward_us=310.0,
+    host_stage_forward_us=454.0,
+    host_stage_backward_us=960.0,
+    host_one_way_us=65.0,
 )
+"""Memory and the host without remote rows: measured by `calibrate` on 2 H100s. Between nodes: by assumption, a link of
+400 Gbit/s a GPU. The others: fitted to the steps in benchmarks/results/predict_2gpu.csv, of the same machine."""
 
 RATES = {"H100": H100}
 """Rates by kind of GPU, a part of its name. Other GPUs, and CPUs that plan for a GPU they do not see, take H100's."""

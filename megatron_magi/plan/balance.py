@@ -22,6 +22,8 @@ _EVEN_ENOUGH = 1
 _WIDER = (1.03, 1.1)
 """Tolerances that are tried beside the one that is asked for. From 1.2 on a search has more starts."""
 _OTHERS = ("min_heap", "zigzag", "sequential")
+_ALIKE = 1.01
+"""Predictions closer to each other than this are not told apart: they are off by 5 % and more."""
 
 
 def assign_chunks(
@@ -91,8 +93,9 @@ def predictions(
 
 
 def fastest(found: dict[str, Prediction]) -> str:
-    """The candidate with the shortest step; where the host sets the pace, that with the shortest on the GPU."""
-    return min(found, key=lambda name: (found[name].step_us, found[name].device_us))
+    """The candidate with the shortest step; of several that are alike the shortest on the GPU, of these the first."""
+    near = [name for name in found if found[name].step_us <= _ALIKE * min(p.step_us for p in found.values())]
+    return next(n for n in near if found[n].device_us <= _ALIKE * min(found[name].device_us for name in near))
 
 
 def _affine(

@@ -21,7 +21,7 @@ _APART = (256 << 20, 650), (128 << 20, 450)
 where heads can be packed, and where they cannot."""
 _KEY_TILE, _QUERY_BLOCK = 128, 64
 """Keys of a tile and queries of a block of the backward."""
-_NUM_SMS, _TAIL = 132, 0.5
+_NUM_SMS, _TAIL = 132, 0.37
 """Processors of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
 _DQ_TILE, _DQ_BLOCK = 128, 96
 """Queries of a tile and keys of a block of the kernel for dq."""
