@@ -137,6 +137,7 @@ def draw(rows: list[list], path: str) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
 
     sizes = sorted({int(row[1]) for row in rows})
     figure, axes = plt.subplots(1, len(sizes), figsize=(6 * len(sizes), 5.5), squeeze=False)
@@ -152,6 +153,9 @@ def draw(rows: list[list], path: str) -> None:
         axis.plot(ends, ends, color="grey", linewidth=1)
         axis.set(xscale="log", yscale="log", title=f"{size // 1024}k tokens a GPU, {here[0][2]} GPUs",
                  xlabel="measured, ms a layer", ylabel="predicted, ms a layer")  # fmt: skip
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+            ticks.set_major_formatter(LogFormatter())
         axis.legend(title="ring: chosen", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

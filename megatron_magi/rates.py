@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 _POSITIVE = (
@@ -104,29 +104,31 @@ class Rates:
 H100 = Rates(
     device="H100",
     forward_tflops=770.0,
-    backward_tflops=620.0,
-    tile_columns=78.0,
-    tile_rows=2.8,
-    forward_us=53.0,
-    backward_us=18.0,
+    backward_tflops=615.0,
+    tile_columns=120.0,
+    tile_rows=2.3,
+    forward_us=31.0,
+    backward_us=21.0,
     memory_gbytes_per_s=2900.0,
-    collective_us=100.0,
-    gbytes_per_s=270.0,
-    far_collective_us=100.0,
+    collective_us=146.0,
+    gbytes_per_s=307.0,
+    far_collective_us=146.0,
     far_gbytes_per_s=50.0,
     ranks_per_node=8,
-    hidden=0.2,
+    hidden=0.23,
     host_forward_us=200.0,
     host_backward_us=310.0,
     host_stage_forward_us=454.0,
     host_stage_backward_us=960.0,
-    host_one_way_us=65.0,
+    host_one_way_us=63.0,
 )
 """Memory and the host without remote rows: measured by `calibrate` on 2 H100s. Between nodes: by assumption, a link of
 400 Gbit/s a GPU. The others: fitted to the steps in benchmarks/results/predict_2gpu.csv, of the same machine."""
 
-RATES = {"H100": H100}
-"""Rates by kind of GPU, a part of its name. Other GPUs, and CPUs that plan for a GPU they do not see, take H100's."""
+RATES = {"H100": H100, "H200": replace(H100, device="H200")}
+"""Rates by kind of GPU, a part of its name. Those of an H200 are an H100's: with these the steps of 4 H200s in
+benchmarks/results/distributed_4gpu.csv are predicted. Other GPUs, and CPUs that plan for a GPU they do not see, take
+H100's too."""
 
 
 def rates_of(device_name: str) -> Rates:

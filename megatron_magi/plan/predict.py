@@ -21,7 +21,7 @@ _APART = (256 << 20, 650), (128 << 20, 450)
 where heads can be packed, and where they cannot."""
 _KEY_TILE, _QUERY_BLOCK = 128, 64
 """Keys of a tile and queries of a block of the backward."""
-_NUM_SMS, _TAIL = 132, 0.37
+_NUM_SMS, _TAIL = 132, 0.31
 """Processors of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
 _DQ_TILE, _DQ_BLOCK = 128, 96
 """Queries of a tile and keys of a block of the kernel for dq."""
@@ -144,7 +144,6 @@ class _Steps(NamedTuple):
         # dq is written, or added to what is there; if it is summed in memory the sums are zeroed and read besides.
         gradient = (np.where(apart, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
         some = np.where(stage.area > 0, 1.0, 0.0)
-        gradient = np.where(apart, 8.0, 16.0) * dk
         return some * (
             products * tail * (2.0 * self.cost.num_heads_q) / (rates.backward_tflops * 1e6)
             + self._memory_us(1.0, self.num_rows) * gradient
