@@ -18,12 +18,11 @@ MAGI_EXPORT void magi_balance(Int num_chunks, Int cp_size, const Int* area, cons
   std::copy(shards.rank.begin(), shards.rank.end(), rank);
 }
 
-// Each row of `ranks` holds the even dispatch and receives the one that moves the fewest rows within a limit. A start is
-// for limits of at least `least`.
+// Each row of `ranks` holds the even dispatch and receives the one that moves the fewest rows within a limit. A start
+// is for limits of at least `least`.
 MAGI_EXPORT void magi_search(const magi::Traffic* traffic, Int cp_size, const Int* area, const Int* capacity,
-                             const Int* starts, const Int* most, const Int* least, Int num_starts,
-                             const Int* targets, Int num_targets, const Int* loads, Int num_loads,
-                             const magi::Limits* limits, Int* ranks) {
+                             const Int* starts, const Int* most, const Int* least, Int num_starts, const Int* targets,
+                             Int num_targets, const Int* loads, Int num_loads, const magi::Limits* limits, Int* ranks) {
   const Int num_chunks = traffic->num_chunks, tight = targets[num_targets - 1];
   const Ints balanced(ranks, ranks + num_chunks);
   magi::Holdings holdings(*traffic, cp_size);
