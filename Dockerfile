@@ -1,6 +1,6 @@
 # An image in which pretrain_scripts/pretrain_gpt.py runs, kernels compiled in:
 #     docker build -t megatron_magi .
-#     docker run --gpus all --ipc host --ulimit memlock=-1 -it megatron_magi
+#     docker run --gpus all --ipc host -it megatron_magi
 #     torchrun --nproc-per-node 8 pretrain_scripts/pretrain_gpt.py --config configs/llama3_2_1b_32k_8h100.yaml ...
 # With layers of Transformer Engine, whose C++ is compiled (10 minutes on two cores, 2 GB a job):
 #     docker build --build-arg TE_VERSION=2.20.2 --build-arg MAX_JOBS=8 -t megatron_magi:te .

@@ -71,6 +71,34 @@ def draw(path: str | Path, rows: Sequence[Row], which: str, source: Mapping[str,
     plt.close(figure)
 
 
+SUMMARY_MASKS = ("full", "causal", "varlen_causal", "window", "block_causal", "prefix_tree", "short_causal")
+
+
+def draw_summary(path: str | Path, rows: Sequence[Row], length: int, source: Mapping[str, str]) -> None:
+    """One figure of some masks at one length, forward and backward side by side; arguments as of `draw`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [r for r in rows if int(r["length"]) == length]
+    figure, panels = plt.subplots(1, 2, figsize=(14, 3.8), sharey=True, layout="constrained")
+    providers = [p for p in TITLES if any(r["provider"] == p for r in rows)]
+    for panel, which in zip(panels, ("forward", "backward"), strict=True):
+        masks = [m for m in SUMMARY_MASKS if any(r["mask"] == m for r in rows)]
+        _draw_panel(panel, [r for r in rows if r["mask"] in masks and r[f"{which}_tflops"]], which, masks, providers)
+        panel.set_title(f"{which}, {length:,} tokens", loc="left", fontsize=10)
+    panels[1].set_ylabel("")
+    panels[0].set_ylim(0, 1.22 * max(float(r[f"{w}_tflops"] or 0) for r in rows for w in ("forward", "backward")))
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[p], label=TITLES[p]) for p in providers]
+    handles.append(plt.Line2D([], [], color="black", ls=":", lw=1, label="cuDNN, dense, same length"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    shown = " · ".join(source[name] for name in ("device", "software", "commit", "date") if name in source)
+    figure.supxlabel(f"TFLOP/s of visible pairs; over each bar the ratio to cuDNN · {shown}", fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def _draw_panel(panel, rows: Sequence[Row], which: str, masks: Sequence[str], providers: Sequence[str]) -> None:
     found = {(r["mask"], r["provider"]): r for r in rows}
     step = 0.84 / max(1, len(providers))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from attention_cases import MASKS, Case, Shape
-from attention_charts import draw, read_results
+from attention_charts import draw, draw_summary, read_results
 from attention_checks import exact_sample, key_gradients, mismatch
 from attention_providers import PROVIDERS, Flex, Problem, Provider, Unavailable, make_problem
 from attention_timing import DeviceLost, attempt, time_together
@@ -212,11 +212,13 @@ def _save(path: str | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def draw_all(results: str, folder: str) -> None:
-    """A chart of each pass, named after the results file."""
+    """A chart of each pass and one of some masks at the greatest length, named after the results file."""
     source, rows = read_results(results)
     Path(folder).mkdir(parents=True, exist_ok=True)
     for which in PASSES:
         draw(Path(folder) / f"{Path(results).stem}_{which}.png", rows, which, source)
+    longest = max(int(row["length"]) for row in rows)
+    draw_summary(Path(folder) / f"{Path(results).stem}_summary.png", rows, longest, source)
 
 
 def _shape(heads: str, head_dims: str) -> Shape:

@@ -168,6 +168,10 @@ def _forget_megatron() -> None:
     from megatron.training import training
 
     training.destroy_global_state()
+    # Megatron leaves its groups, and each keeps a GiB of NCCL's buffers.
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
     attention = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     if attention is not None:
         # It reads those variables once for each kind of input.

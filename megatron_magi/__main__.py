@@ -1,5 +1,5 @@
 """``python -m megatron_magi env``: environment variables; ``build``: compiles kernels ahead of their first use;
-``calibrate``: measures the rates that dispatches are chosen by."""
+``explain``: what a mask costs on some ranks; ``calibrate``: measures the rates that dispatches are chosen by."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_magi import envs
+from megatron_magi.explain import command as explain_command
 
 
 def environment_listing(environ: Mapping[str, str] | None = None, width: int = 100) -> tuple[str, bool]:
@@ -141,11 +142,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "calibrate", help="measure the rates of this GPU, and under torchrun of what connects several, and keep them"
     )
+    explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
+    explain_command.add_arguments(explain)
     args = parser.parse_args(argv)
     if args.command == "calibrate":
         return _calibrate()
     if args.command == "build":
         return _build(args)
+    if args.command == "explain":
+        try:
+            print(explain_command.run(args))
+        except ValueError as error:
+            explain.error(str(error))
+        return 0
     if args.markdown:
         sys.stdout.write(environment_page())
         return 0

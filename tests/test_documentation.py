@@ -1,5 +1,6 @@
 """The documentation's examples run, and its links lead somewhere."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import megatron_magi
 
 ROOT = Path(megatron_magi.__file__).parents[1]
-PAGES = ["README.md", "docs/user_guide.md", "docs/migration.md", "docs/environment.md", "CONTRIBUTING.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 def python_blocks(page):
@@ -26,16 +27,34 @@ def run_blocks(rank, num_ranks, page):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p) and p != "docs/masks.md"])
 def test_examples_run_on_two_ranks(ranks, page):
     names = ranks(2, run_blocks, page)
     assert "plan" in names[0] or "stats" in names[0]
 
 
+def anchors(path):
+    """Anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_links_to_files_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
-        assert ((ROOT / page).parent / target).exists(), target
+def test_links_lead_somewhere(page):
+    for target, _, anchor in re.findall(r"\]\(([^)#:]*)(#([^)]*))?\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_the_gallery_of_masks_is_what_its_script_makes():
+    spec = importlib.util.spec_from_file_location("make_masks", ROOT / "docs/make_masks.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs/masks.md").read_text() == script.page(), "run: python docs/make_masks.py"
+    assert {path.stem for path in (ROOT / "docs/images/masks").glob("*.png")} == {e[0] for e in script.ENTRIES}
 
 
 def test_every_builder_is_in_the_user_guide():
@@ -44,3 +63,11 @@ def test_every_builder_is_in_the_user_guide():
     page = (ROOT / "docs/user_guide.md").read_text()
     small = {"cu_seqlens_from_eod", "window_slices"}
     assert [name for name in builders.__all__ if name not in small and f"`{name}`" not in page] == []
+
+
+def test_every_refused_argument_of_megatron_is_in_the_user_guide():
+    guide = (ROOT / "docs/user_guide.md").read_text()
+    source = (ROOT / "megatron_magi/mcore/validate.py").read_text()
+    refused = set(re.findall(r'"(\w+): ', source)) | {"qk_clip", "log_max_attention_logit", "logits_load_dir"}
+    assert len(refused) > 10
+    assert [name for name in sorted(refused) if name not in guide] == []

@@ -68,6 +68,16 @@ def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkey
     assert wheel.read(cubins[0]).startswith(image) and not (tmp_path / "cache").exists()
 
 
+def test_a_wheel_brings_the_command_and_the_package_alone(tmp_path):
+    wheel, _ = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    (info,) = tops - {"megatron_magi"}
+    assert wheel.read(f"{info}/entry_points.txt").decode().split() == [
+        "[console_scripts]", "magi", "=", "megatron_magi.__main__:main",
+    ]  # fmt: skip
+    assert not [name for name in wheel.namelist() if name.endswith((".pyc", ".cubin")) or "/tests/" in name]
+
+
 def test_compiling_ahead_can_be_switched_off(tmp_path):
     wheel, said = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
     assert not [name for name in wheel.namelist() if name.endswith(".cubin")]

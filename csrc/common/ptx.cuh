@@ -115,7 +115,7 @@ DEVICE void store_shared_v4(u32 smem, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// Ordinary writes to shared memory become visible to the tensor cores and the copy engine.
+// Ordinary writes to shared memory become visible to the tensor cores and TMA.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- registers ----
@@ -184,7 +184,7 @@ struct Operand {
   }
 };
 
-// ---- waiting for other processors ----
+// ---- waiting for other SMs ----
 
 DEVICE int load_relaxed(const int* p) {
   int x;

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections import deque
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 _PREFIX = "megatron_magi/calls"
 
@@ -27,14 +29,17 @@ class Board:
         self.rank, self.size = group.rank(), group.size()
         self._num_read = 0
         # A store may outlive its groups, and another group may get the name of one that is gone.
-        prefix = dist.PrefixStore(_PREFIX, group.get_group_store())
+        prefix = dist.PrefixStore(_PREFIX, _get_process_group_store(group))
         self._prefix = f"{_PREFIX}/{prefix.add(f'generation/{self.rank}', 1)}"
+        self._left: deque[tuple[int, str]] = deque()  # entries of this rank, with the call they belong to
 
     def _store(self) -> dist.Store:
         group = self._group()
-        if group is None:
-            raise RuntimeError("group: does not exist any more")
-        return dist.PrefixStore(self._prefix, group.get_group_store())
+        try:
+            # `ProcessGroup.get_group_store` is not in torch 2.8.
+            return dist.PrefixStore(self._prefix, _get_process_group_store(group))
+        except KeyError:
+            raise RuntimeError("group: does not exist any more") from None
 
     def vote(self, call: int, digest: str) -> bool:
         """Counts this rank among those for which call number ``call`` is ``digest``; True when that is every rank."""
@@ -54,8 +59,14 @@ class Board:
         for name in (digest, "agreed"):
             store.delete_key(f"{call}/{name}")
 
+    def clear(self, call: int) -> None:
+        """Removes what this rank has told of calls before ``call``, to which all ranks have come."""
+        while self._left and self._left[0][0] < call:
+            self._store().delete_key(self._left.popleft()[1])
+
     def answer(self, call: int, content: dict[str, Any]) -> None:
         """Tells what the call is on this rank."""
+        self._left.append((call, f"{call}/{self.rank}"))
         self._store().set(f"{call}/{self.rank}", json.dumps(content))
 
     def answers(self, call: int, known: dict[int, dict[str, Any]]) -> None:
@@ -68,6 +79,7 @@ class Board:
     def ask(self, call: int) -> None:
         """Asks all ranks, once for all that ask, to tell what a call is when they have come to it."""
         if self._store().add(f"{call}/asked", 1) == 1:
+            self._left.append((call, f"{call}/asked"))
             self.post({"kind": "question", "call": call})
 
     def conclude(self, call: int, text: str) -> str:
@@ -90,6 +102,9 @@ class Board:
         while store.check([f"event/{self._num_read + 1}"]):
             self._num_read += 1
             event = json.loads(store.get(f"event/{self._num_read}"))
+            if store.add(f"read/{self._num_read}", 1) == self.size:
+                store.delete_key(f"event/{self._num_read}")
+                store.delete_key(f"read/{self._num_read}")
             if event["rank"] != self.rank:
                 events.append(event)
         return events

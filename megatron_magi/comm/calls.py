@@ -169,8 +169,9 @@ class CallLog:
             if waited >= ASK_S:
                 inquiry = inquiry or _Inquiry(self, self._board, call, began, self._timeout_s)
                 if inquiry.look() and alike_is_done:
-                    return
+                    break
             time.sleep(min(max(waited / 10, 1e-4), self._longest_pause_s))
+        self._board.clear(call)
 
     def explanation(self, call: int) -> tuple[str | None, str]:
         """Why a collective failed: what the ranks disagree in, None if in nothing, and those that told nothing."""
@@ -195,6 +196,7 @@ class CallLog:
             # All have come here, so none looks at the entries of the comparison before any more.
             if self._voted is not None:
                 self._board.forget(*self._voted)
+            self._board.clear(call)
         else:
             self.wait(call, lambda: self._board.is_agreed(call), alike_is_done=True)
         self._voted = (call, digest)

@@ -16,6 +16,7 @@ from megatron_magi.demo import figures, report
 from megatron_magi.demo.corpus import Corpus, load_corpus
 from megatron_magi.demo.progress import Progress
 from megatron_magi.demo.training import Run, RunFailed, Setting, kv_row_bytes, megatron_args, num_layers, train
+from megatron_magi.explain.figures import plot_mask
 from megatron_magi.mask.builders import from_eod_positions
 from megatron_magi.plan import Plan, make_plan
 
@@ -52,7 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     (out / "report.txt").write_text(text + "\n")
     report.write_json(out / "report.json", comparison)
     figures.plot_losses(out / "loss_curves.png", comparison)
-    figures.plot_mask(out / "mask.png", _example_plan(corpus, setting, max(2, cp_size)))
+    plot_mask(
+        out / "mask.png",
+        _example_plan(corpus, setting, max(2, cp_size)),
+        "One batch: each document attends to itself, causally",
+    )
     print(f"\n{text}\n\n{time.monotonic() - begin:.0f} s in all. See {out}/loss_curves.png, mask.png, report.txt")
     return 0 if comparison.agrees else 1
 

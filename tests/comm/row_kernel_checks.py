@@ -94,9 +94,10 @@ def mend_interpreter() -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor, scope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patch_and_mend(tensor, *scope) -> None:  # older releases have no scope
+        patch(tensor, *scope)
+        put = scope[0].set_attr if scope else setattr
+        put(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_mend
 

@@ -48,6 +48,10 @@ def undispatch(key, width=3, **more):
     return api.undispatch(torch.ones(len(api.get_position_ids(key)), width), key, **more)
 
 
+def dispatch(key, grad=False):
+    return api.dispatch(torch.ones(TOTAL, 3, requires_grad=grad), key)
+
+
 def roll(key, shift=-1):
     return api.roll(torch.ones(len(api.get_position_ids(key)), 2), shift, 0, key)
 
@@ -249,6 +253,43 @@ def come_late(rank, num_ranks):
 
 def test_a_rank_that_is_late_is_waited_for(ranks):
     assert ranks(3, come_late) == ["no error"] * 3
+
+
+def want_gradient_alone(rank, num_ranks):
+    be_quick()
+    key = new_key(dist.group.WORLD)
+    found = outcome(dispatch, key, grad=rank == ODD)
+    return found if rank == ODD else outcome(attend, key)
+
+
+def test_a_gradient_of_dispatch_that_one_rank_alone_wants_is_a_message(ranks):
+    """Without a gradient `dispatch` sends nothing, so the others are in their next call."""
+    for message, seconds in ranks(2, want_gradient_alone):
+        assert "has operation dispatch instead of attention" in message and "global rank 1" in message, message
+        assert seconds < 10
+
+
+def come_late_again_and_again(rank, num_ranks):
+    be_quick()
+    group = dist.new_group(list(range(num_ranks)))
+    key = new_key(group)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    left = []
+    for round in range(4):
+        dist.barrier()
+        if rank == ODD:
+            time.sleep(0.5)
+        attend(key, softcap=1.0 + round)
+        time.sleep(0.5)  # for the threads to read
+        dist.barrier()
+        left.append(store.num_keys())
+    return left
+
+
+def test_waiting_leaves_nothing_in_the_store(ranks):
+    """What was told of the call before the last is gone, however often ranks are late."""
+    for left in ranks(3, come_late_again_and_again):
+        assert left[1] == left[2] == left[3], left
 
 
 def trust(rank, num_ranks):

@@ -16,6 +16,7 @@ from megatron_magi.demo.corpus import Corpus, build_corpus
 from megatron_magi.demo.progress import Progress
 from megatron_magi.demo.report import Comparison, Traffic, shown_steps, table, traffic_of
 from megatron_magi.demo.training import Run, RunFailed, Setting
+from megatron_magi.explain.figures import plot_mask
 from megatron_magi.mask.builders import varlen
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.plan import make_plan
@@ -91,8 +92,8 @@ def test_equal_curves_end_with_status_zero_and_all_files(fake_training, tmp_path
 
 
 def test_differing_curves_end_with_a_status(fake_training, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("plot_losses", "plot_mask"):
-        monkeypatch.setattr(figures, name, lambda *args: None)
+    monkeypatch.setattr(figures, "plot_losses", lambda *args: None)
+    monkeypatch.setattr(demo, "plot_mask", lambda *args: None)
     assert fake_training([5.0, 4.0], [5.0, 4.1]) == 1
 
 
@@ -158,7 +159,7 @@ def test_progress_off_a_terminal_is_a_line_every_ten_steps() -> None:
 
 def test_pictures_are_written(tmp_path: Path) -> None:
     figures.plot_losses(tmp_path / "losses.png", _comparison([5.0, 4.0, 3.0], [5.0, 4.0, 3.1]))
-    figures.plot_mask(tmp_path / "mask.png", make_plan(varlen(doc_lengths=[100, 30, 126]), cp_size=4))
+    plot_mask(tmp_path / "mask.png", make_plan(varlen(doc_lengths=[100, 30, 126]), cp_size=4), "title")
     for name in ("losses.png", "mask.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

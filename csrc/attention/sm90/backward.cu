@@ -5,7 +5,7 @@
 // transposed logits, so that P and dS are, as they lie in registers, the first operands of dV and dK. dS goes through
 // shared memory, transposed, for dQ = dS K, of which each warpgroup computes half the columns. What is added to sums in
 // device memory (dQ of every block; dK and dV of items of one query head among several) is handed over, through shared
-// memory, to a warp that has the copy engine add it. The tile plan is that of the transposed mask: rows are keys,
+// memory, to a warp that adds it by TMA. The tile plan is that of the transposed mask: rows are keys,
 // columns are queries.
 //
 // Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dQ of the block before, dV, dK. dQ lags, so that it
@@ -45,12 +45,12 @@ struct BackwardParams {
   // In the order of work: tile; first query head and 65536 * their number; of the blocks of the tile the first, and how
   // many, 0 for all.
   const int4* items;
-  // Query heads packed together are counted as one, and have as many times the rows, in turns (load_packed). The plan
-  // and the statistics are of these rows.
+  // Query heads packed together are counted as one, and have as many times the rows, interleaved (load_packed). The
+  // plan and the statistics are of these rows.
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: -delta
   float* dq;           // sums [num_heads, 2 halves, units] pieces
-  float* key_sums;     // sums [tiles, key heads, dk and dv, 2 halves, 8 units] pieces, of tiles whose heads are apart
+  float* key_sums;     // sums [tiles, key heads, dk and dv, 2 halves, 8 units] pieces, of tiles whose heads are split
   void *dk, *dv;
   int* counter;                          // two words, zero before and after
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements

@@ -1,9 +1,9 @@
 // What kernels of the backward in parts share: one for dK and dV, one for dQ.
 //
-// Of a head of 256 columns, the gradients of 64 keys fill half of a processor's registers, and nothing is left for dQ;
-// and of any head, sums of dQ in device memory depend on the order in which processors come. So dK with dV, and dQ, are
+// Of a head of 256 columns, the gradients of 64 keys fill half of an SM's registers, and nothing is left for dQ;
+// and of any head, sums of dQ in device memory depend on the order in which SMs come. So dK with dV, and dQ, are
 // computed by two kernels, which both need S and dP: seven products instead of five. In return gradients stay in
-// registers until they are written once, unless a group of query heads is split for the sake of idle processors.
+// registers until they are written once, unless a group of query heads is split for the sake of idle SMs.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
 #pragma once
@@ -26,7 +26,7 @@ struct BackwardPartParams {
   void *dq, *dk, *dv;
   int* counter;                                           // two words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
-  // num_heads and group count query heads packed together as one, which has as many times the rows, in turns: the
+  // num_heads and group count query heads packed together as one, which has as many times the rows, interleaved: the
   // statistics are of these rows, and for keys the plan (load_packed).
   int num_tiles, num_heads, group, stats_row, store;
   int splits;        // of a group of query heads, for keys

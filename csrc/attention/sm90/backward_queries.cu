@@ -5,7 +5,7 @@
 // dP, then dQ += dS K with dS from registers. dQ of a block is computed with the logits of the next. The two take turns
 // at the tensor cores, where there are three stages of keys.
 //
-// On a stream it follows the kernel for dK and dV, of which it needs nothing: it begins where processors run out of
+// On a stream it follows the kernel for dK and dV, of which it needs nothing: it begins where SMs run out of
 // work there, and is only complete when that one is.
 //
 // Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values),
@@ -63,7 +63,7 @@ struct Loader {
   DEVICE void nothing(const int4& item) { say(kNothing, item); }
 };
 
-// The scout's part: rows of an item as soon as there is place.
+// The prefetch thread's part: rows of an item as soon as there is place.
 struct RowLoader {
   const BackwardPartParams& p;
   Shared& s;
@@ -89,7 +89,7 @@ DEVICE void find_rows(const BackwardPartParams& p, Shared& s) {
   prefetch_map(&p.dout);
   prefetch_map(&p.dq_map);
   RowLoader load{p, s};
-  scout(p, s.passes, load);
+  prefetch_items(p, s.passes, load);
   await_earlier_kernels();
 }
 

@@ -1,4 +1,4 @@
-// Turns the sums of dK and dV, of tiles whose query heads were worked on apart, into gradients: dK times the softmax
+// Turns the sums of dK and dV, of tiles whose query heads were split, into gradients: dK times the softmax
 // scale.
 // Compile-time: HEAD_DIM, DTYPE.
 

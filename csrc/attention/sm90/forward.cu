@@ -1,7 +1,7 @@
 // Attention forward for sm_90a: one work item is 128 or 192 query rows of one head, or fewer of several that share
 // their keys (row_tiles.cuh), computed completely.
 //
-// A producer streams keys and values through shared memory, a scout fetches the queries of the next item
+// A producer streams keys and values through shared memory, a prefetch thread fetches the queries of the next item
 // (row_tiles.cuh). Two or three consumer warpgroups own 64 rows each. Neither waits for the other: the softmax of one
 // hides under the products of the other, and what stands alone at the ends of an item under products of the next: its
 // first logits are computed while the output is written, which goes through shared memory (staging.cuh).
@@ -115,7 +115,7 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
   loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // nobody uses what is computed of it
 }
 
-// The scout's part: queries of an item as soon as there is place. Without `load`: they are what lies there.
+// The prefetch thread's part: queries of an item as soon as there is place. Without `load`: they are what lies there.
 struct QueryLoader {
   const ForwardParams& p;
   Shared& s;
@@ -142,7 +142,7 @@ DEVICE void find_queries(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.q);
   prefetch_map(&p.out_map);
   QueryLoader load{p, s};
-  scout(p, s.passes, load);
+  prefetch_items(p, s.passes, load);
 }
 
 // ---- consumers ----
@@ -174,7 +174,7 @@ DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int
   for (int i = 0; i < kBlockN / 2; ++i) s[i] = 0.f;
 #pragma unroll 1
   for (int i = 0; i < kHeadDim / 2; ++i) {
-    // Word i of a row, in the swizzled panels that the copy engine wrote.
+    // Word i of a row, in the swizzled panels that TMA wrote.
     const int panel = i / 32, piece = i % 32 / 4, word = i % 4 * 4;
     u32 a[2];
 #pragma unroll

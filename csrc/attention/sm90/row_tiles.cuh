@@ -1,6 +1,6 @@
-// How kernels whose tiles are rows come by these and by their blocks of keys. A scout takes work items, reads the
-// tables of the plan, a pass ahead of the producer, and loads the rows of an item as soon as there is place for them;
-// the producer loads block after block and announces each beside its keys. So the consumers read no tables.
+// How kernels whose tiles are rows come by these and by their blocks of keys. A prefetch thread takes work items, reads
+// the tables of the plan, a pass ahead of the producer, and loads the rows of an item as soon as there is place for
+// them; the producer loads block after block and announces each beside its keys. So the consumers read no tables.
 //
 // Before it: kGroups, consumer warpgroups of a block, at most three.
 #pragma once
@@ -8,7 +8,7 @@
 #include "tiles.cuh"
 
 // A tile has 64 places for each warpgroup: as many rows of one head, or as many times fewer rows of 2, 4 or 8 heads
-// that share their keys (packed). Place i is of row i / heads and head i % heads, which is how the copy engine brings a
+// that share their keys (packed). Place i is of row i / heads and head i % heads, which is how TMA brings a
 // box of rows and heads. Params: log2_packed, of the number of heads.
 constexpr int kTilePlaces = 64 * kGroups;
 template <typename Params>
@@ -56,19 +56,19 @@ struct BlockBoard {
   int2 bounds[kStages][kTilePlaces];  // of a masked block: first and past-the-last key that a row sees
 };
 
-// Passes as the scout describes them.
+// Passes as the prefetch thread describes them.
 struct PassBoard {
   u64 full[2], empty[2];
   int4 pass[2][4];
 };
 
-// ---- scout: one thread. Params: plan, counter, num_tiles, log2_packed; and num_heads, head_section and group, which
-// count heads packed together as one ----
+// ---- prefetch, one thread. Params: plan, counter, num_tiles, log2_packed; and num_heads, head_section and group,
+// which count heads packed together as one ----
 
 // Also calls load_rows(row, head, any) for each item with its first row and head, `any`: whether it has blocks, and at
 // the end once more without.
 template <typename Params, typename Rows>
-DEVICE void scout(const Params& p, PassBoard& board, Rows& load_rows) {
+DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
   Ring<2> slot;
   int4 item = make_int4(0, 0, 0, 0);
   int pass = 0, index = 0;

@@ -1,4 +1,4 @@
-// Results by way of shared memory: a warp lays down its 16 rows of accumulators, and the copy engine takes them from
+// Results by way of shared memory: a warp lays down its 16 rows of accumulators, and TMA stores them from
 // there while the warp goes on. From registers, each store of a warp would be of pieces of eight rows, and take
 // shuffles.
 #pragma once

@@ -1,4 +1,4 @@
-// What the kernels share: rings of buffers, work items, and how processors share them out.
+// What the kernels share: rings of buffers, work items, and how SMs share them out.
 #pragma once
 
 #include "../../common/ptx.cuh"
@@ -51,7 +51,7 @@ struct TilePlan {
   const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of rows
   const int4* passes;  // two each: first column, number of blocks; of each part of the tile (three) its full blocks
   const int2* bounds;  // of each pass, its rows: first and past-the-last visible column
-  i64 step;            // columns from the begin of one block to that of the next
+  i64 step;            // columns from the start of one block to that of the next
 };
 
 // Work item of a tile: first row (-1: no more), head and number of rows, first pass, past-the-last pass.
@@ -86,9 +86,9 @@ DEVICE void transpose_quad(u32 (&word)[4], int lane) {
   }
 }
 
-// Holds the begin of a long item back until all items of its wave have begun, so that processors read the same rows at
+// Holds the start of a long item back until all items of its wave have begun, so that SMs read the same rows at
 // the same time: else each would read more than the L2 cache keeps, at another place. It never waits long, for others
-// may be late for good reasons. `counter`: each processor takes the item after the next from it just before.
+// may be late for good reasons. `counter`: each SM takes the item after the next from it just before.
 DEVICE void keep_together(const int* counter, int item, int num_items, int blocks) {
   const int wave_end = (item / static_cast<int>(gridDim.x) + 1) * static_cast<int>(gridDim.x);
   const int enough = wave_end < num_items ? wave_end : num_items;

@@ -1,0 +1,76 @@
+"""Writes docs/masks.md and its pictures: ``python docs/make_masks.py``. A test holds the page to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_magi.mask import AttnMask, MaskType, builders
+
+DOCS = Path(__file__).parent
+NUM_HEADS, HEAD_DIM = 32, 128
+
+HEAD = """# Masks
+
+Made by `python docs/make_masks.py`. A mask is a set of slices: a range of queries, a range of keys, and one of four
+types (full; causal, aligned to the bottom right; inverse causal, aligned to the top left; both). Slices do not
+overlap. Each builder below returns an `AttnMask`; on Megatron's command line the same names go after `--magi-mask`
+([how](user_guide.md#other-masks)). `python -m megatron_magi explain --mask ...` shows what a mask costs on your ranks.
+
+Area is the number of visible (query, key) pairs. FLOPs are of one layer's forward pass with 32 query heads of
+dimension 128, `4 * area * heads * head_dim`; the backward takes 2.5 times as many.
+"""
+
+ENTRIES = [
+    ("full", "Full", "Every query sees every key.", "builders.full(1000)"),
+    ("causal", "Causal", "Each query sees the keys up to its own.", "builders.causal(1000)"),
+    ("documents", "Packed documents", "Causal (or, with `causal=False`, full) attention inside each document.",
+     "builders.varlen(doc_lengths=[300, 40, 660], causal=True)"),
+    ("eod", "Packed documents by end-of-document tokens", "The same from the places of EOD tokens.",
+     "builders.from_eod_positions([299, 339], seqlen=1000)"),
+    ("window", "Sliding window", "`left` keys before and `right` keys after each query, inside its document; "
+     "optionally the first tokens of the document as well.",
+     "builders.sliding_window(left=128, right=0, doc_lengths=[300, 700], global_tokens=16)"),
+    ("block_causal", "Block causal", "Blocks (frames of a video) see themselves in full and every earlier block.",
+     "builders.block_causal(1000, block_size=100)"),
+    ("prefix_lm", "Prefix LM", "Full attention inside the prefix of each document, causal after it.",
+     "builders.prefix_lm(prefix_lengths=[150, 100], doc_lengths=[300, 700])"),
+    ("prefix_tree", "Prefix tree", "Samples that share prompts: each token is computed once. Here one prompt of "
+     "400 tokens has two answers.",
+     "builders.prefix_tree(node_lengths=[400, 300, 300], sample_paths=[[0, 1], [0, 2]])[0]"),
+    ("slices", "Slices of your own", "Whatever rectangles, triangles and bands can express.",
+     "AttnMask([(0, 500, 0, 500, MaskType.CAUSAL), (500, 1000, 0, 1000, MaskType.FULL)], total_seqlen_q=1000)"),
+]  # fmt: skip
+
+
+def mask_of(code: str) -> AttnMask:
+    """The mask that a line of the gallery makes."""
+    return eval(code, {"builders": builders, "AttnMask": AttnMask, "MaskType": MaskType})
+
+
+def page() -> str:
+    """The text of docs/masks.md."""
+    parts = [HEAD]
+    for name, title, text, code in ENTRIES:
+        mask = mask_of(code)
+        share = mask.area / (mask.total_seqlen_q * mask.total_seqlen_k)
+        flops = 4 * mask.area * NUM_HEADS * HEAD_DIM
+        count = f"{len(mask.slices)} slice{'s' * (len(mask.slices) > 1)}"
+        parts.append(
+            f"## {title}\n\n![{title}](images/masks/{name}.png)\n\n{text}\n\n```python\n{code}\n```\n\n"
+            f"{count}, area {mask.area:,} ({share:.1%} of all pairs), {flops / 1e9:.2f} GFLOP.\n"
+        )
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Writes the page and the pictures."""
+    from megatron_magi.explain.figures import plot_shape
+
+    (DOCS / "images/masks").mkdir(parents=True, exist_ok=True)
+    (DOCS / "masks.md").write_text(page())
+    for name, _, _, code in ENTRIES:
+        plot_shape(DOCS / f"images/masks/{name}.png", mask_of(code))
+
+
+if __name__ == "__main__":
+    main()

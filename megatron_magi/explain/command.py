@@ -1,0 +1,113 @@
+"""The command line of ``python -m megatron_magi explain``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_magi.config import CostModel, MagiConfig
+from megatron_magi.explain.report import DispatchFigures, dispatch_figures, explain_text
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask.microbatch import Microbatch
+from megatron_magi.mask.source import MaskSource
+from megatron_magi.mcore.dataset_lengths import document_lengths
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--seqlen", type=int, required=True, help="tokens of the sequence")
+    parser.add_argument("--cp-size", type=int, required=True, help="context-parallel ranks")
+    parser.add_argument("--mask", default="documents", help="as --magi-mask takes it (default: %(default)s)")
+    documents = parser.add_mutually_exclusive_group()
+    documents.add_argument("--documents", type=int, nargs="+", metavar="N", help="lengths of the packed documents")
+    documents.add_argument(
+        "--random-documents",
+        type=int,
+        metavar="N",
+        help="so many documents, lengths log-uniform over a factor of 64, always the same",
+    )
+    documents.add_argument("--data-path", help="prefix of a Megatron dataset: its documents in the order of the file")
+    parser.add_argument("--sample", type=int, default=0, help="which sequence of --data-path (default: %(default)s)")
+    parser.add_argument(
+        "--num-heads-q", type=int, default=32, help="of one tensor-parallel rank (default: %(default)s)"
+    )
+    parser.add_argument("--num-heads-kv", type=int, default=8, help="likewise (default: %(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="folder for mask.png and timeline.png; no pictures when not given")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Does what the options say.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    mask = mask_of(args)
+    cost = CostModel(num_heads_q=args.num_heads_q, num_heads_kv=args.num_heads_kv, head_dim=args.head_dim)
+    config = MagiConfig()
+    config = replace(config, overlap=replace(config.overlap, cost=cost))
+    figures = dispatch_figures(mask, args.cp_size, config)
+    chosen = config.dispatch.algorithm
+    text = explain_text(mask, figures, chosen)
+    if args.out is not None:
+        text += "\n\n" + _draw(args.out, next(f for f in figures if f.algorithm == chosen), args.mask)
+    return text
+
+
+def mask_of(args: argparse.Namespace) -> AttnMask:
+    """The mask that the options name.
+
+    Raises:
+        ValueError: an option is wrong, or documents do not fill the sequence.
+    """
+    if args.seqlen < 1:
+        raise ValueError(f"seqlen: expected at least 1, got {args.seqlen}")
+    lengths = _lengths(args)
+    if lengths.sum() != args.seqlen or (lengths < 1).any():
+        raise ValueError(f"documents: expected lengths above 0 that add up to {args.seqlen}, got {lengths.sum()}")
+    tokens = np.zeros((1, args.seqlen), dtype=np.int64)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    return MaskSource.parse(args.mask)(Microbatch(tokens, cu_seqlens, {"tokens": tokens}))
+
+
+def _lengths(args: argparse.Namespace) -> np.ndarray:
+    if args.documents:
+        return np.array(args.documents, dtype=np.int64)
+    if args.random_documents is not None:
+        if not 1 <= args.random_documents <= args.seqlen:
+            raise ValueError(f"random_documents: expected 1 to {args.seqlen}, got {args.random_documents}")
+        weights = np.exp(np.random.default_rng(0).uniform(0, np.log(64), args.random_documents))
+        spare = args.seqlen - args.random_documents
+        ends = np.round(np.cumsum(weights) / weights.sum() * spare).astype(np.int64)
+        return np.diff(ends, prepend=0) + 1
+    if args.data_path is not None:
+        return _lengths_of_sample(document_lengths(args.data_path), args.seqlen, args.sample)
+    return np.array([args.seqlen], dtype=np.int64)
+
+
+def _lengths_of_sample(lengths: np.ndarray, seqlen: int, sample: int) -> np.ndarray:
+    """The pieces of documents in tokens ``[sample * seqlen, (sample + 1) * seqlen)`` of a dataset."""
+    ends = np.cumsum(lengths)
+    first, last = sample * seqlen, (sample + 1) * seqlen
+    if sample < 0 or not len(ends) or last > ends[-1]:
+        have = int(ends[-1]) // seqlen if len(ends) else 0
+        raise ValueError(f"sample: the data set has {have} sequences of {seqlen} tokens, got {sample}")
+    inside = ends[(ends > first) & (ends < last)]
+    return np.diff(np.concatenate([[first], inside, [last]]))
+
+
+def _draw(folder: Path, figures: DispatchFigures, title: str) -> str:
+    try:
+        from megatron_magi.explain.figures import plot_mask, plot_timeline
+    except ImportError as error:
+        raise ValueError(f"out: pictures need matplotlib (pip install 'megatron-magi[demo]'): {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_mask(folder / "mask.png", figures.plan, title)
+    plot_timeline(folder / "timeline.png", figures.plan)
+    return f"{folder / 'mask.png'}: visible pairs by rank; {folder / 'timeline.png'}: predicted schedule"

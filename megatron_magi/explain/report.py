@@ -1,0 +1,98 @@
+"""Figures of a mask and of each dispatch, as values and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from megatron_magi.config import DispatchAlgorithm, MagiConfig
+from megatron_magi.explain.timeline import forward_timeline
+from megatron_magi.mask import AttnMask
+from megatron_magi.plan import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class DispatchFigures:
+    """What one dispatch of a mask comes to.
+
+    Attributes:
+        algorithm: of `DispatchConfig`.
+        plan: its plan.
+        balance: largest area of a rank over the mean.
+        received_rows: rows of k and v that the busiest rank fetches in a forward pass.
+        received_bytes: the bytes of them, by the shape in ``config.overlap.cost``.
+        predicted_us: forward pass of attention in one layer, slowest rank, microseconds, by the cost model.
+    """
+
+    algorithm: str
+    plan: Plan
+    balance: float
+    received_rows: int
+    received_bytes: int
+    predicted_us: float
+
+
+def dispatch_figures(mask: AttnMask, cp_size: int, config: MagiConfig | None = None) -> list[DispatchFigures]:
+    """Plans ``mask`` for ``cp_size`` ranks in each way there is.
+
+    Args:
+        mask: of one sequence or one microbatch.
+        cp_size: context-parallel ranks.
+        config: all but ``dispatch.algorithm`` is taken from it.
+
+    Raises:
+        ValueError: as `make_plan`.
+    """
+    config = config or MagiConfig()
+    algorithms = get_args(DispatchAlgorithm)
+    return [_figures(mask, cp_size, replace(config, dispatch=replace(config.dispatch, algorithm=a)))
+            for a in algorithms]  # fmt: skip
+
+
+def _figures(mask: AttnMask, cp_size: int, config: MagiConfig) -> DispatchFigures:
+    plan = make_plan(mask, config, cp_size)
+    stats, cost = plan.stats(), config.overlap.cost
+    received = max(stats.received_rows)
+    return DispatchFigures(
+        algorithm=config.dispatch.algorithm,
+        plan=plan,
+        balance=stats.balance,
+        received_rows=received,
+        received_bytes=received * cost.row_bytes,
+        predicted_us=max(span.end for spans in forward_timeline(plan) for span in spans),
+    )
+
+
+def explain_text(mask: AttnMask, figures: Sequence[DispatchFigures], chosen: str) -> str:
+    """The tables that ``explain`` prints.
+
+    Args:
+        mask: that was planned.
+        figures: of `dispatch_figures`.
+        chosen: the algorithm of which the ranks are listed.
+    """
+    total_q, total_k = mask.total_seqlen_q, mask.total_seqlen_k
+    lines = [
+        f"{total_q:,} queries, {total_k:,} keys, {len(mask.slices):,} slices",
+        f"{mask.area:,} visible pairs: {mask.area / (total_q * total_k):.2%} of all, "
+        f"{mask.area / max(1, total_q):,.0f} keys a query",
+        "",
+        f"{'dispatch':<20}{'largest area':>14}{'rows fetched':>14}{'MB a layer':>12}{'stages':>8}{'predicted':>13}",
+        f"{'':<20}{'over mean':>14}{'busiest rank':>14}{'busiest rank':>13}{'':>7}{'us a layer':>13}",
+    ]
+    for f in figures:
+        mark = " *" if f.algorithm == chosen else ""
+        lines.append(
+            f"{f.algorithm + mark:<20}{f.balance:>14.3f}{f.received_rows:>14,}{f.received_bytes / 1e6:>12.1f}"
+            f"{f.plan.degree:>8}{f.predicted_us:>13,.0f}"
+        )
+    plan = next(f.plan for f in figures if f.algorithm == chosen)
+    stats, cost = plan.stats(), plan.config.overlap.cost
+    lines += ["", f"ranks of {chosen} (*)", f"{'rank':>4}{'rows':>10}{'area':>18}{'share':>9}{'rows fetched':>14}"
+              f"{'k and v, MB':>13}"]  # fmt: skip
+    total = max(1, sum(stats.areas))
+    for rank, (rows, area, received) in enumerate(zip(stats.num_rows, stats.areas, stats.received_rows, strict=True)):
+        held = (rows + received) * cost.row_bytes / 1e6
+        lines.append(f"{rank:>4}{rows:>10,}{area:>18,}{area / total:>9.2%}{received:>14,}{held:>13.1f}")
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""What a mask costs is said in figures that follow from its plan, and in pictures of it."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.__main__ import main
+from megatron_magi.explain import command, dispatch_figures, explain_text
+from megatron_magi.explain.sampled import sampled_mask
+from megatron_magi.explain.timeline import BACKWARD_WORK, backward_timeline, forward_timeline
+from megatron_magi.mask import builders
+from megatron_magi.mask.dense import dense_mask
+from megatron_magi.plan.types import StepKind
+
+MASK = builders.varlen(doc_lengths=[3000, 400, 6600], causal=True)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 2**32))
+def test_sampled_pairs_are_those_of_the_whole_matrix(lengths, left, seed):
+    mask = builders.sliding_window(left=left, right=2, doc_lengths=lengths, global_tokens=1)
+    pick = np.random.default_rng(seed)
+    queries, keys = (np.flatnonzero(pick.random(sum(lengths)) < 0.5) for _ in range(2))
+    np.testing.assert_array_equal(sampled_mask(mask, queries, keys), dense_mask(mask)[np.ix_(queries, keys)])
+
+
+def test_figures_are_those_of_the_plans():
+    figures = dispatch_figures(MASK, 4)
+    assert len({f.algorithm for f in figures}) == len(figures) >= 4
+    for f in figures:
+        stats = f.plan.stats()
+        assert f.plan.config.dispatch.algorithm == f.algorithm
+        assert (f.balance, f.received_rows) == (stats.balance, max(stats.received_rows))
+        assert f.received_bytes == f.received_rows * f.plan.config.overlap.cost.row_bytes
+        assert f.predicted_us == max(s.end for spans in forward_timeline(f.plan) for s in spans) > 0
+    best = min(figures, key=lambda f: f.predicted_us)
+    assert best.balance < next(f.balance for f in figures if f.algorithm == "sequential")
+
+
+def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
+    plan = next(f.plan for f in dispatch_figures(MASK, 4) if f.algorithm == "min_heap")
+    assert plan.degree > 0
+    for timeline in (forward_timeline(plan), backward_timeline(plan)):
+        for spans in timeline:
+            fetched = {s.step.stage: s.end for s in spans if s.step.kind is StepKind.FETCH}
+            attends = [s for s in spans if s.step.kind is StepKind.ATTEND]
+            transfers = [s for s in spans if s.step.kind is not StepKind.ATTEND]
+            assert {s.step.stage for s in attends} == {0, *fetched}
+            assert all(s.start >= fetched.get(s.step.stage, 0.0) for s in attends)
+            for row in (attends, transfers):
+                assert all(a.end <= b.start for a, b in pairwise(row))
+    cost = plan.config.overlap.cost
+    for rank, spans in enumerate(backward_timeline(plan)):
+        busy = sum(s.end - s.start - cost.stage_latency_us for s in spans if s.step.kind is StepKind.ATTEND)
+        assert busy == pytest.approx(BACKWARD_WORK * cost.attend_us(plan.stats().areas[rank]))
+
+
+def test_the_report_lists_dispatches_and_ranks():
+    figures = dispatch_figures(MASK, 4)
+    text = explain_text(MASK, figures, "affinity")
+    assert f"{MASK.area:,} visible pairs" in text and "affinity *" in text
+    ranks = text.split("ranks of affinity")[1].splitlines()[2:]
+    assert [int(line.split()[0]) for line in ranks] == [0, 1, 2, 3]
+    assert sum(int(line.split()[2].replace(",", "")) for line in ranks) == MASK.area
+
+
+def options(*args):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(["--cp-size", "2", *map(str, args)])
+
+
+def test_documents_come_from_lengths_chance_or_a_data_set(tmp_path):
+    from megatron_magi.mcore.dataset_writer import write_indexed_dataset
+
+    def area(*lengths):
+        return sum(n * (n + 1) // 2 for n in lengths)
+
+    assert command.mask_of(options("--seqlen", 10, "--documents", 3, 7)).area == area(3, 7)
+    assert command.mask_of(options("--seqlen", 10, "--mask", "causal")).area == area(10)
+    random = command.mask_of(options("--seqlen", 1000, "--random-documents", 30))
+    assert random.total_seqlen_q == 1000 and len(random.slices) == 30
+    write_indexed_dataset(tmp_path / "text", [np.zeros(n - 1, dtype=np.int64) for n in (4, 9, 7)], eod=5)
+    data = ("--data-path", tmp_path / "text", "--seqlen", 10)
+    assert command.mask_of(options(*data)).area == area(4, 6)
+    assert command.mask_of(options(*data, "--sample", 1)).area == area(3, 7)
+    for wrong, message in ((2, "has 2 sequences of 10 tokens, got 2"), (-1, "got -1")):
+        with pytest.raises(ValueError, match=message):
+            command.mask_of(options(*data, "--sample", wrong))
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--seqlen", 0], "seqlen: expected at least 1"),
+        (["--seqlen", 10, "--documents", 3, 4], "documents: expected lengths above 0 that add up to 10, got 7"),
+        (["--seqlen", 10, "--documents", 11, -1], "documents: expected lengths above 0"),
+        (["--seqlen", 10, "--random-documents", 11], "random_documents: expected 1 to 10"),
+        (["--seqlen", 10, "--mask", "nothing"], "mask: 'nothing' is none of"),
+        (["--seqlen", 10, "--data-path", "/nowhere/text"], "data_path: there is no /nowhere/text.idx"),
+        (["--seqlen", 10, "--cp-size", 0], "cp_size"),
+    ],
+)
+def test_wrong_options_are_one_message(args, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--cp-size", "2", *map(str, args)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_pictures_are_written_where_they_are_asked_for(tmp_path, capsys):
+    assert main(["explain", "--seqlen", "3000", "--cp-size", "3", "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    for name in ("mask.png", "timeline.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") and name in shown
