@@ -22,13 +22,16 @@ SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")
 SOLVERS = [
     Extension(
         name,
-        sources=[f"csrc/solver/{source}.cpp"],
+        sources=[f"csrc/solver/{source}.cpp" for source in sources],
         depends=[path.as_posix() for path in sorted(Path("csrc/solver").glob("*.hpp"))],
         extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
         language="c++",
         optional=True,
     )
-    for name, source in (("megatron_magi.plan._solver", "solver"), ("megatron_magi.ops.hopper._tiles", "tiles"))
+    for name, sources in (
+        ("megatron_magi.plan._solver", ("solver", "counts")),
+        ("megatron_magi.ops.hopper._tiles", ("tiles",)),
+    )
 ]
 
 

@@ -38,11 +38,13 @@ REPEATS = 10
 def plans(mask: AttnMask, num_ranks: int, config: MagiConfig) -> dict[str, Plan]:
     """The plans that are compared, by the name of their dispatch."""
     fixed = zigzag(mask.total_seqlen_q, num_ranks)
-    heap = dataclasses.replace(config, dispatch=dataclasses.replace(config.dispatch, algorithm="min_heap"))
+
+    def named(algorithm: str) -> MagiConfig:
+        return dataclasses.replace(config, dispatch=dataclasses.replace(config.dispatch, algorithm=algorithm))
+
     return {
         "zigzag": make_plan(mask, config, num_ranks, fixed),
-        "min_heap": make_plan(mask, heap, num_ranks),
-        "affinity": make_plan(mask, config, num_ranks),
+        **{name: make_plan(mask, named(name), num_ranks) for name in ("min_heap", "affinity", "auto")},
     }
 
 
@@ -116,7 +118,7 @@ def measure_all(rank: int, num_ranks: int, masks: dict[str, AttnMask], impl: str
     for name, mask in masks.items():
         rows += measure(rank, num_ranks, name, mask, config)
         if rank == 0:
-            for row in rows[-3:]:
+            for row in rows[-4:]:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
     return rows
 

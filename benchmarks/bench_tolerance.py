@@ -39,7 +39,7 @@ def measure(mask: AttnMask, cp_size: int) -> np.ndarray:
     """For each tolerance the share fetched, the balance and the seconds, ``[len(TOLERANCES), 3]``."""
     rows = []
     for tolerance in TOLERANCES:
-        config = DispatchConfig(balance_tolerance=tolerance)
+        config = DispatchConfig(algorithm="affinity", balance_tolerance=tolerance)
         start = time.perf_counter()
         dispatch = make_dispatch(mask, config, cp_size)
         seconds = time.perf_counter() - start

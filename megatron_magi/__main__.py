@@ -1,5 +1,5 @@
 """``python -m megatron_magi env``: environment variables; ``build``: compiles kernels ahead of their first use;
-``explain``: what a mask costs on some ranks."""
+``explain``: what a mask costs on some ranks; ``calibrate``: measures the rates that dispatches are chosen by."""
 
 from __future__ import annotations
 
@@ -102,6 +102,33 @@ def _build(args: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate() -> int:
+    """On the GPU of each process that torchrun started, or on the current one."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_magi.calibration.kept import keep
+    from megatron_magi.calibration.measure import calibrate
+
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+    is_first = True
+    try:
+        if dist.is_torchelastic_launched() and torch.cuda.is_available():
+            torch.cuda.set_device(dist.get_node_local_rank())
+            dist.init_process_group("nccl")
+            is_first = dist.get_node_local_rank() == 0
+        rates = calibrate()
+        if is_first:
+            print(f"{rates.to_json()}kept in {keep(rates)}")
+    except (RuntimeError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of ``python -m megatron_magi``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_magi", description=__doc__)
@@ -112,9 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     build.add_argument("--into", type=Path, help="folder; that of the cache when not given")
     build.add_argument("--jobs", type=int, help="kernels at a time; 90 %% of the cores when not given")
     build.add_argument("--optional", action="store_true", help="a step of an installation: failing is no error")
+    commands.add_parser(
+        "calibrate", help="measure the rates of this GPU, and under torchrun of what connects several, and keep them"
+    )
     explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
     explain_command.add_arguments(explain)
     args = parser.parse_args(argv)
+    if args.command == "calibrate":
+        return _calibrate()
     if args.command == "build":
         return _build(args)
     if args.command == "explain":

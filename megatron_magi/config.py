@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-DispatchAlgorithm = Literal["affinity", "min_heap", "sorted_sequential", "sequential"]
+from megatron_magi.rates import Rates
+
+DispatchAlgorithm = Literal["auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential"]
 CommImpl = Literal["auto", "reference", "all_to_all", "native"]
 PlannerImpl = Literal["auto", "python", "native"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa"]
@@ -44,9 +46,12 @@ class DispatchConfig:
     """How tokens are spread over ranks.
 
     Attributes:
-        algorithm: ``affinity`` keeps keys and the queries that need them together as far as
+        algorithm: ``auto`` takes the one of the others with the shortest step of the slowest rank, predicted by
+            ``rates``, and of ``affinity`` wider tolerances too;
+            ``affinity`` keeps keys and the queries that need them together as far as
             ``balance_tolerance`` allows; ``min_heap`` minimises the largest area alone;
-            ``sorted_sequential`` deals the chunks, sorted by area, to and fro;
+            ``sorted_sequential`` deals the chunks, sorted by area, to and fro; ``zigzag`` gives every rank two
+            contiguous pieces, as far from the begin of the sequence as from its end;
             ``sequential`` gives every rank one contiguous piece.
         chunk_size: tokens a chunk; chosen from the length and the number of ranks when None.
         pad_size: tokens of padding at the end of the sequence, exactly so many or an error; as few
@@ -59,19 +64,25 @@ class DispatchConfig:
             1.001. Where not even ``min_heap`` gets that far (few or very uneven chunks), what ``min_heap``
             reaches is the bound. A larger tolerance never moves more rows, counted in blocks of chunks.
         planner: ``native`` plans in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is built.
+        rates: of the GPUs, for ``auto``. All ranks must have the same: they are part of what ranks compare. None: in
+            keys of `megatron_magi.api` and with Megatron those of the GPU that is there (`calibration.present_rates`);
+            in plans that are made by hand those of an H100.
     """
 
-    algorithm: DispatchAlgorithm = "affinity"
+    algorithm: DispatchAlgorithm = "auto"
     chunk_size: int | None = None
     uneven_shard: bool = False
     alignment: int = 1
     balance_tolerance: float = 1.01
     pad_size: int | None = None
     planner: PlannerImpl = "auto"
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("algorithm", self.algorithm, ("affinity", "min_heap", "sorted_sequential", "sequential"))
+        _check_choice("algorithm", self.algorithm, get_args(DispatchAlgorithm))
         _check_choice("planner", self.planner, ("auto", "python", "native"))
+        if self.rates is not None:
+            _check_part("rates", self.rates, Rates)
         _check_flags(self, "uneven_shard")
         if self.chunk_size is not None:
             _check_count("chunk_size", self.chunk_size, 1)

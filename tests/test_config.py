@@ -11,6 +11,8 @@ from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchCo
     ("make", "name"),
     [
         (lambda: DispatchConfig(algorithm="best"), "algorithm"),
+        (lambda: DispatchConfig(algorithm="zig_zag"), "algorithm"),
+        (lambda: DispatchConfig(rates="H100"), "rates"),
         (lambda: DispatchConfig(chunk_size=0), "chunk_size"),
         (lambda: DispatchConfig(chunk_size=128.5), "chunk_size"),
         (lambda: DispatchConfig(alignment=0), "alignment"),

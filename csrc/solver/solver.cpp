@@ -8,7 +8,7 @@ using magi::Int;
 using magi::Ints;
 
 // Raised whenever results or arguments change: a library that was built from other sources is not used.
-MAGI_EXPORT Int magi_solver_version() { return 1; }
+MAGI_EXPORT Int magi_solver_version() { return 2; }
 
 // Each chunk's rank: largest chunk first to the least loaded rank, then swaps until no load is above `target`.
 MAGI_EXPORT void magi_balance(Int num_chunks, Int cp_size, const Int* area, const Int* capacity, Int target,
@@ -18,16 +18,19 @@ MAGI_EXPORT void magi_balance(Int num_chunks, Int cp_size, const Int* area, cons
   std::copy(shards.rank.begin(), shards.rank.end(), rank);
 }
 
-// `rank` holds the even dispatch and receives the one that moves the fewest rows.
+// Each row of `ranks` holds the even dispatch and receives the one that moves the fewest rows within a limit. A start
+// is for limits of at least `least`.
 MAGI_EXPORT void magi_search(const magi::Traffic* traffic, Int cp_size, const Int* area, const Int* capacity,
-                             const Int* starts, const Int* most, Int num_starts, const Int* targets, Int num_targets,
-                             Int limit, const magi::Limits* limits, Int* rank) {
+                             const Int* starts, const Int* most, const Int* least, Int num_starts, const Int* targets,
+                             Int num_targets, const Int* loads, Int num_loads, const magi::Limits* limits, Int* ranks) {
   const Int num_chunks = traffic->num_chunks, tight = targets[num_targets - 1];
-  const Ints balanced(rank, rank + num_chunks);
+  const Ints balanced(ranks, ranks + num_chunks);
   magi::Holdings holdings(*traffic, cp_size);
   holdings.restart({}, balanced);
-  Ints best = balanced, now = balanced;
-  Int fewest = holdings.fetched;
+  Ints now = balanced, fewest(num_loads, holdings.fetched);
+  const auto keep = [&](Int i, const magi::Shards& shards) {
+    std::copy(shards.rank.begin(), shards.rank.end(), ranks + i * num_chunks), fewest[i] = holdings.fetched;
+  };
   bool reached = false;
   for (Int i = 0; i < num_starts; ++i) {
     magi::Placing placing(*traffic, area, capacity, cp_size, starts + i * num_chunks);
@@ -36,7 +39,8 @@ MAGI_EXPORT void magi_search(const magi::Traffic* traffic, Int cp_size, const In
     magi::Repair repair(shards, &holdings, *limits);
     for (Int j = 0; j < num_targets; ++j) {
       repair.run(targets[j], [&] {
-        if (holdings.fetched < fewest && shards.max_load() <= limit) best = shards.rank, fewest = holdings.fetched;
+        for (Int k = 0; k < num_loads; ++k)
+          if (holdings.fetched < fewest[k] && shards.max_load() <= loads[k] && least[i] <= loads[k]) keep(k, shards);
       });
     }
     reached |= most[i] == most[0] && shards.max_load() <= tight;
@@ -46,7 +50,7 @@ MAGI_EXPORT void magi_search(const magi::Traffic* traffic, Int cp_size, const In
     magi::Shards shards(balanced, area, cp_size);
     holdings.restart(now, balanced);
     magi::gather(shards, holdings, tight, *limits);
-    if (holdings.fetched < fewest) best = shards.rank;
+    for (Int k = 0; k < num_loads; ++k)
+      if (holdings.fetched < fewest[k]) keep(k, shards);
   }
-  std::copy(best.begin(), best.end(), rank);
 }

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, make_roll_args
 from megatron_magi.comm.group_collective import GroupCastArgs
@@ -231,7 +232,9 @@ class RuntimeCache:
         if runtime is None:
             shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
             cp_size = 1 if key.cp_group is None else key.cp_group.size()
-            plan = make_plan(key.mask, key.config, cp_size, None if shard is None else shard.dispatch)
+            plan = make_plan(
+                key.mask, with_present_rates(key.config), cp_size, None if shard is None else shard.dispatch
+            )
             runtime = KeyRuntime(plan, key.cp_group, shard)
             self._runtimes.put(key, runtime, runtime.num_bytes)
         return runtime

@@ -267,8 +267,8 @@ def _from_compat(given: DistAttnConfig, default: MagiConfig, attn_shape: AttnSha
 
 def dist_attn_config_of(config: MagiConfig) -> DistAttnConfig:
     """What of ``config`` a `DistAttnConfig` can say; `magi_config` makes the same parts of it again."""
-    alg = next(alg for alg, name in ALGORITHM_OF.items() if name == config.dispatch.algorithm)
-    tokens = DispatchConfig(alg(), config.dispatch.chunk_size, config.dispatch.uneven_shard)
+    alg = next((alg() for alg, name in ALGORITHM_OF.items() if name == config.dispatch.algorithm), None)
+    tokens = DispatchConfig(alg, config.dispatch.chunk_size, config.dispatch.uneven_shard)
     degree, max_degree = config.overlap.degree, config.overlap.max_degree
     calc_cost_factor, comm_cost_factor = cost_factors(config.overlap.cost)
     stages = OverlapConfig(

@@ -14,6 +14,7 @@ from megatron.training import get_args, get_tokenizer
 
 from megatron_magi import envs
 from megatron_magi.attention import AttnShape, needed_kernels
+from megatron_magi.calibration import with_present_rates
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import loader
 from megatron_magi.mcore.arguments import buffer_length
@@ -29,7 +30,7 @@ from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, 
 
 def make_dispatcher(args: Namespace) -> BatchDispatcher:
     """The dispatcher that a validated command line asks for; collective over all ranks."""
-    config = magi_config(args, envs.load().default_config())
+    config = with_present_rates(magi_config(args, envs.load().default_config()))
     # Tensor-parallel ranks read the data too. Pipeline stages do so at different times and cannot wait.
     readers = get_tensor_and_context_parallel_group()
     agreement_group = make_agreement_group(readers) if config.comm.verify else None

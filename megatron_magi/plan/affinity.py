@@ -7,7 +7,7 @@ import numpy as np
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import native
 from megatron_magi.plan.swaps import Shards, gather, repair, sum_by_rank
-from megatron_magi.plan.traffic import Holdings, Traffic
+from megatron_magi.plan.traffic import Holdings, Start, Traffic
 
 _RUNGS = (1500, 1200, 1100, 1050, 1020, 1010, 1005, 1001)
 """Repair goes for these loads in turn, not for the lowest at once: it has more swaps to choose from. The last is
@@ -18,65 +18,78 @@ More than the first only where the limit leaves as much of it."""
 
 
 def affinity(
-    mask: AttnMask, bounds: np.ndarray, area: np.ndarray, balanced: np.ndarray, tight: int, limit: int, use_native: bool
+    mask: AttnMask,
+    bounds: np.ndarray,
+    area: np.ndarray,
+    balanced: np.ndarray,
+    tight: int,
+    limits: list[int],
+    use_native: bool,
 ) -> np.ndarray:
-    """The dispatch that moves the fewest keys among those found whose largest load is at most ``limit``.
+    """For each limit the dispatch that moves the fewest keys among those found whose largest load is within it.
 
     Every start is repaired down to ``tight`` in the same steps whatever the limit is, so a wider
-    limit only has more to choose from and never moves more.
+    limit only has more to choose from and never moves more, and several limits take one search.
 
     Args:
         balanced: a dispatch within ``tight``, which gives the number of chunks of each rank.
-        tight: load at which balance is good enough, at most ``limit``.
+        tight: load at which balance is good enough, at most any limit.
         use_native: search in C++.
+
+    Returns:
+        int64 ``[num_limits, num_chunks]``.
     """
     capacity = np.bincount(balanced)
-    starts = _starts(area, capacity, tight, limit)
+    starts = _starts(area, capacity, tight, max(limits))
     targets = [tight * rung // _RUNGS[-1] for rung in _RUNGS]
     run = native.search if use_native else search
-    return run(Traffic(mask, bounds, len(capacity)), area, balanced, starts, targets, limit)
+    return run(Traffic(mask, bounds, len(capacity)), area, balanced, starts, targets, limits)
 
 
 def search(
     traffic: Traffic,
     area: np.ndarray,
     balanced: np.ndarray,
-    starts: list[tuple[np.ndarray, int]],
+    starts: list[Start],
     targets: list[int],
-    limit: int,
+    limits: list[int],
 ) -> np.ndarray:
-    """Completes and repairs each start, and returns the best of all that is passed on the way.
+    """Completes and repairs each start, and returns for each limit the best of all that is passed on the way.
 
     Args:
-        starts: ranks of chunks that are placed beforehand (others are -1), and the load up to which to place those.
         targets: loads to repair to, one after the other, falling.
     """
     capacity = np.bincount(balanced)
-    best, fewest = balanced, Holdings(traffic, balanced, len(capacity)).fetched
+    best = np.tile(balanced, (len(limits), 1))
+    fewest = [Holdings(traffic, balanced, len(capacity)).fetched] * len(limits)
     reached = False
-    for start, most in starts:
+    for start, most, least in starts:
         rank = _place_greedily(start, traffic, area, capacity, most)
         shards, holdings = Shards(rank, area, len(capacity)), Holdings(traffic, rank, len(capacity))
         for target in targets:
             for _ in repair(shards, target, holdings):
-                if holdings.fetched < fewest and shards.load.max() <= limit:
-                    best, fewest = shards.rank.copy(), holdings.fetched
+                for i, limit in enumerate(limits):
+                    if holdings.fetched < fewest[i] and shards.load.max() <= limit and least <= limit:
+                        best[i], fewest[i] = shards.rank, holdings.fetched
         # A start of wider limits alone must not take away what narrower ones get.
-        reached = reached or (most == starts[0][1] and shards.load.max() <= targets[-1])
+        reached = reached or (most == starts[0].most and shards.load.max() <= targets[-1])
     if not reached:
         # Few chunks, uneven ones: what no start reached is approached from the other side.
         shards, holdings = Shards(balanced, area, len(capacity)), Holdings(traffic, balanced, len(capacity))
         gather(shards, targets[-1], holdings)
-        if holdings.fetched < fewest:
-            best = shards.rank
+        for i in range(len(limits)):
+            if holdings.fetched < fewest[i]:
+                best[i] = shards.rank
     return best
 
 
-def _starts(area: np.ndarray, capacity: np.ndarray, tight: int, limit: int) -> list[tuple[np.ndarray, int]]:
+def _starts(area: np.ndarray, capacity: np.ndarray, tight: int, widest: int) -> list[Start]:
     """Where `search` starts: with nothing placed, and with contiguous pieces."""
     nothing = np.full(len(area), -1, dtype=np.int64)
-    starts = [(nothing, tight * slack // 4) for slack in _PLACING_SLACK if slack == 5 or tight * slack <= limit * 5]
-    return [*starts, (_contiguous_start(area, capacity), tight * _PLACING_SLACK[0] // 4)]
+    first, *wider = (tight * slack // 4 for slack in _PLACING_SLACK)
+    least = [-(-tight * slack // 5) for slack in _PLACING_SLACK[1:]]
+    starts = [Start(nothing, most, at) for most, at in zip(wider, least, strict=True) if at <= widest]
+    return [Start(nothing, first, 0), *starts, Start(_contiguous_start(area, capacity), first, 0)]
 
 
 def _contiguous_start(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:

@@ -3,47 +3,124 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
-from megatron_magi.config import DispatchConfig
+from megatron_magi.config import DispatchConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import native
 from megatron_magi.plan.affinity import affinity
 from megatron_magi.plan.chunks import chunk_areas
+from megatron_magi.plan.counts import count
+from megatron_magi.plan.predict import Prediction, predict
 from megatron_magi.plan.swaps import refine, sum_by_rank
+from megatron_magi.rates import H100
 
 _EVEN_ENOUGH = 1
 """Thousandths of the mean area: a rank that is no further above it could gain nothing by moving more keys."""
+_WIDER = (1.03, 1.1)
+"""Tolerances that are tried beside the one that is asked for. From 1.2 on a search has more starts."""
+_OTHERS = ("min_heap", "zigzag", "sequential")
+_ALIKE = 1.01
+"""Predictions closer to each other than this are not told apart: they are off by 5 % and more."""
 
 
-def assign_chunks(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: DispatchConfig) -> np.ndarray:
+def assign_chunks(
+    mask: AttnMask, bounds: np.ndarray, cp_size: int, config: DispatchConfig, overlap: OverlapConfig
+) -> np.ndarray:
     """The rank of each chunk, int64 ``[num_chunks]``.
 
     Ranks get equally many chunks, or numbers that differ by one where the count does not
     divide (only with ``uneven_shard``).
+
+    Args:
+        overlap: how stages will be chosen, and the shape of the attention, for the times that ``auto`` predicts.
     """
-    num_chunks = len(bounds) - 1
+    found = candidates(mask, bounds, cp_size, config)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return found[fastest(predictions(found, mask, bounds, cp_size, config, overlap))]
+
+
+def candidates(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: DispatchConfig) -> dict[str, np.ndarray]:
+    """What is chosen from, by name: one dispatch, or with ``auto`` all that differ from each other.
+
+    The names are those of `DispatchConfig.algorithm`, and ``affinity`` with its tolerance. That of
+    ``config.balance_tolerance`` is the first.
+    """
+    num_chunks, algorithm = len(bounds) - 1, config.algorithm
     if cp_size == 1:
-        return np.zeros(num_chunks, dtype=np.int64)
-    area = chunk_areas(mask, bounds)
+        return {algorithm: np.zeros(num_chunks, dtype=np.int64)}
     capacity = np.full(cp_size, num_chunks // cp_size, dtype=np.int64)
     capacity[: num_chunks % cp_size] += 1
-    if config.algorithm == "sequential":
-        return np.repeat(np.arange(cp_size, dtype=np.int64), capacity)
-    if config.algorithm == "sorted_sequential":
-        return _deal(area, capacity)
+    found: dict[str, np.ndarray] = {}
+    area = chunk_areas(mask, bounds)
     use_native = native.chosen(config.planner)
-    even = native.even if use_native else _even
-    if config.algorithm == "min_heap":
-        return even(area, capacity, 0)
-    total = int(area.sum())
+    if algorithm in ("auto", "affinity"):
+        wider = _WIDER if algorithm == "auto" else ()
+        tolerances = [config.balance_tolerance, *(t for t in wider if t > config.balance_tolerance)]
+        found |= _affine(mask, bounds, area, capacity, tolerances, use_native)
+    makers: dict[str, Callable[[], np.ndarray]] = {
+        "min_heap": lambda: (native.even if use_native else _even)(area, capacity, 0),
+        "sorted_sequential": lambda: _deal(area, capacity),
+        "zigzag": lambda: _zigzag(capacity),
+        "sequential": lambda: np.repeat(np.arange(cp_size, dtype=np.int64), capacity),
+    }
+    wanted = _OTHERS if algorithm == "auto" else (algorithm,)
+    found |= {name: make() for name, make in makers.items() if name in wanted}
+    different: dict[bytes, tuple[str, np.ndarray]] = {}
+    for name, ranks in found.items():
+        different.setdefault(ranks.tobytes(), (name, ranks))
+    return dict(different.values())
+
+
+def predictions(
+    found: dict[str, np.ndarray],
+    mask: AttnMask,
+    bounds: np.ndarray,
+    cp_size: int,
+    config: DispatchConfig,
+    overlap: OverlapConfig,
+) -> dict[str, Prediction]:
+    """The predicted step of each candidate."""
+    rates, counts = config.rates or H100, native.count if native.chosen(config.planner) else count
+    result = {}
+    for name, rank in found.items():
+        rows = int(sum_by_rank(rank, np.diff(bounds), cp_size).max())
+        result[name] = predict(counts(mask, bounds, rank, cp_size, rates.ranks_per_node), rows, rates, overlap)
+    return result
+
+
+def fastest(found: dict[str, Prediction]) -> str:
+    """The candidate with the shortest step; of several that are alike the shortest on the GPU, of these the first."""
+    near = [name for name in found if found[name].step_us <= _ALIKE * min(p.step_us for p in found.values())]
+    return next(n for n in near if found[n].device_us <= _ALIKE * min(found[name].device_us for name in near))
+
+
+def _affine(
+    mask: AttnMask,
+    bounds: np.ndarray,
+    area: np.ndarray,
+    capacity: np.ndarray,
+    tolerances: list[float],
+    use_native: bool,
+) -> dict[str, np.ndarray]:
+    """The dispatch of `affinity` at each tolerance, by name."""
+    total, cp_size = int(area.sum()), len(capacity)
     tight = total * (1000 + _EVEN_ENOUGH) // (1000 * cp_size)
-    balanced = even(area, capacity, tight)
+    balanced = (native.even if use_native else _even)(area, capacity, tight)
     tight = max(tight, int(sum_by_rank(balanced, area, cp_size).max()))
     # A tolerance of cp_size allows everything, any above it no more than that.
-    limit = max(tight, int(min(config.balance_tolerance, cp_size) * total / cp_size))
-    return affinity(mask, bounds, area, balanced, tight, limit, use_native)
+    limits = [max(tight, int(min(tolerance, cp_size) * total / cp_size)) for tolerance in tolerances]
+    found = affinity(mask, bounds, area, balanced, tight, limits, use_native)
+    return {f"affinity {tolerance:g}": rank for tolerance, rank in zip(tolerances, found, strict=True)}
+
+
+def _zigzag(capacity: np.ndarray) -> np.ndarray:
+    """Two pieces a rank: one in the order of the ranks, the other, behind all these, in the opposite order."""
+    ranks = np.arange(len(capacity), dtype=np.int64)
+    return np.concatenate([np.repeat(ranks, capacity - capacity // 2), np.repeat(ranks[::-1], capacity[::-1] // 2)])
 
 
 def _even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:

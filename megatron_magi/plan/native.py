@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_magi.mask import AttnMask
 from megatron_magi.plan import swaps
-from megatron_magi.plan.traffic import Traffic
+from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.traffic import Start, Traffic
 
-_VERSION = 1
+_VERSION = 2
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
 
@@ -77,31 +79,41 @@ def search(
     traffic: Traffic,
     area: np.ndarray,
     balanced: np.ndarray,
-    starts: list[tuple[np.ndarray, int]],
+    starts: list[Start],
     targets: list[int],
-    limit: int,
+    limits: list[int],
 ) -> np.ndarray:
     """As `affinity.search`."""
     arrays = [_array(a) for a in (traffic.first, traffic.needed, traffic.block, traffic.chunk_rows, traffic.block_rows)]
     view = _Traffic(len(area), len(traffic.block_rows), *(a.ctypes.data for a in arrays))
     capacity = np.bincount(balanced)
-    rank = balanced.astype(np.int64)
+    ranks = np.tile(balanced.astype(np.int64), (len(limits), 1))
     _call(
         "magi_search",
         ctypes.byref(view),
         _Int(len(capacity)),
         area,
         capacity,
-        np.stack([ranks for ranks, _ in starts]),
-        np.array([most for _, most in starts], dtype=np.int64),
+        np.stack([start.rank for start in starts]),
+        np.array([start.most for start in starts], dtype=np.int64),
+        np.array([start.least for start in starts], dtype=np.int64),
         _Int(len(starts)),
         np.array(targets, dtype=np.int64),
         _Int(len(targets)),
-        _Int(limit),
+        np.array(limits, dtype=np.int64),
+        _Int(len(limits)),
         ctypes.byref(_limits()),
-        rank,
+        ranks,
     )
-    return rank
+    return ranks
+
+
+def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
+    """As `counts.count`."""
+    out = np.empty((len(Counts._fields), 2, cp_size), dtype=np.int64)
+    num_bands, num_chunks = _Int(len(mask.bands)), _Int(len(rank))
+    _call("magi_count", mask.bands, num_bands, bounds, rank, num_chunks, _Int(cp_size), _Int(ranks_per_node), out)
+    return Counts(*out)
 
 
 def _limits() -> _Limits:

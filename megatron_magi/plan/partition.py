@@ -22,10 +22,15 @@ class Runs:
     @classmethod
     def of(cls, dispatch: Dispatch) -> Runs:
         """The runs of a dispatch."""
-        change = np.flatnonzero(np.diff(dispatch.chunk_rank)) + 1
+        return cls.of_chunks(dispatch.chunk_bounds, dispatch.chunk_rank)
+
+    @classmethod
+    def of_chunks(cls, chunk_bounds: np.ndarray, chunk_rank: np.ndarray) -> Runs:
+        """The runs of chunks that are given to ranks."""
+        change = np.flatnonzero(np.diff(chunk_rank)) + 1
         first = np.concatenate([[0], change])
-        bounds = np.append(dispatch.chunk_bounds[first], dispatch.chunk_bounds[-1])
-        rank = dispatch.chunk_rank[first]
+        bounds = np.append(chunk_bounds[first], chunk_bounds[-1])
+        rank = chunk_rank[first]
         length = np.diff(bounds)
         local = np.zeros(len(rank), dtype=np.int64)
         order = np.argsort(rank, kind="stable")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
+from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.documents import int_at_least
@@ -19,6 +19,7 @@ from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.transfers import TransferTable
 from megatron_magi.plan.types import Dispatch, RankPlan, Schedule, own
+from megatron_magi.rates import H100
 
 _MAX_RANKS = 1 << 16
 _FORMAT = b"plan-1"
@@ -65,7 +66,7 @@ class Plan:
         self.schedule: Schedule = make_schedule(
             self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
         )
-        self.plan_hash = _plan_hash(mask, dispatch, self.degree, self.schedule, config.comm)
+        self.plan_hash = _plan_hash(mask, dispatch, self.degree, self.schedule, config)
         self._rank_plans: dict[int, RankPlan] = {}
 
     @property
@@ -139,7 +140,7 @@ def make_plan(
             f"total_seqlen_k={mask.total_seqlen_k}"
         )
     if dispatch is None:
-        dispatch = make_dispatch(mask, config.dispatch, cp_size)
+        dispatch = make_dispatch(mask, config.dispatch, cp_size, config.overlap)
     elif not isinstance(dispatch, Dispatch):
         raise ValueError(f"dispatch: expected Dispatch or None, got {type(dispatch).__name__}")
     elif dispatch.total_seqlen != mask.total_seqlen_q or dispatch.cp_size != cp_size:
@@ -150,8 +151,13 @@ def make_plan(
     return Plan(mask, dispatch, config)
 
 
-def make_dispatch(mask: AttnMask, config: DispatchConfig, cp_size: int) -> Dispatch:
+def make_dispatch(
+    mask: AttnMask, config: DispatchConfig, cp_size: int, overlap: OverlapConfig | None = None
+) -> Dispatch:
     """Spreads the tokens of a mask over ranks.
+
+    Args:
+        overlap: the stages and the shape of the attention that times are predicted for; defaults when None.
 
     Raises:
         ValueError: uneven shards of fewer tokens than ranks.
@@ -163,7 +169,8 @@ def make_dispatch(mask: AttnMask, config: DispatchConfig, cp_size: int) -> Dispa
             f"cp_size: {total} tokens in chunks of {int(bounds[1]) if total else 0} give "
             f"{len(bounds) - 1} chunks, fewer than {cp_size} ranks; use a smaller chunk_size or even shards"
         )
-    return dispatch_from_chunks(total, bounds, assign_chunks(mask, bounds, cp_size, config), cp_size)
+    rank = assign_chunks(mask, bounds, cp_size, config, OverlapConfig() if overlap is None else overlap)
+    return dispatch_from_chunks(total, bounds, rank, cp_size)
 
 
 def dispatch_from_chunks(total_seqlen: int, chunk_bounds: np.ndarray, chunk_rank: np.ndarray, cp_size: int) -> Dispatch:
@@ -196,9 +203,15 @@ def _joined_ranges(bounds: np.ndarray, rank: np.ndarray, cp_size: int) -> tuple[
     return tuple(ranges[edges[r] : edges[r + 1]] for r in range(cp_size))
 
 
-def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule, comm: CommConfig) -> int:
-    """Identifies all that ranks must agree on: what travels, when, in which dtype and by which means."""
+def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedule, config: MagiConfig) -> int:
+    """Identifies all that ranks must agree on: what travels, when, in which dtype and by which means.
+
+    Where dispatches are chosen by their predicted times this is so of the rates too: ranks that take others may agree
+    on one batch and not on the next.
+    """
     steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
-    text.update(f"{degree}|{steps}|{schedule.saved_stage}|{comm}".encode())
+    text.update(f"{degree}|{steps}|{schedule.saved_stage}|{config.comm}".encode())
+    if config.dispatch.algorithm == "auto":
+        text.update((config.dispatch.rates or H100).digest)
     return int.from_bytes(text.digest()[:8], "little") >> 1

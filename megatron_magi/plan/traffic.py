@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan.chunks import needed_blocks
+
+
+class Start(NamedTuple):
+    """Where a search for a dispatch begins.
+
+    Attributes:
+        rank: of chunks that are placed beforehand, others are -1; int64 ``[num_chunks]``.
+        most: load up to which to place the others.
+        least: dispatches that come from it are taken for limits of the load from here on.
+    """
+
+    rank: np.ndarray
+    most: int
+    least: int
 
 
 class Traffic:

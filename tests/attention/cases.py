@@ -98,7 +98,7 @@ def hopper_variants() -> list[Case]:
 
 
 def _config(degree: int | None, hide_tail_reduce: bool = False, uneven: bool = False, seed: int = 0) -> MagiConfig:
-    algorithm = ("affinity", "min_heap", "sorted_sequential", "sequential")[seed % 4]
+    algorithm = ("auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential")[seed % 6]
     chunk_size = 1 if uneven else None
     return MagiConfig(
         dispatch=DispatchConfig(algorithm=algorithm, uneven_shard=uneven, chunk_size=chunk_size),

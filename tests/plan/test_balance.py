@@ -45,7 +45,7 @@ def test_a_wider_tolerance_fetches_at_most_5_percent_more_and_balance_stays_with
         reachable = max(1.001, balance(mask, even))
         fewest = float("inf")
         for tolerance in TOLERANCES:
-            config = DispatchConfig(balance_tolerance=tolerance, chunk_size=chunk_size)
+            config = DispatchConfig(algorithm="affinity", balance_tolerance=tolerance, chunk_size=chunk_size)
             dispatch = make_dispatch(mask, config, cp_size)
             rows = fetched_rows(mask, dispatch)
             assert rows <= 1.05 * fewest, (seed, tolerance)
@@ -57,7 +57,7 @@ def test_perfect_balance_in_the_default_dispatch_does_not_cost_the_rows_of_min_h
     for seed in range(2):
         mask = make_mask("full", uneven_lengths(1 << 18, 125, seed))
         even = make_dispatch(mask, DispatchConfig(algorithm="min_heap"), 16)
-        near = make_dispatch(mask, DispatchConfig(balance_tolerance=1.0), 16)
+        near = make_dispatch(mask, DispatchConfig(algorithm="affinity", balance_tolerance=1.0), 16)
         assert fetched_rows(mask, near) < 0.3 * fetched_rows(mask, even)
         assert balance(mask, near) <= 1.001
 
@@ -67,7 +67,7 @@ def test_a_balance_that_no_repair_reaches_is_approached_from_the_even_dispatch()
     for seed in range(2):
         mask = make_mask("window", uneven_lengths(1 << 18, 8, seed))
         even = make_dispatch(mask, DispatchConfig(algorithm="min_heap"), 16)
-        near = make_dispatch(mask, DispatchConfig(balance_tolerance=1.0), 16)
+        near = make_dispatch(mask, DispatchConfig(algorithm="affinity", balance_tolerance=1.0), 16)
         assert fetched_rows(mask, near) < 0.85 * fetched_rows(mask, even)
         assert balance(mask, near) <= max(1.001, balance(mask, even)) + 1e-9
 
@@ -85,5 +85,5 @@ def test_blocks_of_many_chunks_count_what_a_rank_lacks_of_them() -> None:
 def test_a_tolerance_without_end_is_allowed() -> None:
     for mask in (builders.varlen(doc_lengths=[300, 100], causal=True), AttnMask([], 400)):
         for tolerance in (float("inf"), 1e30):
-            dispatch = make_dispatch(mask, DispatchConfig(balance_tolerance=tolerance), 4)
+            dispatch = make_dispatch(mask, DispatchConfig(algorithm="affinity", balance_tolerance=tolerance), 4)
             assert sorted(dispatch.shard_lengths) == [100] * 4

@@ -60,7 +60,7 @@ def test_plans_of_any_mask_equal_those_of_the_python_planner(mask, config, cp_si
     causal=st.booleans(),
     tolerance=st.sampled_from([1.0, 1.01, 1.25, 2.0]),
     chunk_size=st.sampled_from([None, 50, 128]),
-    algorithm=st.sampled_from(["affinity", "affinity", "min_heap"]),
+    algorithm=st.sampled_from(["affinity", "affinity", "min_heap", "auto"]),
     uneven=st.booleans(),
 )
 def test_plans_of_packed_documents_equal_those_of_the_python_planner(
@@ -82,7 +82,7 @@ def test_plans_of_packed_documents_equal_those_of_the_python_planner(
 @built
 def test_plans_that_are_gathered_from_the_even_dispatch_equal_those_of_the_python_planner() -> None:
     mask = builders.sliding_window(left=1024, right=0, doc_lengths=uneven_lengths(1 << 18, 8, 1))
-    assert_equal_plans(mask, MagiConfig(dispatch=DispatchConfig(balance_tolerance=1.0)), 16)
+    assert_equal_plans(mask, MagiConfig(dispatch=DispatchConfig(algorithm="affinity", balance_tolerance=1.0)), 16)
 
 
 @built
@@ -90,7 +90,9 @@ def test_ranks_that_are_asked_for_a_swap_last_are_asked_in_the_same_order(monkey
     monkeypatch.setattr(swaps, "PARTNERS", 1)
     for seed in range(4):
         mask = builders.varlen(doc_lengths=uneven_lengths(20_000, 30, seed), causal=False)
-        assert_equal_plans(mask, MagiConfig(dispatch=DispatchConfig(chunk_size=128, balance_tolerance=1.0)), 12)
+        assert_equal_plans(
+            mask, MagiConfig(dispatch=DispatchConfig(algorithm="affinity", chunk_size=128, balance_tolerance=1.0)), 12
+        )
 
 
 def test_where_it_is_not_built_plans_are_made_in_python_and_asking_for_it_is_an_error(monkeypatch) -> None:

@@ -20,7 +20,8 @@ from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.partition import areas_by_place, partition
 
-ALGORITHMS = ("affinity", "min_heap", "sorted_sequential", "sequential")
+AFFINITY = MagiConfig(dispatch=DispatchConfig(algorithm="affinity"))
+ALGORITHMS = ("auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential")
 
 
 @st.composite
@@ -227,7 +228,7 @@ def test_several_masks_share_one_dispatch() -> None:
 
 def test_64_uneven_documents_over_8_ranks_balance_within_two_percent() -> None:
     for seed in range(5):
-        plan = make_plan(documents(uneven_lengths(131072, 64, seed)), cp_size=8)
+        plan = make_plan(documents(uneven_lengths(131072, 64, seed)), AFFINITY, 8)
         assert plan.stats().balance <= 1.02
 
 
@@ -251,7 +252,7 @@ def test_a_million_tokens_in_500_documents_over_64_ranks_plan_in_a_second() -> N
         for rank in range(64):
             plan.for_rank(rank)
         best = min(best, time.process_time() - start)
-    assert plan.stats().balance <= 1.05
+    assert make_plan(mask, AFFINITY, 64).stats().balance <= 1.05
     assert best < 1.0
 
 

@@ -1,0 +1,214 @@
+"""Prediction against measurement: every way to spread a mask that the default chooses from, on the GPUs of one machine.
+
+    python benchmarks/bench_predict.py --csv FILE [--rates FILE] [--tokens N ...]    # measures
+    python benchmarks/bench_predict.py --from FILE [--rates FILE] [--csv FILE] [--chart FILE]    # predicts anew
+
+A step is a forward and a backward pass of some layers, which the host issues one behind the other. Measured is the
+median step over rounds, in each of which every dispatch has its turn; of the slowest rank, in ms a layer. ``over_best``
+says how much longer the chosen dispatch takes than the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_dispatch import Case
+from bench_steps import short_documents
+from provenance import provenance, write_csv
+
+from megatron_magi.attention import distributed_attention
+from megatron_magi.calibration import present_rates
+from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.mask import AttnMask, builders
+from megatron_magi.plan import RankPlan, dispatch_from_chunks, make_plan
+from megatron_magi.plan.balance import candidates, fastest, predictions
+from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.predict import Prediction
+from megatron_magi.rates import Rates
+from megatron_magi.testing.spawn import run_ranks
+
+HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
+HEADER = ["mask", "tokens_a_gpu", "ranks", "dispatch", "measured_ms", "forward_ms", "predicted_ms",
+          "predicted_forward_ms", "host_bound", "chosen", "over_best"]  # fmt: skip
+MASKS = ("causal", "full", "documents_8", "documents_64", "short_documents", "window", "block_causal")
+OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM))
+Row = dict[str, str]
+
+
+def make_mask(name: str, total: int, num_ranks: int) -> AttnMask:
+    """A mask over ``total`` tokens."""
+    if name == "causal":
+        return builders.causal(total)
+    if name == "full":
+        return builders.full(total)
+    if name == "short_documents":
+        return short_documents(total, 0)
+    if name == "window":
+        return builders.sliding_window(left=1024, right=0, doc_lengths=[total])
+    if name == "block_causal":
+        return builders.block_causal(total, block_size=1024)
+    return Case(total, int(name.removeprefix("documents_")), num_ranks).mask(0)
+
+
+def predicted(mask: AttnMask, num_ranks: int, rates: Rates) -> tuple[dict[str, np.ndarray], dict[str, Prediction]]:
+    """Candidates and their predictions."""
+    config = DispatchConfig(rates=rates)
+    bounds = chunk_bounds(mask.total_seqlen_q, num_ranks, config)
+    found = candidates(mask, bounds, num_ranks, config)
+    return found, predictions(found, mask, bounds, num_ranks, config, OVERLAP)
+
+
+class Step:
+    """A step over one dispatch, on one rank."""
+
+    def __init__(self, plan: RankPlan, num_layers: int) -> None:
+        heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
+        *self._leaves, self._dout = (
+            torch.randn(plan.num_rows, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_(i < 3)
+            for i, n in enumerate(heads)
+        )
+        self._plan, self._num_layers = plan, num_layers
+
+    def run(self) -> tuple[float, float]:
+        """Milliseconds of a layer, of the slowest rank: of both passes, and of the forward."""
+        begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin.record()
+        outs = [distributed_attention(*self._leaves, self._plan, dist.group.WORLD)[0] for _ in range(self._num_layers)]
+        middle.record()
+        while outs:
+            torch.autograd.grad(outs.pop(), self._leaves, self._dout)
+        end.record()
+        torch.cuda.synchronize()
+        times = torch.tensor([begin.elapsed_time(end), begin.elapsed_time(middle)], device="cuda") / self._num_layers
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return tuple(times.tolist())
+
+
+def measure(rank: int, num_ranks: int, name: str, tokens: int, rates: Rates) -> list[list]:
+    """Rows of the table for one mask."""
+    mask = make_mask(name, tokens * num_ranks, num_ranks)
+    found, _ = predicted(mask, num_ranks, rates)
+    bounds = chunk_bounds(mask.total_seqlen_q, num_ranks, DispatchConfig())
+    steps = {}
+    for way, chunk_rank in found.items():
+        dispatch = dispatch_from_chunks(mask.total_seqlen_q, bounds, chunk_rank, num_ranks)
+        plan = make_plan(mask, MagiConfig(overlap=OVERLAP), num_ranks, dispatch).for_rank(rank)
+        steps[way] = Step(plan, 4 if tokens < 16384 else 1)
+        steps[way].run()  # compiles kernels
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
+    order = np.random.default_rng(0)
+    for _ in range(16 if tokens < 16384 else 6):
+        for way in order.permutation(list(steps)):
+            times[way].append(steps[way].run())
+    medians = {way: np.median(values, axis=0) for way, values in times.items()}
+    return [[name, tokens, num_ranks, way, *(f"{x:.4f}" for x in medians[way])] for way in steps]
+
+
+def with_predictions(rows: list[Row], rates: Rates) -> Iterator[list]:
+    """Rows of the table, from those with what was measured."""
+    cases = dict.fromkeys((row["mask"], row["tokens_a_gpu"], row["ranks"]) for row in rows)
+    for name, tokens, ranks in cases:
+        mask = make_mask(name, int(tokens) * int(ranks), int(ranks))
+        _, by_way = predicted(mask, int(ranks), rates)
+        chosen = fastest(by_way)
+        mine = [row for row in rows if (row["mask"], row["tokens_a_gpu"]) == (name, tokens)]
+        times = {row["dispatch"]: float(row["measured_ms"]) for row in mine}
+        over = times[chosen] / min(times.values())
+        for row in mine:
+            found = by_way[row["dispatch"]]
+            yield [
+                *(row[field] for field in HEADER[:6]), f"{found.step_us / 1e3:.4f}", f"{found.forward_us / 1e3:.4f}",
+                int(found.step_us > found.device_us), int(row["dispatch"] == chosen), f"{over:.3f}",
+            ]  # fmt: skip
+
+
+def draw(rows: list[list], path: str) -> None:
+    """The chart: predicted over measured time of every dispatch."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
+
+    sizes = sorted({int(row[1]) for row in rows})
+    figure, axes = plt.subplots(1, len(sizes), figsize=(6 * len(sizes), 5.5), squeeze=False)
+    for axis, size in zip(axes[0], sizes, strict=True):
+        here = [row for row in rows if int(row[1]) == size]
+        for color, name in enumerate(dict.fromkeys(row[0] for row in here)):
+            mine = [row for row in here if row[0] == name]
+            axis.scatter([float(r[4]) for r in mine], [float(r[6]) for r in mine], s=28, color=f"C{color}", label=name)
+            best = [r for r in mine if r[9]]
+            axis.scatter([float(r[4]) for r in best], [float(r[6]) for r in best], s=120, facecolors="none",
+                         edgecolors=f"C{color}", linewidths=1.5)  # fmt: skip
+        ends = [f([float(r[c]) for r in here for c in (4, 6)]) for f in (min, max)]
+        axis.plot(ends, ends, color="grey", linewidth=1)
+        axis.set(xscale="log", yscale="log", title=f"{size // 1024}k tokens a GPU, {here[0][2]} GPUs",
+                 xlabel="measured, ms a layer", ylabel="predicted, ms a layer")  # fmt: skip
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+            ticks.set_major_formatter(LogFormatter())
+        axis.legend(title="ring: chosen", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def measure_all(rank: int, num_ranks: int, sizes: list[int], rates: Rates) -> list[list]:
+    """All rows."""
+    rows: list[list] = []
+    for tokens in sizes:
+        for name in MASKS:
+            rows += measure(rank, num_ranks, name, tokens, rates)
+            if rank == 0:
+                print(*(",".join(map(str, row)) for row in rows if row[:2] == [name, tokens]), sep="\n", flush=True)
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    """Measures, or reads what was measured; predicts, and says how good the choices are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="also write the rows to this file")
+    parser.add_argument("--from", dest="measured", help="a file of an earlier run: nothing is measured")
+    parser.add_argument("--rates", help="a calibration; that of this machine, or of its kind of GPU, when not given")
+    parser.add_argument("--chart", help="write the chart to this file")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
+    options = parser.parse_args()
+    rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else present_rates()
+    head = ""
+    if options.measured:
+        text = Path(options.measured).read_text()
+        head = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#") and "predicted" not in line)
+        now = provenance()
+        head += f"# predicted: {now['command']}, commit {now['commit']}, rates of {rates.device}\n"
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        rows = list(csv.DictReader(lines))
+    else:
+        num_ranks = torch.cuda.device_count()
+        found = run_ranks(measure_all, num_ranks, options.tokens, rates, timeout_s=400.0, backend="nccl")[0]
+        rows = [dict(zip(HEADER[:6], map(str, row), strict=True)) for row in found]
+    table = list(with_predictions(rows, rates))
+    for row in table:
+        print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)))
+    if options.csv and head:
+        with open(options.csv, "w", newline="") as file:
+            file.write(head)
+            csv.writer(file, lineterminator="\n").writerows([HEADER, *table])
+    elif options.csv:
+        write_csv(options.csv, HEADER, table)
+    if options.chart:
+        draw(table, options.chart)
+    misses = {(row[0], row[1]): row[10] for row in table if float(row[10]) > 1.02}
+    sys.exit(f"slower than the fastest dispatch by more than 2 %: {misses}" if misses else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+// What the ranks of a dispatch compute and send, as megatron_magi/plan/counts.py defines it.
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Int = std::int64_t;
+constexpr Int kNoDiagonal = Int{1} << 40;
+
+struct Band {
+  Int q0, q1, k0, k1, lo, hi;  // query q sees key k if both are in range and lo <= k - q < hi
+};
+
+// Cuts off rows and keys that see nothing, and diagonals that cut nothing off; false if nothing is left.
+bool tighten(Band& b) {
+  if (b.lo >= b.hi) return false;
+  b.q0 = std::max(b.q0, b.k0 - b.hi + 1), b.q1 = std::min(b.q1, b.k1 - b.lo);
+  b.k0 = std::max(b.k0, b.q0 + b.lo), b.k1 = std::min(b.k1, b.q1 - 1 + b.hi);
+  if (b.q0 >= b.q1 || b.k0 >= b.k1) return false;
+  if (b.q1 - 1 + b.lo <= b.k0) b.lo = -kNoDiagonal;
+  if (b.q0 + b.hi >= b.k1) b.hi = kNoDiagonal;
+  return true;
+}
+
+// Sum of first + i for start <= i < stop.
+Int ramp(Int first, Int start, Int stop) { return (stop - start) * first + (stop - start) * (start + stop - 1) / 2; }
+
+// Visible pairs.
+Int area(const Band& b) {
+  const Int q0 = std::max(b.q0, b.k0 - b.hi + 1), rows = std::min(b.q1, b.k1 - b.lo) - q0;
+  if (rows <= 0 || b.k0 >= b.k1) return 0;
+  const Int high = std::clamp<Int>(b.k1 - b.hi - q0, 0, rows), low = std::clamp<Int>(b.k0 - b.lo - q0, 0, rows);
+  const Int ends = (high ? ramp(q0 + b.hi, 0, high) : 0) + (rows - high) * b.k1;
+  const Int begins = low * b.k0 + (low < rows ? ramp(q0 + b.lo, low, rows) : 0);
+  return ends - begins;
+}
+
+struct Span {
+  Int begin, end;
+};
+
+class Counting {
+ public:
+  // `out`: [8, 2, cp_size], zeros.
+  Counting(const Int* bounds, const Int* rank, Int num_chunks, Int cp_size, Int ranks_per_node, Int* out)
+      : cp_size_(cp_size), ranks_per_node_(ranks_per_node), out_(out), own_(cp_size), needed_(cp_size) {
+    for (Int i = 0; i < num_chunks; ++i) {
+      if (i && rank[i] == rank[i - 1]) {
+        runs_.back().end = own_[rank[i]].back().end = bounds[i + 1];
+        continue;
+      }
+      runs_.push_back({bounds[i], bounds[i + 1]}), rank_.push_back(rank[i]);
+      own_[rank[i]].push_back(runs_.back());
+    }
+    for (auto& first : first_) first.resize(cp_size);
+  }
+
+  void add(const Band& band) {
+    for (Int i = after(runs_, band.q0); i < static_cast<Int>(runs_.size()) && runs_[i].begin < band.q1; ++i) {
+      Band piece = band;
+      piece.q0 = std::max(piece.q0, runs_[i].begin), piece.q1 = std::min(piece.q1, runs_[i].end);
+      if (piece.q0 < piece.q1 && tighten(piece)) add_piece(piece, rank_[i]);
+    }
+  }
+
+  void finish() {
+    for (Int place : {0, 1})
+      for (Int r = 0; r < cp_size_; ++r) {
+        auto& first = first_[place][r];
+        std::sort(first.begin(), first.end());
+        cell(5, place, r) = std::unique(first.begin(), first.end()) - first.begin();
+      }
+    for (Int r = 0; r < cp_size_; ++r) count_travel(r);
+  }
+
+ private:
+  // The first of `spans`, which ascend, that ends behind `at`.
+  static Int after(const std::vector<Span>& spans, Int at) {
+    return std::upper_bound(spans.begin(), spans.end(), at, [](Int x, const Span& s) { return x < s.end; }) -
+           spans.begin();
+  }
+
+  Int& cell(Int what, Int place, Int rank) { return out_[(what * 2 + place) * cp_size_ + rank]; }
+
+  void add_piece(const Band& piece, Int rank) {
+    needed_[rank].push_back({piece.k0, piece.k1});
+    const auto& own = own_[rank];
+    Span near{piece.k0, piece.k1}, far = near;
+    Int near_area = 0, near_keys = 0;
+    for (Int i = after(own, piece.k0); i < static_cast<Int>(own.size()) && own[i].begin < piece.k1; ++i) {
+      Band part = piece;
+      part.k0 = std::max(part.k0, own[i].begin), part.k1 = std::min(part.k1, own[i].end);
+      if (!near_keys) {
+        near.begin = part.k0;
+        if (part.k0 == piece.k0) far.begin = part.k1;
+      }
+      near.end = part.k1;
+      if (part.k1 == piece.k1) far.end = part.k0;
+      near_area += area(part), near_keys += part.k1 - part.k0;
+    }
+    add_place(piece, rank, 0, near, near_area, near_keys);
+    add_place(piece, rank, 1, far, area(piece) - near_area, piece.k1 - piece.k0 - near_keys);
+  }
+
+  void add_place(Band seen, Int rank, Int place, Span span, Int pairs, Int keys) {
+    seen.k0 = span.begin, seen.k1 = span.end;
+    if (!keys || !tighten(seen)) return;
+    const Int rows = seen.q1 - seen.q0, edges = (seen.lo != -kNoDiagonal) + (seen.hi != kNoDiagonal);
+    const Int values[] = {pairs, rows, keys, rows * edges, keys * edges};
+    for (Int what = 0; what < 5; ++what) cell(what, place, rank) += values[what];
+    first_[place][rank].push_back(seen.q0);
+  }
+
+  void count_travel(Int rank) {
+    auto& needed = needed_[rank];
+    std::sort(needed.begin(), needed.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    for (std::size_t i = 0; i < needed.size();) {
+      Span all = needed[i];
+      for (++i; i < needed.size() && needed[i].begin <= all.end; ++i) all.end = std::max(all.end, needed[i].end);
+      for (Int j = after(runs_, all.begin); j < static_cast<Int>(runs_.size()) && runs_[j].begin < all.end; ++j) {
+        const Int source = rank_[j];
+        if (source == rank) continue;
+        const Int rows = std::min(all.end, runs_[j].end) - std::max(all.begin, runs_[j].begin);
+        const Int far = source / ranks_per_node_ != rank / ranks_per_node_;
+        cell(6, far, rank) += rows, cell(7, far, source) += rows;
+      }
+    }
+  }
+
+  Int cp_size_, ranks_per_node_;
+  Int* out_;
+  std::vector<Span> runs_;
+  std::vector<Int> rank_;
+  std::vector<std::vector<Span>> own_, needed_;
+  std::vector<std::vector<Int>> first_[2];
+};
+
+}  // namespace
+
+// `bands`: [num_bands, 6]; `out`: [8, 2, cp_size], the fields of Counts.
+extern "C" __attribute__((visibility("default"))) void magi_count(const Int* bands, Int num_bands, const Int* bounds,
+                                                                  const Int* rank, Int num_chunks, Int cp_size,
+                                                                  Int ranks_per_node, Int* out) {
+  std::fill(out, out + 16 * cp_size, 0);
+  Counting counting(bounds, rank, num_chunks, cp_size, ranks_per_node, out);
+  for (Int i = 0; i < num_bands; ++i) {
+    const Int* b = bands + 6 * i;
+    counting.add({b[0], b[1], b[2], b[3], b[4], b[5]});
+  }
+  counting.finish();
+}

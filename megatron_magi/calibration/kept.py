@@ -1,0 +1,71 @@
+"""Where a calibration is kept, and which rates hold here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from megatron_magi.config import MagiConfig
+from megatron_magi.cuda.build import default_cache_dir
+from megatron_magi.rates import H100, Rates, rates_of
+
+logger = logging.getLogger(__name__)
+
+
+def calibration_file(device_name: str) -> Path:
+    """Where the rates of a GPU, by its name as CUDA has it, are kept: in the folder of compiled kernels."""
+    return default_cache_dir() / f"calibration-{re.sub('[^A-Za-z0-9]+', '_', device_name)}.json"
+
+
+def keep(rates: Rates) -> Path:
+    """Writes rates to where those of their device are looked for.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    file = calibration_file(rates.device)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(rates.to_json())
+    draft.replace(file)
+    return file
+
+
+def present_rates() -> Rates:
+    """The rates of the current GPU: as calibrated, else those of its kind; of an H100 where there is no GPU.
+
+    Raises:
+        ValueError: there is a calibration that cannot be read; the message names the file.
+    """
+    if not torch.cuda.is_available():
+        return H100
+    name = torch.cuda.get_device_name()
+    return _read(calibration_file(name), name)
+
+
+def with_present_rates(config: MagiConfig) -> MagiConfig:
+    """``config`` with `present_rates` where it has none of its own and chooses dispatches by them."""
+    if config.dispatch.algorithm != "auto" or config.dispatch.rates is not None:
+        return config
+    return replace(config, dispatch=replace(config.dispatch, rates=present_rates()))
+
+
+@cache
+def _read(file: Path, device_name: str) -> Rates:
+    """Read once a process: ranks that begin together go on with the same rates."""
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return rates_of(device_name)
+    try:
+        rates = Rates.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; remove it, or calibrate again") from None
+    logger.info("dispatches are chosen by the rates in %s", file)
+    return rates

@@ -1,0 +1,116 @@
+"""What the ranks of a dispatch compute and send, as counts: all that its time is predicted from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask import bands as bd
+from megatron_magi.plan.partition import Runs
+
+
+class Counts(NamedTuple):
+    """Counts of a dispatch, int64 ``[2, cp_size]`` each.
+
+    A *piece* is what the rows of one run see of one band; own keys of it, or fetched ones, lie side by side where a
+    rank keeps them. Rows and keys are counted once for each piece.
+
+    Attributes:
+        area: visible pairs with own keys, and with fetched ones.
+        rows: rows that see some of these keys.
+        keys: keys that are seen.
+        row_edges: rows times the diagonals that cut their piece.
+        key_edges: keys times these.
+        starts: different first rows of pieces.
+        received: rows that a rank fetches from its own node, and from others.
+        sent: rows that it sends.
+    """
+
+    area: np.ndarray
+    rows: np.ndarray
+    keys: np.ndarray
+    row_edges: np.ndarray
+    key_edges: np.ndarray
+    starts: np.ndarray
+    received: np.ndarray
+    sent: np.ndarray
+
+
+def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
+    """Counts what a dispatch means, without making its plan.
+
+    Args:
+        bounds: of the chunks, int64 ``[num_chunks + 1]``.
+        rank: of each chunk, int64 ``[num_chunks]``.
+        ranks_per_node: so many neighbouring ranks share a node.
+    """
+    runs = Runs.of_chunks(bounds, rank)
+    pieces, run = bd.cut_rows(mask.bands, runs.bounds)
+    pieces, index = bd.tighten_with_index(pieces)
+    dst = runs.rank[run[index]]
+    own, fetched = _spans(pieces, dst, runs)
+    counts = np.zeros((6, 2, cp_size), dtype=np.int64)
+    for place, (spans, area, keys) in enumerate((own, fetched)):
+        _count_place(counts[:, place], pieces, dst, spans, area, keys)
+    return Counts(*counts, *_count_travel(pieces, dst, runs, cp_size, ranks_per_node))
+
+
+def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tuple]:
+    """Of each piece, for own keys and for others: from which key to which they are, the visible area, how many."""
+    num, lift = len(pieces), int(runs.bounds[-1]) + 1
+    order = np.argsort(runs.rank, kind="stable")  # runs are in global order
+    start, end = (bounds[order] + runs.rank[order] * lift for bounds in (runs.bounds[:-1], runs.bounds[1:]))
+    up = dst * lift
+    i, j = bd.cut_intervals(pieces[:, bd.K0] + up, pieces[:, bd.K1] + up, start, end)
+    part = pieces[i]
+    part[:, bd.K0] = np.maximum(part[:, bd.K0], start[j] - up[i])
+    part[:, bd.K1] = np.minimum(part[:, bd.K1], end[j] - up[i])
+    area, keys = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64)
+    np.add.at(area, i, bd.areas(part))
+    np.add.at(keys, i, part[:, bd.K1] - part[:, bd.K0])
+    own, fetched = (np.stack([pieces[:, bd.K0], pieces[:, bd.K1]], axis=1) for _ in range(2))
+    # Parts are in the order of pieces; between two of a rank's runs there are always keys of others.
+    at = np.flatnonzero(np.diff(i, prepend=-1))
+    last = np.append(at, len(i))[1:] - 1
+    own[i[at], 0], own[i[at], 1] = part[at, bd.K0], part[last, bd.K1]
+    from_start, to_end = own[i[at], 0] == fetched[i[at], 0], own[i[at], 1] == fetched[i[at], 1]
+    fetched[i[at[from_start]], 0] = part[at[from_start], bd.K1]
+    fetched[i[at[to_end]], 1] = part[last[to_end], bd.K0]
+    total = pieces[:, bd.K1] - pieces[:, bd.K0]
+    return (own, area, keys), (fetched, bd.areas(pieces) - area, total - keys)
+
+
+def _count_place(
+    counts: np.ndarray, pieces: np.ndarray, dst: np.ndarray, spans: np.ndarray, area: np.ndarray, keys: np.ndarray
+) -> None:
+    """Adds up what pieces see of keys in one place, which lie within ``spans``; ``counts``: ``[6, cp_size]``."""
+    some = np.flatnonzero(keys)
+    seen = pieces[some]
+    seen[:, [bd.K0, bd.K1]] = spans[some]
+    seen, index = bd.tighten_with_index(seen)
+    some = some[index]
+    rank, rows = dst[some], seen[:, bd.Q1] - seen[:, bd.Q0]
+    edges = (seen[:, bd.D_LO] != -bd.NO_DIAGONAL).astype(np.int64) + (seen[:, bd.D_HI] != bd.NO_DIAGONAL)
+    for row, values in enumerate((area[some], rows, keys[some], rows * edges, keys[some] * edges)):
+        np.add.at(counts[row], rank, values)
+    lift = 1 + int(seen[:, bd.Q0].max(initial=0))
+    np.add.at(counts[5], np.unique(rank * lift + seen[:, bd.Q0]) // lift, 1)
+
+
+def _count_travel(
+    pieces: np.ndarray, dst: np.ndarray, runs: Runs, cp_size: int, ranks_per_node: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that ranks receive and send, ``[2, cp_size]`` each: inside a node, and between nodes."""
+    needed, to = bd.merge_ranges(pieces[:, [bd.K0, bd.K1]], dst)
+    i, run = bd.cut_intervals(needed[:, 0], needed[:, 1], runs.bounds[:-1], runs.bounds[1:])
+    rows = np.minimum(needed[i, 1], runs.bounds[run + 1]) - np.maximum(needed[i, 0], runs.bounds[run])
+    source, to = runs.rank[run], to[i]
+    travels = source != to
+    source, to, rows = source[travels], to[travels], rows[travels]
+    far = (source // ranks_per_node != to // ranks_per_node).astype(np.int64)
+    received, sent = np.zeros((2, cp_size), dtype=np.int64), np.zeros((2, cp_size), dtype=np.int64)
+    np.add.at(received, (far, to), rows)
+    np.add.at(sent, (far, source), rows)
+    return received, sent

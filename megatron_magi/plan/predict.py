@@ -1,0 +1,203 @@
+"""The predicted time of a step of attention, from what its ranks compute and send."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_magi.config import CostModel, OverlapConfig
+from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.overlap import choose_degree
+from megatron_magi.rates import Rates
+
+_SHORT_ROWS, _MOST_PACKED, _TALL_TILE_KEYS = 4096, 8, 4000
+"""As the Hopper kernels choose their tiles (`ops/hopper/choices.py`): rows of a run below which heads are packed, how
+many at most, and keys a row from which a tile of the forward has 192 rows."""
+_APART_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
+_APART = (256 << 20, 650), (128 << 20, 450)
+"""Likewise from so many bytes of sums of dq on, where a row sees fewer keys than this, dq has a kernel of its own:
+where heads can be packed, and where they cannot."""
+_KEY_TILE, _QUERY_BLOCK = 128, 64
+"""Keys of a tile and queries of a block of the backward."""
+_NUM_SMS, _TAIL = 132, 0.31
+"""Processors of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
+_DQ_TILE, _DQ_BLOCK = 128, 96
+"""Queries of a tile and keys of a block of the kernel for dq."""
+
+
+class Prediction(NamedTuple):
+    """Predicted microseconds of a forward and a backward pass.
+
+    Attributes:
+        step_us: both, of the slowest rank, with the host that issues them.
+        device_us: the same if the host is always ahead.
+        forward_us, backward_us: of the slowest rank on the GPU.
+        degree: remote stages.
+    """
+
+    step_us: float
+    device_us: float
+    forward_us: float
+    backward_us: float
+    degree: int
+
+
+class _Stage(NamedTuple):
+    """Counts of what ranks compute with keys from one place, float64 ``[cp_size]``; see `Counts`."""
+
+    area: np.ndarray
+    rows: np.ndarray
+    keys: np.ndarray
+    row_edges: np.ndarray
+    key_edges: np.ndarray
+    starts: np.ndarray
+
+
+def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig) -> Prediction:
+    """Predicts a step; the same on every machine, as it only adds, multiplies, divides and compares.
+
+    Args:
+        counts: of a dispatch.
+        num_rows: rows of a rank's shard; of the longest one.
+        rates: of the GPU.
+        overlap: how stages are chosen and ordered; its ``cost`` has the shape of the attention.
+    """
+    received = counts.received.sum(axis=0)
+    degree = choose_degree(counts.area[0], counts.area[1], received, overlap)
+    own, fetched = (_Stage(*(c[place].astype(np.float64) for c in counts[:6])) for place in (0, 1))
+    steps = _Steps(num_rows, rates, overlap.cost, degree > 0)
+    fetch = _transfer_us(counts.received, counts.sent, degree, rates, overlap.cost)
+    reduce = _transfer_us(counts.sent, counts.received, degree, rates, overlap.cost)
+    hidden = 0.0 if overlap.degree == 0 else rates.hidden
+    forward = _pass_us(steps.forward(own), steps.forward(fetched, True), fetch, None, degree, hidden)
+    backward = _pass_us(steps.backward(own), steps.backward(fetched, True), fetch, reduce, degree, hidden)
+    forward, backward = forward + steps.ends_us(False), backward + steps.ends_us(True)
+    saved = np.where((received > 0) & (counts.sent.sum(axis=0) > 0), 0.0, rates.host_one_way_us)
+    stages = ((rates.host_stage_forward_us - saved) * degree, (rates.host_stage_backward_us - saved) * degree)
+    step_us = float(np.maximum(forward, rates.host_forward_us + stages[0]).max()) + float(
+        np.maximum(backward, rates.host_backward_us + stages[1]).max()
+    )
+    forward_us, backward_us = float(forward.max()), float(backward.max())
+    return Prediction(step_us, forward_us + backward_us, forward_us, backward_us, degree)
+
+
+def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
+    """Microseconds of the forward and of the backward kernels where nothing is fetched, on the slowest rank."""
+    own = _Stage(*(c[0].astype(np.float64) for c in counts[:6]))
+    steps = _Steps(num_rows, rates, cost, False)
+    return float(steps.forward(own).max()), float(steps.backward(own).max()) + steps.ends_us(True)
+
+
+class _Steps(NamedTuple):
+    """Kernels of the stages of a rank; ``is_staged``: their results are added up in fp32."""
+
+    num_rows: int
+    rates: Rates
+    cost: CostModel
+    is_staged: bool
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.cost.head_dim, self.cost.head_dim_v or self.cost.head_dim
+
+    def _packed(self, stage: _Stage) -> np.ndarray:
+        """Query heads that share a tile, on each rank."""
+        packed = float(math.gcd(max(1, self.cost.num_heads_q // self.cost.num_heads_kv), _MOST_PACKED))
+        is_short = (stage.starts > 1) & (self.num_rows < _SHORT_ROWS * stage.starts)
+        return np.where(is_short, packed, 1.0)
+
+    def _memory_us(self, bytes_a_row: float, rows: np.ndarray | int) -> np.ndarray:
+        return rows * (bytes_a_row * self.cost.num_heads_q) / (self.rates.memory_gbytes_per_s * 1e3)
+
+    def forward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
+        """Microseconds of the forward over a stage, all its parts together; ``adds`` to the results of one before."""
+        packed = self._packed(stage)
+        is_tall = (packed > 1) | (stage.area >= _TALL_TILE_KEYS * self.num_rows)
+        tile, block = np.where(is_tall, 192.0, 128.0) / packed, np.where(is_tall, 64.0, 128.0)
+        columns = stage.row_edges * tile / 2 + stage.rows * (block / 2 + self.rates.tile_columns)
+        dk, dv = self._dims
+        flops = (stage.area + columns) * (2.0 * self.cost.num_heads_q * (dk + dv))
+        # Results of stages meet in fp32: written, and where there are some read as well.
+        merged = self._memory_us((8.0 if adds else 2.0) * dv, stage.rows) if self.is_staged else 0.0
+        launches = np.where(stage.area > 0, self.rates.forward_us, 0.0)
+        tail = _with_tail(stage.rows * self.cost.num_heads_q / np.where(is_tall, 192.0, 128.0))
+        return flops * tail / (self.rates.forward_tflops * 1e6) + merged + launches
+
+    def backward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
+        """Microseconds of the backward over a stage, all its parts together; ``adds`` to the dq of one before."""
+        rates, (dk, dv), packed = self.rates, self._dims, self._packed(stage)
+        apart = self._is_apart(stage, packed)
+        packed = np.where(apart, packed, 1.0)
+        block = _QUERY_BLOCK / packed
+        rows = stage.key_edges * (_KEY_TILE / 2) + stage.keys * (block / 2 + rates.tile_rows / packed)
+        columns = stage.row_edges * (_DQ_TILE / packed / 2) + stage.rows * (_DQ_BLOCK / 2 + rates.tile_columns)
+        # Where dq has a kernel of its own logits are computed twice.
+        products = np.where(
+            apart,
+            (stage.area + rows) * (2.0 * dk + 2.0 * dv) + (stage.area + columns) * (2.0 * dk + dv),
+            (stage.area + rows) * (3.0 * dk + 2.0 * dv),
+        )
+        heads = np.where(apart, self.cost.num_heads_kv, self.cost.num_heads_q)
+        tail = _with_tail(stage.keys * heads / _KEY_TILE)
+        # dq is written, or added to what is there; if it is summed in memory the sums are zeroed and read besides.
+        gradient = (np.where(apart, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
+        some = np.where(stage.area > 0, 1.0, 0.0)
+        return some * (
+            products * tail * (2.0 * self.cost.num_heads_q) / (rates.backward_tflops * 1e6)
+            + self._memory_us(1.0, self.num_rows) * gradient
+            + rates.backward_us
+        )
+
+    def _is_apart(self, stage: _Stage, packed: np.ndarray) -> np.ndarray:
+        """Whether dq has a kernel of its own, on each rank."""
+        keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self._dims[0]
+        some, single = (
+            np.any([(sum_bytes >= many) & (keys < few) for many, few in limits], axis=0)
+            for limits in (_APART_PACKED, _APART)
+        )
+        return np.where(packed > 1, some, single)
+
+    def ends_us(self, is_backward: bool) -> float:
+        """Microseconds of what a pass does once: casts of sums, and in the backward the statistics of rows."""
+        dk, dv = self._dims
+        cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
+        return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))
+
+
+def _with_tail(items: np.ndarray) -> np.ndarray:
+    """How much longer so many items of a kernel take than if they could be cut at will."""
+    return 1 + _TAIL * _NUM_SMS / np.maximum(items, 1.0)
+
+
+def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rates, cost: CostModel) -> np.ndarray:
+    """Microseconds of one of the all-to-alls that move these rows, ``[cp_size]``."""
+    if not degree:
+        return np.zeros(received.shape[1])
+    volume = np.maximum(received, sent) * (cost.row_bytes / (degree * 1e3))
+    near = rates.collective_us + volume[0] / rates.gbytes_per_s
+    far = rates.far_collective_us + volume[1] / rates.far_gbytes_per_s
+    return np.where(volume[1] > 0, np.maximum(near, far), near)
+
+
+def _pass_us(
+    own: np.ndarray, fetched: np.ndarray, fetch: np.ndarray, reduce: np.ndarray | None, degree: int, hidden: float
+) -> np.ndarray:
+    """Microseconds of a pass of each rank: a stage is fetched while the one before it is computed."""
+    if not degree:
+        return own
+    attend, computed = fetched / degree, own
+    returned = np.zeros_like(own)
+    # What is not hidden delays both: kernels and collectives compete for processors.
+    delay = (1 - hidden) * np.minimum(own, fetch)
+    computed, arrived = own + delay, fetch + delay
+    for stage in range(1, degree + 1):
+        begin = np.maximum(computed, arrived)
+        if stage < degree:
+            delay = (1 - hidden) * np.minimum(attend, fetch)
+            begin, arrived = begin + delay, np.maximum(arrived, computed) + fetch + delay
+        computed = begin + attend
+        if reduce is not None:
+            returned = np.maximum(computed, returned) + reduce
+    return np.maximum(computed, returned)
