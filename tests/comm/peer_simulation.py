@@ -6,7 +6,6 @@ import numpy as np
 
 from megatron_magi.comm.cast_args import CastTables
 from megatron_magi.comm.peer_tables import CHUNK_ROWS, PEER_SHIFT
-from megatron_magi.comm.rows import arrival_arrays
 from tests.comm.random_transfers import Transfers
 
 
@@ -30,7 +29,7 @@ class Rank:
         self.slot, self.chunks = np.full((most, *x.shape[1:]), np.nan), set()
         more = shift - CHUNK_ROWS.bit_length() + 1
         base = self.counts[3] if index is not None else -(-self.counts[0] // CHUNK_ROWS)
-        for chunk in range(-(-base >> more) if more == 0 else (base + (1 << more) - 1) >> more):
+        for chunk in range((base + (1 << more) - 1) >> more):
             rows = np.arange(chunk << shift, min((chunk + 1) << shift, self.counts[0]))
             if index is not None:
                 first, last = chunk << more, min((chunk + 1) << more, base)
@@ -88,6 +87,3 @@ def expected_back(transfers: Transfers, partials: list[np.ndarray], rank: int) -
         first = sum(len(transfers.rows[i][j]) for i in range(rank))
         parts.append(received[first : first + len(transfers.rows[rank][j])])
     return np.concatenate(parts)
-
-
-__all__ = ["Rank", "add", "arrival_arrays", "cast", "expected_back", "give_back"]
