@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_magi.attention.prepared import AttnShape
-from megatron_magi.comm.impl import cuda_rows
+from megatron_magi.comm.impl import cuda_rows, native
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.needed import needed_kernels as attention_kernels
 from megatron_magi.ops.merge import accumulate_dtype
@@ -38,4 +38,6 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     wide = accumulate_dtype(shape.dtype)
     partial = wide if config.comm.backward_high_precision_reduce else shape.dtype
     found.append(cuda_rows.sum_source(partial, wide, 16 // wide.itemsize))
+    if config.comm.impl in ("auto", "native"):
+        found += native.needed_kernels(partial, wide, units)
     return found

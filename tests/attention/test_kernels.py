@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
-from megatron_magi.comm.impl import cuda_rows
+from megatron_magi.comm.impl import cuda_rows, native
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
@@ -70,13 +72,16 @@ def test_rows_travel_by_the_kernels_that_are_compiled(
         def __init__(self, _device: object, _name: str, source: tuple, _tail: str) -> None:
             asked.append(source)
 
+        def part(self, *_: object) -> SimpleNamespace:
+            return SimpleNamespace(kernel=self)
+
         def fire(self, *_: object) -> None:
             pass
 
     monkeypatch.setattr(cuda_rows, "_RowKernel", Noted)
     for kept in (cuda_rows._gather_kernel, cuda_rows._sum_kernel):
         monkeypatch.setattr(cuda_rows, kept.__name__, kept.__wrapped__)
-    config = MagiConfig(comm=CommConfig(backward_high_precision_reduce=high_precision))
+    config = MagiConfig(comm=CommConfig(impl="all_to_all", backward_high_precision_reduce=high_precision))
     shape = AttnShape(4, 2, 192, 128, dtype, num_sms=132)
     index = torch.arange(5)
     keys = [torch.empty(5, 2, dim, dtype=dtype) for dim in (192, 128)]
@@ -84,10 +89,12 @@ def test_rows_travel_by_the_kernels_that_are_compiled(
     numbers = [torch.arange(5), torch.ones(5)]
     for tensors in (keys, partial, numbers[:1], numbers[1:]):
         layout = RowLayout.of(tensors)
+        layout.ways.clear()
         buffer = layout.new_buffer(5, torch.device("cpu"))
         cuda_rows.pack_rows(tensors, index, layout, buffer)
         cuda_rows.unpack_rows(buffer, index, layout)
     layout = RowLayout.of(partial)
+    layout.ways.clear()
     wide = [k.float() for k in keys]
     assert cuda_rows.can_add(layout, wide)
     arrivals = Arrivals(index, index, index, (5,))
@@ -95,6 +102,22 @@ def test_rows_travel_by_the_kernels_that_are_compiled(
     of_rows = [kernel for kernel in needed_kernels(shape, config, 2, rolls=True) if "group_collective" in kernel[0]]
     assert set(asked) == set(of_rows)
     assert len(needed_kernels(shape, config, 2)) == len(needed_kernels(shape, config, 2, rolls=True)) - 2
+
+
+@pytest.mark.parametrize("high_precision", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_are_read_by_the_kernels_that_are_compiled(dtype: torch.dtype, high_precision: bool) -> None:
+    """Where ranks read each other's memory."""
+    config = MagiConfig(comm=CommConfig(impl="native", backward_high_precision_reduce=high_precision))
+    shape = AttnShape(4, 2, 192, 128, dtype, num_sms=132)
+    partial = torch.float32 if high_precision else dtype
+    vector = native._vector([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
+    widest = native._widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
+    wanted = set(needed_kernels(shape, config, 2))
+    assert f"VECTOR={vector}" in next(macros for source, macros in wanted if source.endswith("pull_sums.cu"))
+    for name in ("publish_rows", "pull_rows"):
+        assert (f"group_collective/{name}.cu", (f"UNIT={widest}",)) in wanted
+    assert ("group_collective/pull_bulk.cu", ()) in wanted
 
 
 def test_nothing_is_compiled_where_other_implementations_compute() -> None:

@@ -308,10 +308,26 @@ class _PeerKernel(NamedTuple):
     loads: int
 
 
+def needed_kernels(partial: torch.dtype, wide: torch.dtype, units: Sequence[int]) -> list[tuple[str, tuple[str, ...]]]:
+    """Source and macros of the kernels that calls of attention take.
+
+    Args:
+        partial, wide: of the rows that are summed, and of their sums.
+        units: bytes that all addresses and lengths of rows are multiples of.
+    """
+    sums = f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[wide]}", f"VECTOR={_WIDEST // wide.itemsize}"
+    rows = [(name, (f"UNIT={unit}",)) for unit in units for name in ("publish_rows", "pull_rows")]
+    return [(_source(name), macros) for name, macros in (*rows, ("pull_bulk", ()), ("pull_sums", sums))]
+
+
+def _source(name: str) -> str:
+    return f"group_collective/{name}.cu"
+
+
 @cache
 def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerKernel:
     shape = SHAPES[name]
-    image = build(f"group_collective/{name}.cu", defines)
+    image = build(_source(name), defines)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
     params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq")
     return _PeerKernel(kernel, shape.num_blocks, params, shape.loads)
