@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
 from megatron_magi.comm import cast_args
-from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.hopper import backward as hopper_backward
@@ -140,7 +140,12 @@ def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone,
 )
 def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mask, backward):
     """The kernels of a call with a remote stage: at most ten, with two that pack rows and one that adds them."""
-    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig(verify=False), overlap=OverlapConfig(degree=1))
+    config = MagiConfig(
+        dispatch=DispatchConfig("affinity"),
+        attend=AttendConfig(impl="ffa"),
+        comm=CommConfig(verify=False),
+        overlap=OverlapConfig(degree=1),
+    )
     plan = make_plan(MASKS[mask], config, 2).for_rank(0)
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
     with fake_driver(monkeypatch) as launched:
@@ -155,7 +160,9 @@ def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mas
 
 
 def test_a_plan_that_is_kept_keeps_no_more_tables_than_the_cache_of_passes(monkeypatch, one_rank_alone):
-    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig(verify=False))
+    config = MagiConfig(
+        dispatch=DispatchConfig("affinity"), attend=AttendConfig(impl="ffa"), comm=CommConfig(verify=False)
+    )
     plan = make_plan(MASKS["documents"], config, 2).for_rank(0)
     with fake_driver(monkeypatch):
         monkeypatch.setattr(hopper_plan, "_plans", LruCache(1, 1))

@@ -315,7 +315,7 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype, units: Sequence[int]
         partial, wide: of the rows that are summed, and of their sums.
         units: bytes that all addresses and lengths of rows are multiples of.
     """
-    sums = f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[wide]}", f"VECTOR={_WIDEST // wide.itemsize}"
+    sums = f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[wide]}", f"VECTOR={_WIDEST // partial.itemsize}"
     rows = [(name, (f"UNIT={unit}",)) for unit in units for name in ("publish_rows", "pull_rows")]
     return [(_source(name), macros) for name, macros in (*rows, ("pull_bulk", ()), ("pull_sums", sums))]
 
