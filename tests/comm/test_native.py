@@ -181,27 +181,21 @@ def test_kernels_that_wait_leave_processors_to_those_that_publish():
     assert all(native.SHAPES[name].num_blocks <= 64 for name in ("pull_rows", "pull_bulk", "pull_sums"))
 
 
-on_two_gpus = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(2)]
-
-
-def each(marks):
-    def decorate(test):
-        for mark in marks:
-            test = mark(test)
-        return test
-
-    return decorate
+on_gpus = pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4, 8)],
+)
 
 
 IMPLS = ("native", "all_to_all", "auto")
 
 
-@each(on_two_gpus)
+@on_gpus
 @pytest.mark.parametrize("check", [cast_everything, reduce_low_precision, merge_lse])
-def test_native_collectives_do_what_the_others_do(check):
-    on_gpus = run_ranks(check, 2, "cuda", IMPLS, backend="nccl", timeout_s=120)
-    on_cpus = run_ranks(check, 2, "cpu", timeout_s=60)
-    for a, b in zip(on_gpus, on_cpus, strict=True):
+def test_native_collectives_do_what_the_others_do(check, num_ranks):
+    native_ones = run_ranks(check, num_ranks, "cuda", IMPLS, backend="nccl", timeout_s=120)
+    reference = run_ranks(check, num_ranks, "cpu", timeout_s=60)
+    for a, b in zip(native_ones, reference, strict=True):
         if isinstance(a, torch.Tensor):
             assert same_bits(a, b)
         elif a is not None:
@@ -240,9 +234,9 @@ def reduce_each_type(rank, num_ranks):
             assert (error <= bound).all(), (seed, partial, wide)
 
 
-@each(on_two_gpus)
-def test_native_sums_are_exact_to_one_rounding_and_repeat_whenever_they_are_formed():
-    run_ranks(reduce_each_type, 2, backend="nccl", timeout_s=120)
+@on_gpus
+def test_native_sums_are_exact_to_one_rounding_and_repeat_whenever_they_are_formed(num_ranks):
+    run_ranks(reduce_each_type, num_ranks, backend="nccl", timeout_s=120)
 
 
 def cast_many(rank, num_ranks, num_calls):
@@ -278,14 +272,16 @@ def cast_many(rank, num_ranks, num_calls):
     return int(wrong), free
 
 
-@each(on_two_gpus)
-def test_slots_are_used_again_and_grow_over_a_thousand_calls():
-    assert [wrong for wrong, _ in run_ranks(cast_many, 2, 1000, backend="nccl", timeout_s=180)] == [0, 0]
+@on_gpus
+def test_slots_are_used_again_and_grow_over_a_thousand_calls(num_ranks):
+    found = run_ranks(cast_many, num_ranks, 1000, backend="nccl", timeout_s=180)
+    assert [wrong for wrong, _ in found] == [0] * num_ranks
 
 
 def stay_away(rank, num_ranks, width):
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=2))
-    transfers = Transfers([4] * 2, [[np.arange(0), np.arange(4)], [np.arange(4), np.arange(0)]], [None, None])
+    rows = [[np.arange(4 * (i != j)) for j in range(num_ranks)] for i in range(num_ranks)]
+    transfers = Transfers([4] * num_ranks, rows, [None] * num_ranks)
     args = transfers.args(rank, "cuda")
     x = torch.ones(4, width, device="cuda")
     group_cast([x], args, group, "native").wait()
@@ -302,10 +298,10 @@ def stay_away(rank, num_ranks, width):
     assert torch.ones(3, device="cuda").sum() == 3  # the device is as it was
 
 
-@each(on_two_gpus)
+@on_gpus
 @pytest.mark.parametrize("width", [128, 1024], ids=["threads", "copy_engine"])
-def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(width):
-    run_ranks(stay_away, 2, width, backend="nccl", timeout_s=60)
+def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(width, num_ranks):
+    run_ranks(stay_away, num_ranks, width, backend="nccl", timeout_s=60)
 
 
 def ask_for_too_much(rank, num_ranks):
@@ -320,6 +316,6 @@ def ask_for_too_much(rank, num_ranks):
         group_cast([x[:, :1]] * 5, args, impl="native")
 
 
-@each(on_two_gpus)
-def test_what_is_too_large_is_refused_or_left_to_nccl():
-    run_ranks(ask_for_too_much, 2, backend="nccl", timeout_s=60)
+@on_gpus
+def test_what_is_too_large_is_refused_or_left_to_nccl(num_ranks):
+    run_ranks(ask_for_too_much, num_ranks, backend="nccl", timeout_s=60)

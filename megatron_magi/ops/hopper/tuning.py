@@ -1,7 +1,7 @@
 """What was fitted: thresholds and costs that came from measurements and decide about speed alone, never about results.
 
 All were found on an H200 (132 SMs, 50 MB of L2 cache, 690 W), bf16, head dims 64 and 128; the measurements are in
-docs/measured_facts.md. On another GPU they are a guess.
+docs/kernel_log.md. On another GPU they are a guess.
 """
 
 from __future__ import annotations
