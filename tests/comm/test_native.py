@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.comm import peers
+from megatron_magi.comm import group_collective, peers
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.impl import native
 from megatron_magi.comm.peer_tables import CHUNK_ROWS, PeerRows
@@ -175,6 +175,20 @@ def test_rows_of_a_slot_have_their_tensors_side_by_side():
     packed = native.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
     address = struct.unpack("4Q4q4i2iq", packed)
     assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_large_transfers_of_several_ranks_are_left_to_nccl_unless_native_is_asked_for(num_ranks):
+    class Able:
+        def refusal(self, layout, most_rows):
+            return None
+
+    layout, able, packed = RowLayout.make(((8, 128),), (torch.bfloat16,)), Able(), object()
+    most = group_collective.MOST_BYTES_OF_MANY // layout.row_bytes
+    way = group_collective._Way(able, packed, None, 0, num_ranks)
+    assert way.mover(layout, 10 * most, most) is able and way.mover(layout, None, None) is able
+    assert way.mover(layout, most // 3, most + 1) is (able if num_ranks == 2 else packed)
+    assert way._replace(packed=None).mover(layout, most, most + 1) is able
 
 
 def test_kernels_that_wait_leave_processors_to_those_that_publish():

@@ -14,6 +14,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,8 @@ def plan(args: Namespace) -> dict[str, Any]:
     from megatron_magi.mcore.settings import layer_masks, magi_config
 
     config = magi_config(args, envs.load().default_config())
+    # Of which the balance is bounded, whatever dispatch is predicted to be the fastest.
+    config = replace(config, dispatch=replace(config.dispatch, algorithm="affinity"))
     lengths = packed_lengths(args.seq_length * args.micro_batch_size)
     full = builders.varlen(doc_lengths=lengths, causal=True)
     made = make_plan(full, config, cp_size=args.context_parallel_size)
