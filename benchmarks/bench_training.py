@@ -341,10 +341,11 @@ def draw(table: Path, picture: Path) -> None:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     groups = list(dict.fromkeys((row["mask"], row["tokens_per_gpu"]) for row in rows))
     figure, axes = pyplot.subplots(figsize=(10, 4.2))
-    width = 0.8 / len(PROVIDERS)
-    for number, provider in enumerate(PROVIDERS):
+    providers = [name for name in PROVIDERS if any(row["provider"] == name for row in rows)]
+    width = 0.8 / len(providers)
+    for number, provider in enumerate(providers):
         found = {(r["mask"], r["tokens_per_gpu"]): r for r in rows if r["provider"] == provider}
-        places = [i + (number - (len(PROVIDERS) - 1) / 2) * width for i in range(len(groups))]
+        places = [i + (number - (len(providers) - 1) / 2) * width for i in range(len(groups))]
         heights = [float(found[g]["tokens_per_s_per_gpu"] or 0) / 1e3 if g in found else 0 for g in groups]
         bars = axes.bar(places, heights, width, label=provider.replace("_", " "))
         for bar, group in zip(bars, groups, strict=True):

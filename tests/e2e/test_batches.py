@@ -51,7 +51,7 @@ def test_loss_log_has_unrounded_losses_and_figures_of_the_plans(runs: Runs) -> N
     assert [logged[0], *logged[2:]] == pytest.approx([printed[0], *printed[2:]], rel=1e-6)
     for record in got.records:
         assert record["num_plans"] == 4
-        assert record["balance"] == pytest.approx(2 * max(record["areas"]) / sum(record["areas"]))
+        assert 2 * max(record["areas"]) / sum(record["areas"]) <= record["balance"] <= 2  # that of the worst plan
         assert record["received_rows"] == record["lower_bound_rows"] > 0
         assert len(record["areas"]) == 2
 
