@@ -47,7 +47,7 @@ def tensors(length: int, heads: tuple[int, int] = (HEADS_Q, HEADS_KV)) -> list[t
 
 
 def option_ratios(name: str, length: int) -> Iterator[Row]:
-    """Deterministic results, and processors left to others, against the default."""
+    """Deterministic results, and SMs left to others, against the default."""
     mask, leaves = MASKS[name](length).mask, tensors(length)
     dout = torch.randn(length, HEADS_Q, HEAD_DIM, device="cuda").bfloat16()
     forwards: dict[str, Callable[[], object]] = {}  # next to each other, and then the backwards

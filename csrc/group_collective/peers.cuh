@@ -113,7 +113,7 @@ struct Pull {
   DEVICE Pull(const Peers& p, u32 call, int chunk_shift, i64 row_bytes)
       : peers(p), call(call), chunk_shift(chunk_shift), slot(call % kSlots * p.slot_bytes), row_bytes(row_bytes) {}
 
-  // Address of a published row, 0 if its owner does not come. `by_engine`: it is the copy engine that reads it.
+  // Address of a published row, 0 if its owner does not come. `by_engine`: by TMA.
   DEVICE u64 await_row(i64 place, bool by_engine = false) {
     const int peer = static_cast<int>(place >> kPeerShift);
     const u32 row = static_cast<u32>(place), chunk = row >> chunk_shift;

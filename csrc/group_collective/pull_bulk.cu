@@ -1,5 +1,5 @@
-// pull_rows.cu for rows of multiples of 16 bytes, by the copy engine: one thread of each warp has pieces of rows loaded
-// into a ring of places in shared memory and stored from there. Few processors have all in flight that the links carry.
+// pull_rows.cu for rows of multiples of 16 bytes, by TMA: one thread of each warp has pieces of rows loaded
+// into a ring of places in shared memory and stored from there. Few SMs have all in flight that the links carry.
 
 #include "peers.cuh"
 

@@ -114,7 +114,7 @@ class Launch:
     def fire(self, stream: int, overlaps: bool = False, num_blocks: int | None = None) -> None:
         """Queues the kernel; the parameters are copied, and free to change after it. ``num_blocks``: another grid.
 
-        With ``overlaps`` its blocks may take processors that the kernel before it on the stream has left or never took.
+        With ``overlaps`` its blocks may take SMs that the kernel before it on the stream has left or never took.
         """
         self._config.stream, self._config.num_attributes = stream, overlaps
         if num_blocks is not None:

@@ -22,7 +22,7 @@ where heads can be packed, and where they cannot."""
 _KEY_TILE, _QUERY_BLOCK = 128, 64
 """Keys of a tile and queries of a block of the backward."""
 _NUM_SMS, _TAIL = 132, 0.31
-"""Processors of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
+"""SMs of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
 _DQ_TILE, _DQ_BLOCK = 128, 96
 """Queries of a tile and keys of a block of the kernel for dq."""
 
@@ -189,7 +189,7 @@ def _pass_us(
         return own
     attend, computed = fetched / degree, own
     returned = np.zeros_like(own)
-    # What is not hidden delays both: kernels and collectives compete for processors.
+    # What is not hidden delays both: kernels and collectives compete for SMs.
     delay = (1 - hidden) * np.minimum(own, fetch)
     computed, arrived = own + delay, fetch + delay
     for stage in range(1, degree + 1):

@@ -39,7 +39,7 @@ def blocks_of(items: np.ndarray, plan: TilePlan) -> list[tuple[int, int]]:
 
 
 def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
-    """When the last processor is done, and the mean, in blocks, if each takes the next item whenever it is free."""
+    """When the last SM is done, and the mean, in blocks, if each takes the next item whenever it is free."""
     busy = [0] * SMS
     for (_, _, heads), (_, blocks) in zip(unpack(items), blocks_of(items, plan), strict=True):
         i = busy.index(min(busy))

@@ -36,7 +36,7 @@ _LEAST_BYTES = 16 << 20
 _MAX_CHUNKS = 1 << 16
 _CHUNK_BYTES = 64 << 10  # about what is published together
 BULK_ROW_BYTES = 1024
-"""Rows at least as long are read by the copy engine."""
+"""Rows at least as long are read by TMA."""
 _MAX_TENSORS, _MAX_FITTING = 4, 1024
 _WIDEST = 16  # bytes of an access
 _ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
@@ -275,7 +275,7 @@ class _Done:
 
 
 class _Shape(NamedTuple):
-    """How a kernel is launched: few processors for what runs beside attention.
+    """How a kernel is launched: few SMs for what runs beside attention.
 
     Attributes:
         threads, num_blocks, shared_bytes: of the launch.
@@ -290,7 +290,7 @@ class _Shape(NamedTuple):
     shared_bytes: int = 0
 
 
-# Kernels that wait take half of the processors at most: if they took all, those that publish could not start.
+# Kernels that wait take half of the SMs at most: if they took all, those that publish could not start.
 SHAPES = {
     "publish_rows": _Shape(512, 64, 3),
     "pull_rows": _Shape(512, 32, 2),

@@ -71,7 +71,7 @@ def backward(
     fp32 dq of device memory, and up to 16 MB of sums of dk and dv, which else lie in dq until it is written. Where dq
     is added to, or not contiguous, and a key head has at least four query heads, it takes an fp32 dk and dv more. Wide
     heads, deterministic results, and many queries that see few keys each, take no fp32 dq; wide heads an fp32 dk
-    and dv where processors would idle.
+    and dv where SMs would idle.
 
     ``memo`` remembers how, for calls that differ in nothing but addresses and the layout of ``dout``. With ``parts``
     this is one of several passes, of which the last writes dq, whatever ``accumulate`` says.

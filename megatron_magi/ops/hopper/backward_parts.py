@@ -19,7 +19,7 @@ from megatron_magi.ops.hopper.support import (
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, dout, as the copy engine can read them."""
+"""q, k, v, dout, as TMA can read them."""
 
 
 def keys_launch(

@@ -259,7 +259,7 @@ def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_a
 
 
 def group_splits(plan: DevicePlan, num_heads_kv: int, group: int, num_sms: int) -> int:
-    """Parts that the query heads of a group are dealt to in the backward in parts, so that no processor idles.
+    """Parts that the query heads of a group are dealt to in the backward in parts, so that no SM idles.
 
     Parts of a group add their dk and dv in fp32, so a group is split only for a gain.
     """

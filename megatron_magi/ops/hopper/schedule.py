@@ -4,7 +4,7 @@ part of the queries of one.
 Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
 the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
 is room for so many tiles. Other tiles take all query heads of a key head at once, and write dk and dv themselves.
-Where all do so and dq is not added, what counts is that no processor is left with a long one at the end.
+Where all do so and dq is not added, what counts is that no SM is left with a long one at the end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_schedule(
         costs: ``[num_tiles]``, its blocks, in the order of the plan, by falling cost.
         heads_kv: key heads.
         group: query heads of a key head.
-        num_sms: processors that take the items in their order.
+        num_sms: SMs that take the items in their order.
         max_apart: most tiles whose query heads may be apart; 0 also says that dq is not added in memory, so that less
             is lost where those that share queries are not near each other.
         long_tile: blocks of a tile that is long.
@@ -135,7 +135,7 @@ def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
 def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
     """The same items, of one query head each, but the last few in pieces if all are of one size.
 
-    Else processors idle while some work on the last: of 4,096 items on 132, four remain after 31 rounds.
+    Else SMs idle while some work on the last: of 4,096 items on 132, four remain after 31 rounds.
     """
     last, blocks = len(items) % num_sms, int(costs[0])
     if not last or len(items) < num_sms or (costs != blocks).any():
@@ -154,7 +154,7 @@ def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
 
 
 def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
-    """Heads, or groups, that are worked on together at the end, so that no processor is left with a long tile alone."""
+    """Heads, or groups, that are worked on together at the end, so that no SM is left with a long tile alone."""
     if not len(costs):
         return 0
     return min(heads, -(-2 * int(costs[0]) * num_sms // int(costs.sum())))
@@ -168,7 +168,7 @@ def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
 
 
 def _makespan(costs: Iterable[int], num_sms: int) -> int:
-    """When the last processor is done, if each takes the next item whenever it is free."""
+    """When the last SM is done, if each takes the next item whenever it is free."""
     busy = [0] * max(1, num_sms)
     for cost in costs:
         heapq.heapreplace(busy, busy[0] + cost)

@@ -21,7 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def loadable(t: Tensor) -> Tensor:
-    """The tensor as the copy engine can read it: itself, or a contiguous copy."""
+    """The tensor as TMA can read it: itself, or a contiguous copy."""
     return t if fits_tensor_map(t) else t.clone(memory_format=torch.contiguous_format)
 
 
@@ -73,7 +73,7 @@ def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
 
 
 def may_overlap(options: AttnOptions) -> bool:
-    """Whether blocks of a kernel may start while the one before ends: not where they would take processors, for as long
+    """Whether blocks of a kernel may start while the one before ends: not where they would take SMs, for as long
     as they wait, that are left to others.
     """
     return not options.sm_margin
@@ -107,7 +107,7 @@ def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tenso
     """How a kernel whose tiles are rows deals out its work: these parameters of it.
 
     Heads that are packed in a tile are counted as one. Heads worked on together are whole groups whose keys and values
-    fit in the L2 cache. Processors that walk over blocks that exceed it begin together.
+    fit in the L2 cache. SMs that walk over blocks that exceed it begin together.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
     together = max(1, min(num_kv, tuning.L2_BYTES // (k.shape[0] * row_bytes)))
