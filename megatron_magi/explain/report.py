@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from megatron_magi.config import DispatchAlgorithm, MagiConfig
-from megatron_magi.explain.timeline import forward_timeline
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Plan, make_plan
+from megatron_magi.plan.balance import predictions
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class DispatchFigures:
         balance: largest area of a rank over the mean.
         received_rows: rows of k and v that the busiest rank fetches in a forward pass.
         received_bytes: the bytes of them, by the shape in ``config.overlap.cost``.
-        predicted_us: forward pass of attention in one layer, slowest rank, microseconds, by the cost model.
+        predicted_us: forward and backward pass of attention in one layer, slowest rank, microseconds: what
+            ``auto`` chooses by.
     """
 
     algorithm: str
@@ -52,7 +53,8 @@ def dispatch_figures(mask: AttnMask, cp_size: int, config: MagiConfig | None = N
 
 def _figures(mask: AttnMask, cp_size: int, config: MagiConfig) -> DispatchFigures:
     plan = make_plan(mask, config, cp_size)
-    stats, cost = plan.stats(), config.overlap.cost
+    stats, cost, made = plan.stats(), config.overlap.cost, plan.dispatch
+    found = predictions({"": made.chunk_rank}, mask, made.chunk_bounds, cp_size, config.dispatch, config.overlap)
     received = max(stats.received_rows)
     return DispatchFigures(
         algorithm=config.dispatch.algorithm,
@@ -60,7 +62,7 @@ def _figures(mask: AttnMask, cp_size: int, config: MagiConfig) -> DispatchFigure
         balance=stats.balance,
         received_rows=received,
         received_bytes=received * cost.row_bytes,
-        predicted_us=max(span.end for spans in forward_timeline(plan) for span in spans),
+        predicted_us=found[""].step_us,
     )
 
 
