@@ -23,7 +23,7 @@ ENV UV_PROJECT_ENVIRONMENT=/opt/venv UV_PYTHON=/usr/local/bin/python3.12 UV_PYTH
 WORKDIR /src
 COPY pyproject.toml uv.lock ./
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv sync --locked --no-install-project --no-default-groups --extra megatron
+    uv sync --locked --no-install-project --no-default-groups --extra megatron --extra hf
 
 # Transformer Engine, where it is asked for. Its libraries come as a wheel, its binding to torch is compiled against the
 # headers that torch's own packages bring and those of nvcc, of the same CUDA release.

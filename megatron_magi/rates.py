@@ -76,8 +76,8 @@ class Rates:
 
     @property
     def digest(self) -> bytes:
-        """The same for equal rates: what ranks compare."""
-        return hashlib.sha256(self.to_json().encode()).digest()
+        """The same for equal rates, whatever GPU they are of: what ranks compare."""
+        return hashlib.sha256(replace(self, device="").to_json().encode()).digest()
 
     def to_json(self) -> str:
         """As a calibration is kept."""

@@ -420,6 +420,8 @@ class _Backward:
         if len(self._reduces) > 1:
             self._reduces.pop(0).wait()  # at most two in flight: bounds the memory of the buffers
         call = self._call
+        while self._is_local_done and any(handle.adds_late for handle in self._reduces):
+            self._reduces.pop(0).wait()  # or both would add to dk and dv, each on a stream of its own
         handle = group_reduce(
             list(self._partial.pop(stage)),
             call.casts[stage - 1],

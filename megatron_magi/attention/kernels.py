@@ -39,5 +39,5 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     partial = wide if config.comm.backward_high_precision_reduce else shape.dtype
     found.append(cuda_rows.sum_source(partial, wide, 16 // wide.itemsize))
     if config.comm.impl in ("auto", "native"):
-        found += native.needed_kernels(partial, wide, units)
+        found += native.needed_kernels(partial, wide)
     return found

@@ -11,7 +11,8 @@ from collections import deque
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+
+from megatron_magi.comm.groups import store_of
 
 _PREFIX = "megatron_magi/calls"
 
@@ -29,17 +30,12 @@ class Board:
         self.rank, self.size = group.rank(), group.size()
         self._num_read = 0
         # A store may outlive its groups, and another group may get the name of one that is gone.
-        prefix = dist.PrefixStore(_PREFIX, _get_process_group_store(group))
+        prefix = dist.PrefixStore(_PREFIX, store_of(group))
         self._prefix = f"{_PREFIX}/{prefix.add(f'generation/{self.rank}', 1)}"
         self._left: deque[tuple[int, str]] = deque()  # entries of this rank, with the call they belong to
 
     def _store(self) -> dist.Store:
-        group = self._group()
-        try:
-            # `ProcessGroup.get_group_store` is not in torch 2.8.
-            return dist.PrefixStore(self._prefix, _get_process_group_store(group))
-        except KeyError:
-            raise RuntimeError("group: does not exist any more") from None
+        return dist.PrefixStore(self._prefix, store_of(self._group()))
 
     def vote(self, call: int, digest: str) -> bool:
         """Counts this rank among those for which call number ``call`` is ``digest``; True when that is every rank."""

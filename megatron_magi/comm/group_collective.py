@@ -77,6 +77,7 @@ class Handle:
     Attributes:
         sent_bytes: bytes this rank sends to other ranks.
         received_bytes: bytes this rank receives from other ranks.
+        adds_late: `wait` adds to ``into``, on the stream of its caller, and other calls on the group may add beside it.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Handle:
         sent_bytes: int,
         received_bytes: int,
     ) -> None:
+        self.adds_late = False
         self.sent_bytes = sent_bytes
         self.received_bytes = received_bytes
         self._works, self._buffers = started.works, started.buffers
@@ -138,7 +140,8 @@ def group_cast(
         group: the ranks; the default group when None.
         impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
             GPUs), ``native`` (ranks read each other's memory, see `megatron_magi.comm.impl.native`),
-            or ``auto``: the first on gloo; on NCCL the last where it can, else the second.
+            or ``auto``: the first on gloo; on NCCL the last where it can and is faster
+            (`MOST_BYTES_OF_MANY`), else the second.
 
     Returns:
         A handle; ``wait()`` returns a list of tensors ``[num_recv, ...]`` with contiguous rows
@@ -179,7 +182,8 @@ def group_reduce(
         group, impl: as in `group_cast`.
         into: one tensor ``[num_rows, ...]`` for each of ``tensors``, possibly of a wider dtype;
             rows must be contiguous. ``wait()`` adds to them in place and returns them as a list.
-        at_once: nobody looks at ``into`` before ``wait()``, so rows may be added as they arrive.
+        at_once: nobody looks at ``into`` before ``wait()``, nor adds to it, so rows may be added as they arrive: calls
+            before it whose `Handle.adds_late` have been waited for.
 
     Raises:
         ValueError: tensors, ``into``, ``args`` and ``group`` do not fit, or ``impl`` does not
@@ -199,7 +203,9 @@ def group_reduce(
         way.ops.add_rows(started.finish(), layout, args.arrivals, into)
         return list(into)
 
-    return _handle(way, started, finish, args.recv_splits, args.send_splits, layout)
+    handle = _handle(way, started, finish, args.recv_splits, args.send_splits, layout)
+    handle.adds_late = way.native is not None
+    return handle
 
 
 @torch.no_grad()
@@ -299,11 +305,6 @@ def _row_ops(device: torch.device, impl: str) -> ModuleType:
     from megatron_magi.comm import gpu_rows
 
     return gpu_rows
-
-
-def _raw_stream(device: torch.device) -> int | None:
-    """Handle of the current stream; None where there are none."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

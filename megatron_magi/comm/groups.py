@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 _POISON_TAG = 0x6D616769
 
@@ -29,6 +30,18 @@ def abort(group: dist.ProcessGroup) -> None:
             if peer != group.rank():
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1)], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
+
+
+def store_of(group: dist.ProcessGroup | None) -> dist.Store:
+    """The store of a group.
+
+    Raises:
+        RuntimeError: the group does not exist any more.
+    """
+    try:
+        return _get_process_group_store(group)  # `ProcessGroup.get_group_store` is not in torch 2.8
+    except KeyError:
+        raise RuntimeError("group: does not exist any more") from None
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:

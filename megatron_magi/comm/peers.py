@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.groups import names_of, timeout_s
+from megatron_magi.comm.groups import names_of, store_of, timeout_s
 from megatron_magi.cuda.shared_memory import SharedMemory, are_linked, close_memory, open_memory
 
 MAX_RANKS = 8
@@ -35,7 +35,7 @@ class Meeting:
         self._group = weakref.ref(group)
         self.rank, self.size, self.timeout_s = group.rank(), group.size(), timeout_s(group)
         self._world_ranks = dist.get_process_group_ranks(group)
-        prefix = dist.PrefixStore(_PREFIX, group.get_group_store())
+        prefix = dist.PrefixStore(_PREFIX, store_of(group))
         self._prefix = f"{_PREFIX}/{prefix.add(f'generation/{self.rank}', 1)}"
         self._count = 0
 
@@ -49,7 +49,7 @@ class Meeting:
         if group is None:
             raise RuntimeError("group: does not exist any more")
         self._count += 1
-        store = dist.PrefixStore(f"{self._prefix}/{self._count}", group.get_group_store())
+        store = dist.PrefixStore(f"{self._prefix}/{self._count}", store_of(group))
         store.set(str(self.rank), json.dumps(value))
         keys = [str(rank) for rank in range(self.size)]
         try:

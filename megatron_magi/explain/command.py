@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_magi.config import CostModel, MagiConfig
+from megatron_magi import envs
+from megatron_magi.calibration import with_present_rates
+from megatron_magi.config import CostModel
 from megatron_magi.explain.report import DispatchFigures, dispatch_figures, explain_text
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch
 from megatron_magi.mask.source import MaskSource
-from megatron_magi.mcore.dataset_lengths import document_lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> str:
     """
     mask = mask_of(args)
     cost = CostModel(num_heads_q=args.num_heads_q, num_heads_kv=args.num_heads_kv, head_dim=args.head_dim)
-    config = MagiConfig()
+    config = with_present_rates(envs.load().default_config())
     config = replace(config, overlap=replace(config.overlap, cost=cost))
     figures = dispatch_figures(mask, args.cp_size, config)
     chosen = config.dispatch.algorithm
@@ -87,6 +88,8 @@ def _lengths(args: argparse.Namespace) -> np.ndarray:
         ends = np.round(np.cumsum(weights) / weights.sum() * spare).astype(np.int64)
         return np.diff(ends, prepend=0) + 1
     if args.data_path is not None:
+        from megatron_magi.mcore.dataset_lengths import document_lengths
+
         return _lengths_of_sample(document_lengths(args.data_path), args.seqlen, args.sample)
     return np.array([args.seqlen], dtype=np.int64)
 

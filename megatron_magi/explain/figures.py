@@ -88,7 +88,7 @@ def plot_shape(path: Path, mask: AttnMask) -> None:
 
 
 def plot_timeline(path: Path, plan: Plan) -> None:
-    """What each rank computes and receives over time, forward and backward, as the cost model predicts."""
+    """What each rank computes and receives over time, forward and backward; see `timeline`."""
     with plt.rc_context({**STYLE, "font.size": 10, "axes.titlesize": 11}):
         height = 1.4 + 0.5 * plan.cp_size
         figure, panels = plt.subplots(1, 2, figsize=(12, height), width_ratios=(1, 2), sharey=True,
@@ -98,7 +98,7 @@ def plot_timeline(path: Path, plan: Plan) -> None:
             for rank, spans in enumerate(ranks):
                 for span in spans:
                     _draw_span(axes, rank, span)
-            axes.set_title(f"{name}, one layer")
+            axes.set_title(f"{name}, one layer, launches left out")
             axes.set_xlabel("microseconds")
         panels[0].set_yticks(range(plan.cp_size), [f"rank {rank}" for rank in range(plan.cp_size)])
         panels[0].invert_yaxis()

@@ -1,4 +1,7 @@
-"""When each rank computes and communicates, predicted from a plan by its cost model."""
+"""When each rank computes and communicates, by the rates that a plan's stages are chosen with.
+
+Those leave out launches and what tiles compute beside the mask, which `plan.predict` counts.
+"""
 
 from __future__ import annotations
 

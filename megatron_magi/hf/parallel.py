@@ -176,6 +176,8 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _check_call(model: PreTrainedModel, batch: dict[str, Any]) -> None:
     text = model.config.get_text_config()
+    if batch.get("return_dict") is False:
+        raise ValueError("return_dict: must not be False, the whole batch's loss is put into the result by its name")
     routers = batch.get("output_router_logits")
     if routers or (routers is None and getattr(text, "output_router_logits", False)):
         raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")

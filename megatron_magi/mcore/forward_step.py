@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.parallel_state import get_context_parallel_group, get_tensor_and_context_parallel_group
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
@@ -30,7 +32,7 @@ from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, 
 
 def make_dispatcher(args: Namespace) -> BatchDispatcher:
     """The dispatcher that a validated command line asks for; collective over all ranks."""
-    config = with_present_rates(magi_config(args, envs.load().default_config()))
+    config = _with_shared_rates(magi_config(args, envs.load().default_config()), args.tensor_model_parallel_size)
     # Tensor-parallel ranks read the data too. Pipeline stages do so at different times and cannot wait.
     readers = get_tensor_and_context_parallel_group()
     agreement_group = make_agreement_group(readers) if config.comm.verify else None
@@ -50,6 +52,30 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
     kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls)
     compile_ahead(kernels, args.local_rank)
     return BatchDispatcher(planner, agreement_group)
+
+
+def _with_shared_rates(config: MagiConfig, tp_size: int) -> MagiConfig:
+    """``config`` with the rates that rank 0 finds, on all ranks; collective.
+
+    Pipeline stages compare no plans, so stages that chose dispatches by other rates would train on other rows.
+
+    Raises:
+        ValueError: there is a calibration on rank 0 that cannot be read.
+    """
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [with_present_rates(config).dispatch.rates]
+        except ValueError as error:
+            found = [str(error)]
+    dist.broadcast_object_list(found, src=0)
+    (rates,) = found
+    if isinstance(rates, str):
+        raise ValueError(rates)
+    if rates is not None:
+        # Neighbours in context parallelism are as many ranks apart as tensor parallelism has.
+        rates = replace(rates, ranks_per_node=max(1, rates.ranks_per_node // tp_size))
+    return replace(config, dispatch=replace(config.dispatch, rates=rates))
 
 
 def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,9 @@ class LoadedBatch:
         return _arrived, (tuple(together), pack([x.numpy() for x in together.values()]), others, self.planned)
 
     def pin_memory(self) -> LoadedBatch:
-        """The same in page-locked memory, as data loaders ask for it."""
-        fields = {name: x.pin_memory() if isinstance(x, torch.Tensor) else x for name, x in self.fields.items()}
+        """The same, what goes to the device in page-locked memory, as data loaders ask for it."""
         planned = self.planned if isinstance(self.planned, Exception) else self.planned.pin_memory()
-        return LoadedBatch(fields, planned)
+        return LoadedBatch(self.fields, planned)  # fields are read on the CPU
 
 
 def _arrived(names: tuple[str, ...], packed: PackedArrays, others: Fields, planned: Any) -> LoadedBatch:
@@ -72,6 +71,9 @@ class PlanningCollate:
     def __call__(self, samples: Sequence) -> LoadedBatch:
         """An error of the plan travels with the microbatch, to be raised in its step."""
         fields = self.collate(samples)
+        if not isinstance(fields, Mapping):
+            message = f"dataset_provider: its items must be dicts, got a {type(fields).__name__} of them"
+            return LoadedBatch({}, ValueError(message))
         planned = self.planner.attempt(fields, needs_backward=self.needs_backward)
         if isinstance(planned, Exception) and get_worker_info() is not None:
             planned = _portable(planned)

@@ -187,6 +187,8 @@ class Planner:
         return plan.for_rank(self.cp_rank)
 
     def _microbatch(self, fields: Fields) -> Microbatch:
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"dataset_provider: its items must be dicts, got a {type(fields).__name__} of them")
         missing = [name for name in SEQUENCES if name not in fields]
         if missing:
             raise ValueError(f"dataset_provider: its items have no {' and no '.join(missing)}, only {sorted(fields)}")

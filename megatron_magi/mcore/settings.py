@@ -72,7 +72,7 @@ def padded_seq_length(args: Namespace, config: DispatchConfig) -> int:
 @lru_cache(maxsize=8)
 def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
     """Asked for in every step, where nothing is to be planned."""
-    return make_dispatch(causal(total), config, cp_size).padded_seqlen
+    return make_dispatch(causal(total), replace(config, algorithm="sequential"), cp_size).padded_seqlen
 
 
 def layer_masks(args: Namespace) -> LayerMasks:

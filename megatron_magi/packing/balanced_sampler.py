@@ -16,6 +16,10 @@ def causal_area(lengths: np.ndarray) -> np.ndarray:
     return lengths * (lengths + 1) / 2
 
 
+_MOST_STATES = 4096
+"""Steps that a data loader may draw ahead of training, with room to spare."""
+
+
 class BalancedSampler:
     """Which documents each microbatch of a data-parallel rank packs; a ``batch_sampler`` of torch's data loader.
 
@@ -26,7 +30,8 @@ class BalancedSampler:
     without talking.
 
     The order is without end, epoch after epoch. It depends on the arguments alone, so a run that loads `state_dict`,
-    also into another number of ranks, goes on with the documents that have not been packed.
+    also into another number of ranks, goes on with the documents that have not been packed. Workers of a data loader
+    ask for microbatches ahead, so `state_dict` is told how many steps training has done.
 
     Args:
         lengths: int ``[num_documents]``, tokens of each document, from 1 to ``max_tokens``.
@@ -62,6 +67,8 @@ class BalancedSampler:
             raise ValueError(f"lengths: expected documents of 1 to {self._max_tokens} tokens, and at least one")
         self._area = np.asarray(area(self._lengths), dtype=np.float64)
         self._epoch, self._place, self._waiting = 0, 0, []
+        self._states = [self._state()]  # before each step, from that of which the last was asked for on
+        self._num_dropped = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         """The documents of this rank's microbatches, one after another."""
@@ -85,16 +92,38 @@ class BalancedSampler:
             bins[best].append(document)
             room[best] -= self._lengths[document]
             work[best] += self._area[document]
+        self._states.append(self._state())
+        if len(self._states) > _MOST_STATES:
+            del self._states[0]
+            self._num_dropped += 1
         return [bins[i] for i in self._dealt(work)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is, between steps: integers and a list of them."""
+    def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
+        """Where it was after some steps: integers and a list of them.
+
+        Args:
+            num_steps: that have been trained on since the sampler was made or loaded, not fewer than at the call
+                before; all that were drawn when None, which is right where nothing draws ahead.
+
+        Raises:
+            ValueError: so many steps have not been drawn, or an earlier call asked for more.
+        """
+        drawn = self._num_dropped + len(self._states) - 1
+        done = drawn if num_steps is None else int_at_least(num_steps, "num_steps", 0)
+        if not self._num_dropped <= done <= drawn:
+            raise ValueError(f"num_steps: expected from {self._num_dropped} to {drawn}, got {done}")
+        del self._states[: done - self._num_dropped]
+        self._num_dropped = done
+        return dict(self._states[0])
+
+    def _state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "place": self._place, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self._epoch, self._place = int(state["epoch"]), int(state["place"])
         self._waiting = [int(i) for i in state["waiting"]]
+        self._states, self._num_dropped = [self._state()], 0
 
     def _longest_first(self, documents: list[int]) -> list[int]:
         return sorted(documents, key=lambda i: -self._lengths[i])  # stable

@@ -6,6 +6,7 @@ It is a library without Python in it, called through ctypes, so it needs no head
 from __future__ import annotations
 
 import ctypes
+import logging
 import sysconfig
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,7 @@ from megatron_magi.plan import swaps
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
 
+_log = logging.getLogger(__name__)
 _VERSION = 2
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
@@ -45,6 +47,8 @@ def _library() -> ctypes.CDLL | None:
         fits = library.magi_solver_version() == _VERSION
     except (OSError, AttributeError):
         return None
+    if not fits:
+        _log.warning("%s: is of other sources than these, plans are made in Python; build it anew", path.name)
     return library if fits else None
 
 

@@ -93,6 +93,7 @@ def refusals(mesh):
         "attention_mask": raises(model, **{**batch, "attention_mask": square}),
         "attention_mask: a layer": raises(without_mask, **batch),
         "logits_to_keep": raises(model, **batch, logits_to_keep=1),
+        "return_dict": raises(model, **batch, return_dict=False),
         "output_router_logits": raises(context_parallel(experts, mesh), **batch),
         "attn_implementation": raises(context_parallel, make_model("llama", "sdpa"), mesh),
         "magi_mask": raises(context_parallel(make_model("mistral"), mesh), **batch, magi_mask=builders.causal(53)),

@@ -114,6 +114,20 @@ def test_errors_of_any_kind_reach_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     batches._shutdown_workers()  # found by the garbage collector, it would wait for its worker for seconds
 
 
+class Tuples(Samples):
+    def __getitem__(self, i: int) -> tuple:
+        return tuple(super().__getitem__(i).values())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_items_that_are_no_dicts_are_an_error_of_their_step(num_workers: int) -> None:
+    batches = iter(_loader(Tuples(), num_workers))
+    with pytest.raises(ValueError, match="dataset_provider: its items must be dicts, got a list of them"):
+        BatchDispatcher(_planner(), None).next(batches)
+    if num_workers:
+        batches._shutdown_workers()
+
+
 def test_a_replayed_microbatch_is_kept_as_megatron_collates_it_and_is_the_same_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -222,7 +236,7 @@ def test_pinned_batches_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
     batch = next(iter(_loader(Samples(), 0)))
     again = batch.pin_memory()
-    assert len(pinned) == 6 and again.planned.dispatch is batch.planned.dispatch
+    assert len(pinned) == 1 and again.fields is batch.fields and again.planned.dispatch is batch.planned.dispatch
     assert copy.copy(again).keys() == batch.fields.keys()
     failed = loader.LoadedBatch({}, ValueError("x")).pin_memory()
     assert isinstance(failed.planned, ValueError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from megatron.core.rerun_state_machine import RerunState
 from megatron.training import training
 
+from megatron_magi import rates
+from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import forward_step as forward_step_module
 from megatron_magi.mcore import loader, step, stock_step
 from megatron_magi.mcore.forward_step import MagiForwardStep
@@ -194,3 +197,33 @@ def test_items_without_what_other_backends_broadcast_are_refused() -> None:
     del items["labels"]
     with pytest.raises(ValueError, match=r"^dataset_provider: its items have no labels$"):
         stock_step._check_fields(items, SimpleNamespace(create_attention_mask_in_dataloader=False))
+
+
+def shared_rates(rank, num_ranks, tp_size):
+    own = replace(rates.H100, host_forward_us=100.0 + rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            forward_step_module, "with_present_rates", lambda c: replace(c, dispatch=replace(c.dispatch, rates=own))
+        )
+        return forward_step_module._with_shared_rates(MagiConfig(), tp_size).dispatch.rates
+
+
+def test_all_ranks_choose_dispatches_by_the_rates_of_rank_0(ranks):
+    """Stages of a pipeline too, which compare no plans."""
+    for tp_size, per_node in ((1, 8), (4, 2), (16, 1)):
+        expected = replace(rates.H100, host_forward_us=100.0, ranks_per_node=per_node)
+        assert ranks(2, shared_rates, tp_size) == [expected] * 2
+
+
+def unreadable(rank, num_ranks):
+    def fail(_config):
+        raise ValueError("calibration: no JSON")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_step_module, "with_present_rates", fail)
+        with pytest.raises(ValueError, match="calibration: no JSON"):
+            forward_step_module._with_shared_rates(MagiConfig(), 1)
+
+
+def test_a_calibration_that_cannot_be_read_is_an_error_on_all_ranks(ranks):
+    ranks(2, unreadable)

@@ -47,6 +47,34 @@ def test_passes_keep_their_plans_and_are_bounded_by_the_memory_of_these(launched
     assert forward(bands) is not first
 
 
+def test_tensors_that_lie_otherwise_are_not_launched_as_those_before(launched):
+    """As a hook of saved tensors may give them back: contiguous instead of parts of one tensor."""
+    q, k, v, bands = tensors()
+    memo, options = {}, AttnOptions(0.1)
+    apart = [torch.cat([t, t], -1)[..., : t.shape[-1]] for t in (q, k, v)]
+    for inputs in ((q, k, v), apart, (q, *apart[1:]), (q, k, v)):
+        hopper.forward(
+            *inputs, bands, options, out=torch.empty_like(q), lse=torch.zeros(300, 4), accumulate=False, sink_lse=None,
+            return_max_logits=False, memo=memo,
+        )  # fmt: skip
+    # The first call of a layout in a process is not remembered, the second is.
+    passes, launches = hopper._passes.items(), hopper_launch._launches.items()
+    assert len(passes) == len(launches) == 3 and len(memo) == 1
+
+    memo = {}
+    before = len(hopper_launch._launches.items())
+    out, lse = torch.empty_like(q), torch.zeros(300, 4)
+    for inputs in ((q, k, v), apart, (q, *apart[1:])):
+        grads = tuple(torch.empty(t.shape, dtype=t.dtype) for t in (q, k, v))
+        hopper.backward(out, *inputs, lse, lse, bands, options, grads=grads, accumulate=False, memo=memo)
+    assert len(memo) == 3 and len(hopper_launch._launches.items()) > before
+
+    memo = {}
+    for other in (out, torch.cat([out, out], -1)[..., : out.shape[-1]]):
+        hopper.row_delta(out, other, memo)
+    assert len(memo) == 2
+
+
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_masks_of_other_numbers_of_keys_share_the_launches_of_a_layout(launched, monkeypatch, dims, deterministic):

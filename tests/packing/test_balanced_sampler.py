@@ -53,6 +53,21 @@ def test_a_run_goes_on_where_it_was_left():
     assert BalancedSampler(lengths, **SIZES, seed=6).step() != BalancedSampler(lengths, **SIZES, seed=5).step()
 
 
+def test_what_was_drawn_ahead_is_not_lost():
+    """A data loader's workers are steps ahead of training when its state is saved."""
+    lengths = heavy_tailed(300)
+    sampler = BalancedSampler(lengths, **SIZES)
+    steps = [sampler.step() for _ in range(6)]
+    assert sampler.state_dict(2) == sampler.state_dict(2)
+    resumed = BalancedSampler(lengths, **SIZES)
+    resumed.load_state_dict(sampler.state_dict(3))
+    assert [resumed.step() for _ in range(3)] == steps[3:]
+    assert resumed.state_dict(3) == resumed.state_dict() == sampler.state_dict()
+    for wrong in (2, 7, -1):
+        with pytest.raises(ValueError, match="num_steps"):
+            sampler.state_dict(wrong)
+
+
 def first_fit(lengths, num_bins, max_tokens):
     """Documents in their order, each to the first microbatch that has room."""
     room, work = np.full(num_bins, max_tokens), np.zeros(num_bins)

@@ -308,15 +308,14 @@ class _PeerKernel(NamedTuple):
     loads: int
 
 
-def needed_kernels(partial: torch.dtype, wide: torch.dtype, units: Sequence[int]) -> list[tuple[str, tuple[str, ...]]]:
+def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, tuple[str, ...]]]:
     """Source and macros of the kernels that calls of attention take.
 
     Args:
-        partial, wide: of the rows that are summed, and of their sums.
-        units: bytes that all addresses and lengths of rows are multiples of.
+        partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
     sums = f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[wide]}", f"VECTOR={_WIDEST // partial.itemsize}"
-    rows = [(name, (f"UNIT={unit}",)) for unit in units for name in ("publish_rows", "pull_rows")]
+    rows = [(name, (f"UNIT={_WIDEST}",)) for name in ("publish_rows", "pull_rows")]
     return [(_source(name), macros) for name, macros in (*rows, ("pull_bulk", ()), ("pull_sums", sums))]
 
 

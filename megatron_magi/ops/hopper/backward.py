@@ -73,14 +73,14 @@ def backward(
     heads, deterministic results, and many queries that see few keys each, take no fp32 dq; wide heads an fp32 dk
     and dv where SMs would idle.
 
-    ``memo`` remembers how, for calls that differ in nothing but addresses and the layout of ``dout``. With ``parts``
-    this is one of several passes, of which the last writes dq, whatever ``accumulate`` says.
+    ``memo`` remembers how, for calls that differ in nothing but addresses, strides and the dtype of ``dout``. With
+    ``parts`` this is one of several passes, of which the last writes dq, whatever ``accumulate`` says.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
     if memo:
-        known = memo.get((current_stream(q.device), dout.dtype, dout.stride()))
+        known = memo.get(_layout(current_stream(q.device), q, k, v, dout, lse, grads))
         if known is not None and not reduce(or_, [t.data_ptr() for t in (q, k, v, dout, *grads)]) % 16:
             known.run((q, k, v, dout), lse, delta, grads, parts)
             return
@@ -109,7 +109,12 @@ def backward(
         _passes.put(key, found, found.num_bytes)
     found.run(inputs, lse, delta, grads, parts)
     if memo is not None and all(a is b for a, b in zip(given, tensors, strict=False)) and not any(key[-3:]):
-        memo[stream, dout.dtype, dout.stride()] = found
+        memo[_layout(stream, q, k, v, dout, lse, grads)] = found
+
+
+def _layout(stream: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, grads: Grads) -> tuple:
+    """What may change from call to call: hooks of saved tensors may give them back with other strides."""
+    return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, *grads)]
 
 
 class Parts:

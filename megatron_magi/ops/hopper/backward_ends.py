@@ -19,13 +19,13 @@ _DELTA_ELEMENTS = 8 * 256 * 4  # of out, of a block of the kernel for delta
 def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:
     """``rowsum(dout * out)``, fp32 ``[num_rows, num_heads_q]``; of an out in fp32, as stages have it, by torch.
 
-    ``memo`` remembers how, for calls that differ in nothing but addresses and the layout of ``dout``.
+    ``memo`` remembers how, for calls that differ in nothing but addresses, strides and the dtype of ``dout``.
 
     Raises:
         ValueError: the device or head dim is not supported.
     """
     if memo:
-        known = memo.get((dout.dtype, dout.stride()))
+        known = memo.get((dout.dtype, dout.stride(), out.stride()))
         if known is not None and not (dout.data_ptr() | out.data_ptr()) % 16:
             return _fire_delta(known, dout, out)
     num_rows, num_heads, head_dim = out.shape
@@ -48,7 +48,7 @@ def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:
 
     launch = prepared(("row_delta", out.device, out.dtype, out.shape, dout.stride(), out.stride()), make)
     if memo is not None and given[0] is dout and given[1] is out:
-        memo[dout.dtype, dout.stride()] = launch
+        memo[dout.dtype, dout.stride(), out.stride()] = launch
     return _fire_delta(launch, dout, out)
 
 

@@ -72,7 +72,7 @@ def forward(
 ) -> Tensor | None:
     """Writes attention to ``out`` and ``lse``, or merges it into them; see `slice_attention_forward`.
 
-    ``memo`` remembers how, for calls that differ in nothing but addresses.
+    ``memo`` remembers how, for calls that differ in nothing but addresses and strides.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
@@ -84,7 +84,7 @@ def forward(
     if sink_lse is not None:
         sink_lse = in_dtype(sink_lse, torch.float32).expand(num_rows, num_heads)
     if memo:  # most calls: tensors that lie as those of an earlier call did
-        known = memo.get(current_stream(q.device))
+        known = memo.get(_layout(current_stream(q.device), q, k, v, out, lse))
         if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
             return max_logits
     check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
@@ -92,7 +92,7 @@ def forward(
     known = _passes.get(_key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream))
     if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
         if memo is not None:
-            memo[stream] = known
+            memo[_layout(stream, q, k, v, out, lse)] = known
         return max_logits
     q, k, v = map(loadable, (q, k, v))
     if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
@@ -113,6 +113,11 @@ def forward(
     if target_lse is not lse:
         lse.copy_(target_lse)
     return max_logits
+
+
+def _layout(stream: int, *tensors: Tensor) -> tuple:
+    """What may change from call to call."""
+    return stream, *[t.stride() for t in tensors]
 
 
 def _key(q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream: int) -> tuple:
