@@ -8,7 +8,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
-from megatron_magi.explain.command import add_arguments, mask_of
+from megatron_magi.explain.arguments import add_arguments
+from megatron_magi.explain.command import mask_of
 from megatron_magi.explain.figures import COLOURS, STYLE, plot_mask, plot_timeline
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_magi import envs
-from megatron_magi.explain import command as explain_command
+from megatron_magi.explain.arguments import add_arguments as add_explain_arguments
 
 
 def environment_listing(environ: Mapping[str, str] | None = None, width: int = 100) -> tuple[str, bool]:
@@ -143,15 +143,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "calibrate", help="measure the rates of this GPU, and under torchrun of what connects several, and keep them"
     )
     explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
-    explain_command.add_arguments(explain)
+    add_explain_arguments(explain)
     args = parser.parse_args(argv)
     if args.command == "calibrate":
         return _calibrate()
     if args.command == "build":
         return _build(args)
     if args.command == "explain":
+        # Not at the top: the other commands run where neither numpy nor torch is installed, as in an isolated build.
+        from megatron_magi.explain import command
+
         try:
-            print(explain_command.run(args))
+            print(command.run(args))
         except ValueError as error:
             explain.error(str(error))
         return 0

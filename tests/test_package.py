@@ -59,3 +59,13 @@ def test_the_package_ships_every_folder_of_cuda_sources(monkeypatch) -> None:
     folders = {path.parent.relative_to(root) for path in (root / "csrc").rglob("*.cu*")}
     assert folders and {"megatron_magi." + ".".join(f.parts) for f in folders} <= set(given["packages"])
     assert "megatron_magi.ops.hopper" in given["packages"] and not any("tests" in p for p in given["packages"])
+
+
+def test_the_commands_are_listed_where_nothing_is_installed():
+    """As in an isolated build, which compiles kernels where torch is there."""
+    script = (
+        "import sys; sys.modules.update(numpy=None, torch=None); from megatron_magi.__main__ import main; main(['env'])"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "MAGI_ATTENTION_PREBUILD_FFA" in said.stdout

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.__main__ import main
-from megatron_magi.explain import command, dispatch_figures, explain_text
+from megatron_magi.explain import command
+from megatron_magi.explain.arguments import add_arguments
+from megatron_magi.explain.report import dispatch_figures, explain_text
 from megatron_magi.explain.sampled import sampled_mask
 from megatron_magi.explain.timeline import BACKWARD_WORK, backward_timeline, forward_timeline
 from megatron_magi.mask import builders
@@ -71,7 +73,7 @@ def test_the_report_lists_dispatches_and_ranks():
 
 def options(*args):
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_arguments(parser)
     return parser.parse_args(["--cp-size", "2", *map(str, args)])
 
 

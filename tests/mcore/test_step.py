@@ -14,7 +14,7 @@ from megatron.core.rerun_state_machine import RerunState
 from megatron.training import training
 
 from megatron_magi import rates
-from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import forward_step as forward_step_module
 from megatron_magi.mcore import loader, step, stock_step
 from megatron_magi.mcore.forward_step import MagiForwardStep

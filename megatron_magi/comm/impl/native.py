@@ -152,10 +152,10 @@ class Native:
         return Started((work,), tuple(into), lambda: list(into))
 
     def failure(self) -> str | None:
-        """What a kernel that gave up waited for, None as long as none did."""
+        """What a kernel that gave up waited for, or that all were told to; None as long as none did."""
         absent = int(self._notice[1])
         if not absent:
-            return None
+            return "group collective: the group was ended by an earlier error" if self._notice[0] else None
         names = self._meeting.names([absent - 1])
         return f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
 
