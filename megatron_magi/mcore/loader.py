@@ -71,13 +71,10 @@ class PlanningCollate:
     def __call__(self, samples: Sequence) -> LoadedBatch:
         """An error of the plan travels with the microbatch, to be raised in its step."""
         fields = self.collate(samples)
-        if not isinstance(fields, Mapping):
-            message = f"dataset_provider: its items must be dicts, got a {type(fields).__name__} of them"
-            return LoadedBatch({}, ValueError(message))
         planned = self.planner.attempt(fields, needs_backward=self.needs_backward)
         if isinstance(planned, Exception) and get_worker_info() is not None:
             planned = _portable(planned)
-        return LoadedBatch(fields, planned)
+        return LoadedBatch(fields if isinstance(fields, Mapping) else {}, planned)
 
 
 def _portable(error: Exception) -> Exception:
