@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 import weakref
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
 _CONTROL_BYTES = MAX_RANKS * (1 << 16) * 4 + 64  # Control of peers.cuh
 PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
+
+_LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it
 
 
 class Meeting:
@@ -52,11 +54,13 @@ class Meeting:
         store = dist.PrefixStore(f"{self._prefix}/{self._count}", store_of(group))
         store.set(str(self.rank), json.dumps(value))
         keys = [str(rank) for rank in range(self.size)]
-        try:
-            store.wait(keys, timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise RuntimeError(f"native: {self.names(absent)} did not come within {self.timeout_s:g} s") from error
+        began = time.monotonic()
+        while not store.check(keys):
+            waited = time.monotonic() - began
+            if waited > self.timeout_s:
+                absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise RuntimeError(f"native: {self.names(absent)} did not come within {self.timeout_s:g} s")
+            time.sleep(min(max(waited / 10, 1e-4), _LONGEST_PAUSE_S))
         return [json.loads(store.get(key)) for key in keys]
 
     def names(self, ranks: list[int]) -> str:
