@@ -55,13 +55,15 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
 
 
 def _with_shared_rates(config: MagiConfig, tp_size: int) -> MagiConfig:
-    """``config`` with the rates that rank 0 finds, on all ranks; collective.
+    """``config`` with the rates that rank 0 finds, on all ranks; collective. Rates are of GPUs: CPUs take ``affinity``.
 
     Pipeline stages compare no plans, so stages that chose dispatches by other rates would train on other rows.
 
     Raises:
         ValueError: there is a calibration on rank 0 that cannot be read.
     """
+    if config.dispatch.algorithm == "auto" and not _is_on_gpus():
+        return replace(config, dispatch=replace(config.dispatch, algorithm="affinity"))
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -76,6 +78,10 @@ def _with_shared_rates(config: MagiConfig, tp_size: int) -> MagiConfig:
         # Neighbours in context parallelism are as many ranks apart as tensor parallelism has.
         rates = replace(rates, ranks_per_node=max(1, rates.ranks_per_node // tp_size))
     return replace(config, dispatch=replace(config.dispatch, rates=rates))
+
+
+def _is_on_gpus() -> bool:
+    return torch.cuda.is_available()
 
 
 def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:

@@ -14,7 +14,7 @@ from megatron.core.rerun_state_machine import RerunState
 from megatron.training import training
 
 from megatron_magi import rates
-from megatron_magi.config import MagiConfig
+from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import forward_step as forward_step_module
 from megatron_magi.mcore import loader, step, stock_step
 from megatron_magi.mcore.forward_step import MagiForwardStep
@@ -201,10 +201,10 @@ def test_items_without_what_other_backends_broadcast_are_refused() -> None:
 
 def shared_rates(rank, num_ranks, tp_size):
     own = replace(rates.H100, host_forward_us=100.0 + rank)
+    found = MagiConfig(dispatch=DispatchConfig(rates=own))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            forward_step_module, "with_present_rates", lambda c: replace(c, dispatch=replace(c.dispatch, rates=own))
-        )
+        patch.setattr(forward_step_module, "with_present_rates", lambda _config: found)
+        patch.setattr(forward_step_module, "_is_on_gpus", lambda: True)
         return forward_step_module._with_shared_rates(MagiConfig(), tp_size).dispatch.rates
 
 
@@ -221,9 +221,19 @@ def unreadable(rank, num_ranks):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_step_module, "with_present_rates", fail)
+        patch.setattr(forward_step_module, "_is_on_gpus", lambda: True)
         with pytest.raises(ValueError, match="calibration: no JSON"):
             forward_step_module._with_shared_rates(MagiConfig(), 1)
 
 
 def test_a_calibration_that_cannot_be_read_is_an_error_on_all_ranks(ranks):
     ranks(2, unreadable)
+
+
+def test_cpus_keep_areas_even_as_rates_are_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_step_module, "_is_on_gpus", lambda: False)
+    assert forward_step_module._with_shared_rates(MagiConfig(), 1).dispatch == DispatchConfig("affinity")
+    named = MagiConfig(dispatch=DispatchConfig("zigzag"))
+    monkeypatch.setattr(forward_step_module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(forward_step_module.dist, "broadcast_object_list", lambda _found, src: None)
+    assert forward_step_module._with_shared_rates(named, 1) == named
