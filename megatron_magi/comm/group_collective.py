@@ -20,6 +20,7 @@ from megatron_magi.comm.impl.native import Native, native_of
 from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.movement import Started
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import can_add
 
 __all__ = ["CastFacts", "CastTables", "GroupCastArgs", "Handle", "group_cast", "group_reduce", "group_reduce_lse"]
 
@@ -194,7 +195,7 @@ def group_reduce(
     _check_reduce(tensors, args, into)
     layout = RowLayout.of(tensors)
     mover = way.mover(layout, *(2 * (args.most or _UNKNOWN)[1:]))
-    if at_once and isinstance(mover, Native) and mover.can_add(layout, into):
+    if at_once and isinstance(mover, Native) and can_add(layout, into):
         started = mover.add(tensors, args, layout, into)
         return _handle(way, started, started.finish, args.recv_splits, args.send_splits, layout)
     started = mover.give_back(tensors, args, layout)

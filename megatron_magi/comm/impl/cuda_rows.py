@@ -18,21 +18,18 @@ import torch
 from torch import Tensor
 
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, can_add, with_rows
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import LaunchConfig, load_kernel
 
-_MAX_TENSORS = 4
 _THREADS = 256
 _MAX_BLOCKS = 132 * 8
 _IN_FLIGHT = 4  # units that a thread copies at a time
-_WIDEST = 16  # bytes of an access
+__all__ = ["add_rows", "can_add", "gather_source", "pack_rows", "runs_on", "sum_source", "unpack_rows"]
+
 _ROWS = "8Q8q4i2i"  # RowTensors of rows.cuh: addresses, and what is fixed
 _ADDRESSES, _FIXED = struct.Struct(_ROWS[:2]), struct.Struct(_ROWS[2:])
-_ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
-
-_Rows = tuple[int, int, int]
-"""Rows in memory: address, bytes from one to the next, bytes of one."""
 
 
 @cache
@@ -47,7 +44,7 @@ def pack_rows(tensors: Sequence[Tensor], index: Tensor | None, layout: RowLayout
     key = "pack", buffer.device.index, _low_bits(base, *addresses), *[x.stride() for x in tensors]
     way = layout.ways.get(key)
     if way is None:
-        tensors = [_with_rows(x) for x in tensors]
+        tensors = [with_rows(x) for x in tensors]
         rows = [_rows_of(x) for x in tensors]
         way = _gather_way(rows, _parts(buffer, layout), buffer.device)
         if [address for address, _, _ in rows] == addresses:
@@ -85,7 +82,7 @@ def add_rows(buffer: Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequen
         vector = min(
             _divisor(sources) // from_dtype.itemsize,
             _divisor(results) // to_dtype.itemsize,
-            _WIDEST // max(from_dtype.itemsize, to_dtype.itemsize),
+            WIDEST // max(from_dtype.itemsize, to_dtype.itemsize),
         )
         units = [size // (vector * from_dtype.itemsize) for _, _, size in sources]
         kernel = _sum_kernel(buffer.device, from_dtype, to_dtype, vector)
@@ -95,15 +92,6 @@ def add_rows(buffer: Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequen
     way.fire(parts, addresses, num_rows, *tables)
 
 
-def can_add(layout: RowLayout, into: Sequence[Tensor]) -> bool:
-    """Whether `add_rows` takes these: tensors of equal dtypes and widths, of 16 or 32 bits, or all of 64."""
-    partial, wide = layout.dtypes[0], into[0].dtype
-    if len(into) > _MAX_TENSORS or not {partial, wide} <= _ELEMENTS.keys():
-        return False
-    equal = all(t == partial for t in layout.dtypes) and all(x.dtype == wide for x in into)
-    return equal and (partial == torch.float64) == (wide == torch.float64)
-
-
 def gather_source(unit: int) -> tuple[str, tuple[str, ...]]:
     """Source and macros of the kernel that copies rows by ``unit`` bytes at a time."""
     return "group_collective/gather_rows.cu", (f"UNIT={unit}",)
@@ -111,18 +99,18 @@ def gather_source(unit: int) -> tuple[str, tuple[str, ...]]:
 
 def sum_source(partial: torch.dtype, into: torch.dtype, vector: int) -> tuple[str, tuple[str, ...]]:
     """Source and macros of the kernel that adds rows by ``vector`` elements at a time."""
-    macros = (f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[into]}", f"VECTOR={vector}")
+    macros = (f"FROM={ELEMENTS[partial]}", f"INTO={ELEMENTS[into]}", f"VECTOR={vector}")
     return "group_collective/sum_rows.cu", macros
 
 
-def _gather_way(sources: list[_Rows], results: list[_Rows], device: torch.device) -> _Way:
+def _gather_way(sources: list[Rows], results: list[Rows], device: torch.device) -> _Way:
     """How rows that lie like these are copied."""
     some = [i for i, (_, _, size) in enumerate(sources) if size]
     parts = []
-    for at in range(0, len(some), _MAX_TENSORS):
-        which = some[at : at + _MAX_TENSORS]
+    for at in range(0, len(some), MOST_TENSORS):
+        which = some[at : at + MOST_TENSORS]
         of_sources, of_results = [sources[i] for i in which], [results[i] for i in which]
-        unit = min(_divisor(of_sources), _divisor(of_results), _WIDEST)
+        unit = min(_divisor(of_sources), _divisor(of_results), WIDEST)
         units = [size // unit for _, _, size in of_sources]
         parts.append(
             _gather_kernel(device, unit).part(of_sources, of_results, units, -(-max(units) // _IN_FLIGHT), which)
@@ -130,22 +118,12 @@ def _gather_way(sources: list[_Rows], results: list[_Rows], device: torch.device
     return _Way(parts)
 
 
-def _with_rows(x: Tensor) -> Tensor:
-    """The tensor, or a copy, with contiguous rows."""
-    expected = 1
-    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if size != 1 and stride != expected:
-            return x.contiguous()
-        expected *= size
-    return x
-
-
-def _rows_of(x: Tensor) -> _Rows:
+def _rows_of(x: Tensor) -> Rows:
     size = x.element_size()
     return x.data_ptr(), x.stride(0) * size, prod(x.shape[1:]) * size
 
 
-def _parts(buffer: Tensor, layout: RowLayout) -> list[_Rows]:
+def _parts(buffer: Tensor, layout: RowLayout) -> list[Rows]:
     """The rows of each tensor in a buffer."""
     address = buffer.data_ptr()
     return [
@@ -153,7 +131,7 @@ def _parts(buffer: Tensor, layout: RowLayout) -> list[_Rows]:
     ]
 
 
-def _divisor(rows: Sequence[_Rows]) -> int:
+def _divisor(rows: Sequence[Rows]) -> int:
     """The largest power of two that divides all addresses, strides and lengths."""
     bits = 0
     for address, stride, size in rows:
@@ -163,7 +141,7 @@ def _divisor(rows: Sequence[_Rows]) -> int:
 
 def _low_bits(*addresses: int) -> int:
     """What addresses say of the widest access."""
-    return reduce(or_, addresses) % _WIDEST
+    return reduce(or_, addresses) % WIDEST
 
 
 class _Part(NamedTuple):
@@ -201,10 +179,10 @@ class _RowKernel:
         self._device = device
 
     def part(
-        self, sources: Sequence[_Rows], results: Sequence[_Rows], units: Sequence[int], lanes: int, which: Sequence[int]
+        self, sources: Sequence[Rows], results: Sequence[Rows], units: Sequence[int], lanes: int, which: Sequence[int]
     ) -> _Part:
         """A launch over tensors that lie like these; ``lanes``: threads that a row is worth."""
-        rest = (0,) * (_MAX_TENSORS - len(units))
+        rest = (0,) * (MOST_TENSORS - len(units))
         log2_lanes = min(lanes - 1, _THREADS - 1).bit_length()
         fixed = _FIXED.pack(
             *(stride for _, stride, _ in sources), *rest, *(stride for _, stride, _ in results), *rest,
@@ -216,7 +194,7 @@ class _RowKernel:
         self, part: _Part, sources: Sequence[int], results: Sequence[int], num_rows: int, tables: tuple[int, ...]
     ) -> None:
         """Queues a launch on the current stream."""
-        rest = (0,) * (_MAX_TENSORS - len(part.which))
+        rest = (0,) * (MOST_TENSORS - len(part.which))
         addresses = *[sources[i] for i in part.which], *rest, *[results[i] for i in part.which], *rest
         config, params = self._config, self._params
         with self._lock:

@@ -27,6 +27,7 @@ from megatron_magi.comm.movement import Started
 from megatron_magi.comm.peer_tables import CHUNK_ROWS
 from megatron_magi.comm.peers import PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, with_rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
@@ -37,16 +38,11 @@ _MAX_CHUNKS = 1 << 16
 _CHUNK_BYTES = 64 << 10  # about what is published together
 BULK_ROW_BYTES = 1024
 """Rows at least as long are read by TMA."""
-_MAX_TENSORS, _MAX_FITTING = 4, 1024
-_WIDEST = 16  # bytes of an access
-_ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "float", torch.float64: "double"}
+_MAX_FITTING = 1024
 _SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
 _NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
 
 _CAST, _GIVE_BACK, _ADD = "cast", "give back", "add"
-
-_Row = tuple[int, int, int]
-"""Rows in memory: address, bytes from one to the next, bytes of one."""
 
 
 class Room:
@@ -67,8 +63,8 @@ class Room:
             return None
         if most_rows is None:
             return "needs args that were built with peers"
-        if len(layout.sizes) > _MAX_TENSORS:
-            return f"moves at most {_MAX_TENSORS} tensors at once, got {len(layout.sizes)}"
+        if len(layout.sizes) > MOST_TENSORS:
+            return f"moves at most {MOST_TENSORS} tensors at once, got {len(layout.sizes)}"
         row_bytes = slot_row_bytes(layout)
         num_bytes = row_bytes * most_rows
         if num_bytes > self.most_bytes or most_rows > _MAX_CHUNKS << chunk_shift(row_bytes):
@@ -132,12 +128,6 @@ class Native:
         work = self._run(_GIVE_BACK, tensors, args, layout, rows)
         return Started((work,), (received,), lambda: received)
 
-    def can_add(self, layout: RowLayout, into: Sequence[torch.Tensor]) -> bool:
-        """Whether `add` takes these: tensors of equal dtypes, of 16 or 32 bits, or all of 64."""
-        partial, wide = layout.dtypes[0], into[0].dtype
-        known = {partial, wide} <= _ELEMENTS.keys() and (partial == torch.float64) == (wide == torch.float64)
-        return known and all(t == partial for t in layout.dtypes) and all(x.dtype == wide for x in into)
-
     def add(
         self,
         tensors: Sequence[torch.Tensor],
@@ -169,7 +159,7 @@ class Native:
         tensors: Sequence[torch.Tensor],
         args: GroupCastArgs,
         layout: RowLayout,
-        results: list[_Row],
+        results: list[Rows],
         types: tuple[torch.dtype, ...] = (),
     ) -> _Done:
         """Publishes ``tensors`` on the current stream, and reads what others publish on a stream beside it.
@@ -182,9 +172,9 @@ class Native:
             results: what is read goes there.
             types: of what is published, and of the rows that it is added to; empty where it is copied.
         """
-        tensors = [_with_rows(x) for x in tensors]
+        tensors = [with_rows(x) for x in tensors]
         rows = _rows(tensors, layout.sizes)
-        forms = [(address % _WIDEST, stride, size) for address, stride, size in (*rows, *results)]
+        forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         key = (self, self._memory.generation, kind, types, *forms)
         launches = args.launches.get(key)
         if launches is None:
@@ -209,8 +199,8 @@ class Native:
         kind: str,
         args: GroupCastArgs,
         layout: RowLayout,
-        rows: list[_Row],
-        results: list[_Row],
+        rows: list[Rows],
+        results: list[Rows],
         types: tuple[torch.dtype, ...],
     ) -> tuple[_Launch, _Launch]:
         """The kernels of a call with their parameters, all but addresses of rows."""
@@ -231,11 +221,11 @@ class Native:
         publish = _kernel("publish_rows", (f"UNIT={unit}",), device)
         if types:
             vector, unit_to = _vector(results, *types), types[1].itemsize
-            defines = f"FROM={_ELEMENTS[types[0]]}", f"INTO={_ELEMENTS[types[1]]}", f"VECTOR={vector}"
+            defines = f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}"
             pull, unit_to = _kernel("pull_sums", defines, device), vector * unit_to
         else:
             unit_to = _widest(results)
-            is_bulk = unit_to == _WIDEST and row_bytes >= BULK_ROW_BYTES
+            is_bulk = unit_to == WIDEST and row_bytes >= BULK_ROW_BYTES
             pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
         return (
             _Launch(publish, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)),
@@ -314,8 +304,8 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     Args:
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
-    sums = f"FROM={_ELEMENTS[partial]}", f"INTO={_ELEMENTS[wide]}", f"VECTOR={_WIDEST // partial.itemsize}"
-    rows = [(name, (f"UNIT={_WIDEST}",)) for name in ("publish_rows", "pull_rows")]
+    sums = f"FROM={ELEMENTS[partial]}", f"INTO={ELEMENTS[wide]}", f"VECTOR={WIDEST // partial.itemsize}"
+    rows = [(name, (f"UNIT={WIDEST}",)) for name in ("publish_rows", "pull_rows")]
     return [(_source(name), macros) for name, macros in (*rows, ("pull_bulk", ()), ("pull_sums", sums))]
 
 
@@ -339,10 +329,10 @@ class _Launch:
         self._kernel = kernel.kernel
         self._params = ctypes.create_string_buffer(kernel.params.pack(peers, rows, *rest))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._addresses = (ctypes.c_uint64 * _MAX_TENSORS).from_buffer(self._params, PEERS.size)
+        self._addresses = (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size)
         self._config = LaunchConfig(self._kernel, kernel.num_blocks)
 
-    def fire(self, rows: list[_Row], stream: int) -> None:
+    def fire(self, rows: list[Rows], stream: int) -> None:
         """Queues the kernel on a stream; the parameters are copied."""
         for i, row in enumerate(rows):
             self._addresses[i] = row[0]
@@ -350,24 +340,24 @@ class _Launch:
         self._kernel.launch(ctypes.addressof(self._config), self._pointers)
 
 
-def _widest(rows: list[_Row]) -> int:
+def _widest(rows: list[Rows]) -> int:
     """Bytes of the widest access that all addresses, strides and lengths allow."""
-    bits = _WIDEST
+    bits = WIDEST
     for row in rows:
         for number in row:
             bits |= number
     return bits & -bits
 
 
-def _vector(rows: list[_Row], partial: torch.dtype, wide: torch.dtype) -> int:
+def _vector(rows: list[Rows], partial: torch.dtype, wide: torch.dtype) -> int:
     """Elements of an access when rows of one type are added to ``rows`` of another."""
-    bits = _WIDEST * max(wide.itemsize // partial.itemsize, 1)
+    bits = WIDEST * max(wide.itemsize // partial.itemsize, 1)
     for address, stride, size in rows:
-        bits |= stride | size | (address if address % _WIDEST else 0)
-    return min((bits & -bits) // wide.itemsize, _WIDEST // partial.itemsize)
+        bits |= stride | size | (address if address % WIDEST else 0)
+    return min((bits & -bits) // wide.itemsize, WIDEST // partial.itemsize)
 
 
-def pack_slot_rows(rows: list[_Row], row_bytes: int, unit: int, loads: int) -> bytes:
+def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> bytes:
     """``SlotRows`` of peers.cuh.
 
     Args:
@@ -376,7 +366,7 @@ def pack_slot_rows(rows: list[_Row], row_bytes: int, unit: int, loads: int) -> b
         unit: bytes of an access to ``rows``.
         loads: accesses of a thread before it waits for the first.
     """
-    rest = (0,) * (_MAX_TENSORS - len(rows))
+    rest = (0,) * (MOST_TENSORS - len(rows))
     *begin, units = accumulate((size // unit for _, _, size in rows), initial=0)
     log2_lanes = min(max(-(-units // loads), 1) - 1, 31).bit_length()
     return _SLOT_ROWS.pack(
@@ -388,7 +378,7 @@ def pack_slot_rows(rows: list[_Row], row_bytes: int, unit: int, loads: int) -> b
 @lru_cache(maxsize=64)
 def slot_row_bytes(layout: RowLayout) -> int:
     """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""
-    return max(-(-sum(layout.sizes) // _WIDEST), 1) * _WIDEST
+    return max(-(-sum(layout.sizes) // WIDEST), 1) * WIDEST
 
 
 def chunk_shift(row_bytes: int) -> int:
@@ -396,13 +386,8 @@ def chunk_shift(row_bytes: int) -> int:
     return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)
 
 
-def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[_Row]:
+def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Rows]:
     return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
-
-
-def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy, with contiguous rows."""
-    return x if x.is_contiguous() or x[0].is_contiguous() else x.contiguous()
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Native | None, str]] = weakref.WeakKeyDictionary()
