@@ -9,7 +9,6 @@ those by 0. The other implementations never use them.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.finite import describe_by_bands, require_finite
+from megatron_magi.ops.impl import blocked, hopper, reference
 from megatron_magi.ops.mask_tensors import bands_of
 from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -36,12 +36,8 @@ from megatron_magi.ops.options import (
     make_options,
 )
 
-IMPLS = {
-    "reference": "megatron_magi.ops.impl.reference",
-    "torch": "megatron_magi.ops.impl.blocked",
-    "ffa": "megatron_magi.ops.impl.hopper",
-}
-"""Implementations by name: modules with `forward` and `backward`, imported when first used."""
+IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
+"""Implementations by name: modules with `forward` and `backward`."""
 
 
 def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
@@ -56,18 +52,13 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     if isinstance(impl, str) and impl == "auto":
         impl = "torch"
         if q.device.type == "cuda":
-            if _module("ffa").is_supported(q, v, deterministic):
+            if hopper.is_supported(q, v, deterministic):
                 impl = "ffa"
             else:
-                _module("ffa").say_why_not(q, v)
+                hopper.say_why_not(q, v)
     if not isinstance(impl, str) or impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
-    return _module(impl)
-
-
-@cache
-def _module(impl: str) -> ModuleType:
-    return importlib.import_module(IMPLS[impl])
+    return IMPLS[impl]
 
 
 @torch.no_grad()
