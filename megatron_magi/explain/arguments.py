@@ -10,7 +10,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--seqlen", type=int, required=True, help="tokens of the sequence")
     parser.add_argument("--cp-size", type=int, required=True, help="context-parallel ranks")
-    parser.add_argument("--mask", default="documents", help="as --magi-mask takes it (default: %(default)s)")
+    parser.add_argument(
+        "--mask",
+        default="documents",
+        help="as --magi-mask takes it; of one that needs fields of a data set, such "
+        "as prefix_tree, a function FILE.py:FUNCTION (default: %(default)s)",
+    )
     documents = parser.add_mutually_exclusive_group()
     documents.add_argument("--documents", type=int, nargs="+", metavar="N", help="lengths of the packed documents")
     documents.add_argument(
