@@ -62,6 +62,15 @@ ENTRIES = [
 ]  # fmt: skip
 
 
+TAIL = """## A mask that is not here
+
+Any mask that slices can express needs no change of the package: dispatch, communication and kernels take any set of
+slices. With Megatron `--magi-mask FILE.py:FUNCTION` names a function that returns it for each microbatch
+([how](megatron.md#other-masks)); in a loop of your own pass ranges and types to `magi_attn_flex_key`
+([how](own_loop.md)). To give it a name in the package, see [contributing](../CONTRIBUTING.md#a-new-mask).
+"""
+
+
 def mask_of(code: str) -> AttnMask:
     """The mask that a line of the gallery makes."""
     return eval(code, {"builders": builders, "AttnMask": AttnMask, "MaskType": MaskType})
@@ -79,7 +88,7 @@ def page() -> str:
             f"## {title}\n\n![{title}](images/masks/{name}.png)\n\n{text}\n\n```python\n{code}\n```\n\n"
             f"{count}, area {mask.area:,} ({share:.1%} of all pairs), {flops / 1e9:.2f} GFLOP.\n"
         )
-    return "\n".join(parts)
+    return "\n".join([*parts, TAIL])
 
 
 def main() -> None:

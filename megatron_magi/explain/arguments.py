@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-documents",
         type=int,
         metavar="N",
-        help="so many documents, lengths log-uniform over a factor of 64, always the same",
+        help="this many documents, lengths log-uniform over a factor of 64, always the same",
     )
     documents.add_argument("--data-path", help="prefix of a Megatron dataset: its documents in the order of the file")
     parser.add_argument("--sample", type=int, default=0, help="which sequence of --data-path (default: %(default)s)")

@@ -102,7 +102,7 @@ def explain_text(mask: AttnMask, figures: Sequence[DispatchFigures], chosen: str
         "",
         "* is what is used" + (f": auto takes {best.taken}" if chosen == "auto" else ""),
         "balance: largest area of a rank over the mean; fetched: by the busiest rank in a forward pass of one layer,",
-        "in so many stages; predicted: forward and backward of one layer's attention on the slowest rank,",
+        "in as many stages; predicted: forward and backward of one layer's attention on the slowest rank,",
         f"{cost.num_heads_q} query, {cost.num_heads_kv} key heads of {cost.head_dim}, {8 * cost.element_bytes} bits, "
         f"rates of an {rates.device}",
         "",
