@@ -79,7 +79,7 @@ def slice_attention_forward(
     sm_margin: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One forward pass, without autograd.
+    """Computes one forward pass, without autograd.
 
     Args:
         q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides; finite, hidden tokens too.
@@ -188,7 +188,7 @@ def slice_attention_backward(
     sm_margin: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
+    """Computes one backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
 
     Args:
         dout: gradient of out, ``[num_rows, num_heads_q, head_dim_v]``, any float dtype.
@@ -250,7 +250,7 @@ def backward_pass(
 
 
 def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
-    """``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
+    """Computes ``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
 
     fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
     garbage in the gradient of rows that see nothing stays there.
@@ -316,7 +316,7 @@ def slice_attention(
     sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
-    """Attention with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
+    """Computes attention, with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
 
     Functions that call it can be compiled as a whole (``fullgraph=True``): masks are inputs of the graph, which is
     compiled again for masks of another size class (see `AttnMask.packed`), not for each mask.
