@@ -54,9 +54,9 @@ def _is_copied(target: str) -> bool:
 
 
 def _file(target: str) -> Path:
-    """The file to show for a path; of a folder its main file."""
+    """The file to show for a path; of a folder ``train.py``, else its first script."""
     path = ROOT / target
-    return path / "train.py" if path.is_dir() else path
+    return (path / "train.py" if (path / "train.py").exists() else min(path.glob("*.py"))) if path.is_dir() else path
 
 
 def _place(target: str) -> str:
