@@ -24,6 +24,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def keys_launch(
     inputs: Inputs,
+    dims: tuple[int, int],
     stats_row: int,
     options: AttnOptions,
     plan: DevicePlan,
@@ -35,6 +36,7 @@ def keys_launch(
     """Writes dk and dv, or adds to them.
 
     Args:
+        dims: head dims of the kernel; those of ``inputs`` may be less.
         stats_row: from the row statistics of a head to those of the next.
         plan: of the transposed mask, tiles as in `PART_TILES`.
         splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
@@ -43,7 +45,7 @@ def keys_launch(
     """
     q, k, v, dout = inputs
     dk, dv = grads
-    keys, block = hopper_kernels.PART_TILES[q.shape[2], v.shape[2]]
+    keys, block = hopper_kernels.PART_TILES[dims]
 
     def make() -> Launch:
         num_heads = q.shape[1] // plan.packed
@@ -51,7 +53,7 @@ def keys_launch(
         params.num_heads, params.group, params.log2_packed = num_heads, num_heads // k.shape[1], plan.log2_packed
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
-        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0)
+        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, dims, options.softcap > 0)
         maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
         return Launch(kernel, 1, params, maps)
 
@@ -61,7 +63,14 @@ def keys_launch(
 
 
 def queries_launch(
-    inputs: Inputs, stats_row: int, options: AttnOptions, plan: DevicePlan, store: int, grad: Tensor, stream: int
+    inputs: Inputs,
+    dims: tuple[int, int],
+    stats_row: int,
+    options: AttnOptions,
+    plan: DevicePlan,
+    store: int,
+    grad: Tensor,
+    stream: int,
 ) -> tuple[Launch, Numbers]:
     """Writes dq, or adds to it; arguments as in `keys_launch`, ``plan``: tiles as in `query_tiles`.
 
@@ -69,7 +78,6 @@ def queries_launch(
     kernels before that are.
     """
     q, k, v, dout = inputs
-    dims = q.shape[2], v.shape[2]
     block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
