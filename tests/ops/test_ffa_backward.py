@@ -206,6 +206,22 @@ def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads, dims
         assert parts.left == 0 and all(memos)
 
 
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "one_token", "empty"])
+@all_ways([*KERNEL_DIMS, (96, 80)])
+def test_what_lies_behind_the_last_visible_row_and_key_is_never_used(dims, way, mask):
+    x = make_inputs(MASKS[mask](300, 400), 333, 450, dims=dims)
+    last_row, last_key = x.bands[:, 1].max(initial=0), x.bands[:, 3].max(initial=0)
+    padded = Inputs(x.q.clone(), x.k.clone(), x.v.clone(), x.dout.clone(), x.bands, x.options)
+    for t, last in ((padded.q, last_row), (padded.k, last_key), (padded.v, last_key), (padded.dout, last_row)):
+        t[max(1, last) :] = torch.nan
+    out, lse, _ = run_forward(padded)
+    assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
+    for name, got, plain, exact in zip(
+        ("dq", "dk", "dv"), run_backward(padded, out, lse), plain_attention(x)[1:], exact_backward(x), strict=True
+    ):
+        assert_as_good(name, got, plain, exact)
+
+
 def test_row_delta_is_the_row_sum_and_ignores_garbage_where_out_is_zero():
     x = make_inputs(MASKS["documents"](390, 400), 390, 400)
     out, _, _ = run_forward(x)

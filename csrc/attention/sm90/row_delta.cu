@@ -6,7 +6,7 @@
 using T = DTYPE;
 constexpr int kPieces = HEAD_DIM_V / 8;  // of a row, 16 bytes each
 constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
-constexpr int kRowsAtOnce = 4;          // of a thread
+constexpr int kRowsAtOnce = 4;  // of a thread
 constexpr int kThreads = 256;
 constexpr int kStride = kThreads / kLanes;  // rows of a block, once
 

@@ -35,6 +35,7 @@ from megatron_magi.ops.hopper.support import (
     num_processors,
     problem_of,
     query_box,
+    seen_rows,
     stream_lock,
     work_counter,
 )
@@ -168,6 +169,8 @@ class _Pass:
         if not whole and not options.deterministic:
             splits = hopper_plan.group_splits(plan, k.shape[1], group, processors)
         dims = problem.dims
+        last_row, last_key = seen_rows(bands)
+        seen = last_row, last_key, last_key, last_row  # of q, k, v, dout
         dq_store, of_dq = _query_target(grads[0], dims[0], dtype, adds[0])
         store, of_dk, of_dv = _key_targets(grads[1:], dims, dtype, adds[1], splits)
         self._targets, self._adds = (of_dq, of_dk, of_dv), (adds[0], adds[1], adds[1])
@@ -192,14 +195,14 @@ class _Pass:
             self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * dims[0]
             self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
             self._keys, self._keys_numbers = _launch(
-                inputs, dims, num_stats, options, adds_dq, plan, schedule, store, (dk, dv), stream
+                inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
             )
             if schedule.num_apart:
                 self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store)
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_apart * k.shape[1]
         else:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
-                inputs, dims, num_stats, options, plan, splits, store, (dk, dv), stream
+                inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
         if adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
@@ -207,7 +210,7 @@ class _Pass:
             tiling = Tiling(False, q.shape[0], *query_tiles(problem, packed))
             rows_plan = hopper_plan.device_plan(bands, tiling, q.device)
             self._queries, self._queries_numbers = hopper_parts.queries_launch(
-                inputs, dims, num_stats, options, rows_plan, dq_store, dq, stream
+                inputs, dims, num_stats, options, rows_plan, seen, dq_store, dq, stream
             )
             self.num_bytes += rows_plan.num_bytes
         self._num_floats = 2 * self._num_stats + self._num_sums
@@ -300,6 +303,7 @@ def _launch(
     adds_dq: bool,
     plan: DevicePlan,
     schedule: DeviceSchedule,
+    seen: tuple[int, ...],
     store: int,
     grads: tuple[Tensor, Tensor],
     stream: int,
@@ -324,7 +328,7 @@ def _launch(
 
     num_items = len(schedule.items)
     numbers = Numbers(
-        plan, grid_size(q.device, num_items, options.sm_margin),  # the plan keeps its schedules
+        plan, grid_size(q.device, num_items, options.sm_margin), seen,  # the plan keeps its schedules
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
     )  # fmt: skip

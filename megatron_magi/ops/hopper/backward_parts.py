@@ -28,6 +28,7 @@ def keys_launch(
     stats_row: int,
     options: AttnOptions,
     plan: DevicePlan,
+    seen: tuple[int, ...],
     splits: int,
     store: int,
     grads: tuple[Tensor, Tensor],
@@ -39,6 +40,7 @@ def keys_launch(
         dims: head dims of the kernel; those of ``inputs`` may be less.
         stats_row: from the row statistics of a head to those of the next.
         plan: of the transposed mask, tiles as in `PART_TILES`.
+        seen: rows of the inputs that the mask uses, see `seen_rows`.
         splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
             ``store`` adds.
         store: how gradients are written, as the kernels number it.
@@ -58,7 +60,7 @@ def keys_launch(
         return Launch(kernel, 1, params, maps)
 
     grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-    numbers = _numbers(plan, grid, splits=splits, heads_inner=int(plan.host.heads_inner))
+    numbers = _numbers(plan, grid, seen, splits=splits, heads_inner=int(plan.host.heads_inner))
     return prepared(_key("backward_keys", inputs, options, plan, store, grads, stream), make), numbers
 
 
@@ -68,6 +70,7 @@ def queries_launch(
     stats_row: int,
     options: AttnOptions,
     plan: DevicePlan,
+    seen: tuple[int, ...],
     store: int,
     grad: Tensor,
     stream: int,
@@ -90,7 +93,7 @@ def queries_launch(
         return Launch(kernel, 1, params, maps)
 
     work = row_work(plan, q.shape[1], block, k, v)
-    numbers = _numbers(plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin), **work)
+    numbers = _numbers(plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin), seen, **work)
     return prepared(_key("backward_queries", inputs, options, plan, store, (grad,), stream), make), numbers
 
 
@@ -103,9 +106,9 @@ def _params(inputs: Inputs, stats_row: int, options: AttnOptions, store: int, st
     )  # fmt: skip
 
 
-def _numbers(plan: DevicePlan, num_blocks: int, **work: int) -> Numbers:
+def _numbers(plan: DevicePlan, num_blocks: int, seen: tuple[int, ...], **work: int) -> Numbers:
     return Numbers(
-        plan, num_blocks, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+        plan, num_blocks, seen, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         num_tiles=plan.num_tiles, **work,
     )  # fmt: skip
 

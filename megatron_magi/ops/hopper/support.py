@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
+from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.choices import Problem, make_problem
 from megatron_magi.ops.hopper.kernels import BACKWARD_DIMS, DIM_UNIT, kernel_dims
@@ -103,6 +105,13 @@ def work_counter(device: torch.device, stream: int) -> Tensor:
 def problem_of(q: Tensor, k: Tensor, v: Tensor) -> Problem:
     """Shape of a pass over these tensors."""
     return make_problem(q.shape[0], k.shape[0], q.shape[1], k.shape[1], (q.shape[2], v.shape[2]))
+
+
+def seen_rows(bands: np.ndarray) -> tuple[int, int]:
+    """Queries, and keys, up to the last that a mask lets see or be seen; at least one of each."""
+    if not len(bands):
+        return 1, 1
+    return int(bands[:, bd.Q1].max()), int(bands[:, bd.K1].max())
 
 
 def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:

@@ -40,6 +40,7 @@ from megatron_magi.ops.hopper.support import (
     problem_of,
     query_box,
     row_work,
+    seen_rows,
     why_not,
     work_counter,
 )
@@ -159,9 +160,10 @@ class _Pass:
         work = row_work(plan, num_heads, tile[1], k, v)
         grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
         self._stream = stream
+        rows, keys = seen_rows(bands)
         self._numbers = Numbers(
-            plan, grid, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-            num_tiles=num_tiles, **work,
+            plan, grid, (rows, keys, keys),
+            tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles, **work,
         )  # fmt: skip
 
         def make() -> Launch:
