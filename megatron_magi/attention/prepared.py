@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_magi.attention.runtime import peer_rows
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.choices import Problem
+from megatron_magi.ops.hopper.choices import Problem, make_problem
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
@@ -182,10 +182,12 @@ def _prepare_plan(
     dims = shape.head_dim, shape.head_dim_v
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
-    problems = [Problem(plan.num_rows, count, shape.num_heads_q, shape.num_heads_kv, dims) for count in num_keys]
+    heads = shape.num_heads_q, shape.num_heads_kv
+    problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
-        use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
+        writes_dq = stage == first == 0
+        use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
         tables.append(table)
         arrays += made
@@ -197,12 +199,12 @@ def _is_deterministic(config: MagiConfig) -> bool:
 
 
 def _backward_use(
-    plan: RankPlan, shape: AttnShape, config: MagiConfig, writes_dq: bool, sums_meet: bool
+    plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, writes_dq: bool, sums_meet: bool
 ) -> BackwardUse:
     """How `megatron_magi.attention.distributed` calls the backward of a stage."""
     assert shape.num_sms is not None
     dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
-    dq_bytes = plan.num_rows * shape.num_heads_q * shape.head_dim * dtype.itemsize
+    dq_bytes = plan.num_rows * shape.num_heads_q * problem.dims[0] * dtype.itemsize
     return BackwardUse(
         deterministic=_is_deterministic(config),
         num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),
