@@ -17,7 +17,7 @@ from megatron_magi.rates import H100
 
 @dataclass(frozen=True)
 class DispatchFigures:
-    """What one dispatch of a mask comes to.
+    """Figures of one dispatch of a mask.
 
     Attributes:
         algorithm: of `DispatchConfig`.
@@ -40,7 +40,7 @@ class DispatchFigures:
 
 
 def dispatch_figures(mask: AttnMask, cp_size: int, config: MagiConfig | None = None) -> list[DispatchFigures]:
-    """Plans ``mask`` for ``cp_size`` ranks in each way there is.
+    """Plans ``mask`` for ``cp_size`` ranks with each dispatch algorithm.
 
     Args:
         mask: of one sequence or one microbatch.

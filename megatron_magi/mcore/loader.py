@@ -22,7 +22,7 @@ _BUILD = "training.training:build_pretraining_data_loader"
 
 @dataclass(frozen=True, eq=False)
 class LoadedBatch:
-    """What the data loader gives: a microbatch, and what was made of it.
+    """A microbatch as the data loader returns it, and its plan.
 
     A copy is the microbatch alone. Megatron copies what it keeps to replay an iteration, and saves that in checkpoints;
     a microbatch that is replayed is planned again.
@@ -45,7 +45,7 @@ class LoadedBatch:
         return _arrived, (tuple(together), pack([x.numpy() for x in together.values()]), others, self.planned)
 
     def pin_memory(self) -> LoadedBatch:
-        """The same, what goes to the device in page-locked memory, as data loaders ask for it."""
+        """Copies what goes to the device into page-locked memory, as data loaders ask for it."""
         planned = self.planned if isinstance(self.planned, Exception) else self.planned.pin_memory()
         return LoadedBatch(self.fields, planned)  # fields are read on the CPU
 
@@ -86,7 +86,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def install(planner: Planner) -> None:
-    """Data loaders that Megatron builds from now on plan with ``planner``; loaders of a user's own stay as they are."""
+    """Makes data loaders that Megatron builds from now on plan with ``planner``; a user's own stay as they are."""
     from megatron.core.datasets.utils import Split
     from megatron.training import get_args
 
