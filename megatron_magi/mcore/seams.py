@@ -14,7 +14,7 @@ How a target is touched:
 - ``exchanged in specs``: the class is taken out of layer specs, and ours put in.
 
 Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs that capture attention, Mamba
-layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else the user guide lists.
+layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else docs/megatron.md lists.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
         ([256] * 8, (512, 512), 64, True),
     ],
 )
-def test_dq_is_computed_apart_where_a_query_sees_few_keys_and_sums_are_many(launched, documents, heads, dim, summed):
+def test_dq_has_its_own_kernel_where_a_query_sees_few_keys_and_sums_are_many(launched, documents, heads, dim, summed):
     mask, rows = builders.varlen(doc_lengths=documents, causal=False), sum(documents)
     q, k = (torch.empty(rows, n, dim).bfloat16() for n in heads)
     row = torch.empty(rows, heads[0])
