@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from megatron_magi.compat.runtime import cp_group_of
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, NAME
 from megatron_magi.hf.shard import IGNORED, shard_batch
@@ -25,7 +24,7 @@ LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def context_parallel(
     model: PreTrainedModel,
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh,
+    cp_group_or_mesh: Group,
     config: MagiConfig | None = None,
 ) -> PreTrainedModel:
     """Has a model take whole batches, the same on all ranks, and compute this rank's part of them.
@@ -47,7 +46,7 @@ def context_parallel(
         ValueError: the model is over another group already, attends otherwise, has layers that carry a state over the
             sequence, or computes another loss than that of a causal language model. In forward: as `shard_batch`.
     """
-    group = cp_group_of(cp_group_or_mesh)
+    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
         return model
     over = getattr(model, CP_GROUP, None)
