@@ -72,11 +72,14 @@ def context_parallel(
     def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not kwargs["attention_mask"].magi_shard.num_calls:
             raise RuntimeError("attention_mask: no layer attended by it; the model's attention is not transformers'")
-        loss = output.get("loss") if isinstance(output, dict) else None
-        if loss is not None:
+        if kwargs.get("labels") is not None:
+            loss = output[0]  # of a tuple, and of an output that is asked by number
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=group)
-            output["loss"] = loss + (mean / group.size() - loss.detach())
+            loss = loss + (mean / group.size() - loss.detach())
+            if isinstance(output, tuple):
+                return loss, *output[1:]
+            output["loss"] = loss
         return output
 
     model.register_forward_pre_hook(shard, with_kwargs=True)
@@ -175,8 +178,6 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _check_call(model: PreTrainedModel, batch: dict[str, Any]) -> None:
     text = model.config.get_text_config()
-    if batch.get("return_dict") is False:
-        raise ValueError("return_dict: must not be False, the whole batch's loss is put into the result by its name")
     routers = batch.get("output_router_logits")
     if routers or (routers is None and getattr(text, "output_router_logits", False)):
         raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")
