@@ -172,6 +172,7 @@ def test_the_padded_length_is_that_of_every_dispatch(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, seq_length: int
 ) -> None:
     args = _parse(monkeypatch, "--seq-length", str(seq_length))
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
     config = magi_config(args, MagiConfig(dispatch=DispatchConfig(algorithm=algorithm))).dispatch
     for mask in (builders.causal(seq_length), builders.varlen(doc_lengths=[seq_length - 60, 60])):
         dispatched = make_dispatch(mask, config, args.context_parallel_size)
