@@ -14,17 +14,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron_magi.extensions.sink import Tensors, attention_with_sink
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, kernel_module
 
 _HEAD_DIM_GRAIN = 8
 
 
 def _module() -> ModuleType:
-    try:
-        from flash_attn import flash_attn_interface
-    except ImportError as error:
-        raise ImportError("flash_attn: fa2_*_with_sink need the package flash-attn 2.7 or newer") from error
-    return flash_attn_interface
+    return kernel_module("flash_attn.flash_attn_interface", "fa2_*_with_sink need the package flash-attn, 2.7 or newer")
 
 
 @dataclass(frozen=True, eq=False)

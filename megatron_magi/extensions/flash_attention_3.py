@@ -14,15 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_magi.extensions.sink import Tensors, attention_with_sink
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, kernel_module
 
 
 def _module() -> ModuleType:
-    try:
-        import flash_attn_interface
-    except ImportError as error:
-        raise ImportError("flash_attn_interface: fa3_*_with_sink need FlashAttention 3") from error
-    return flash_attn_interface
+    return kernel_module("flash_attn_interface", "fa3_*_with_sink need FlashAttention 3")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +32,7 @@ class _FlashAttention3:
     deterministic: bool
     sm_margin: int
     forward_options: dict[str, Any]
-    lengths: tuple = (None,) * 6
+    lengths: tuple
     empty_lse: float = -math.inf
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
@@ -66,11 +62,21 @@ class _FlashAttention3:
         return grads
 
 
-def _attend(q, k, v, sink, sink_layout, kernel: _FlashAttention3, return_attn_probs: bool, refused: dict[str, Any]):
-    for name, value in refused.items():
-        if value:
+_NO_LENGTHS = (None,) * 6
+
+
+def _attend(
+    q, k, v, lengths, sink, sink_layout, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size,
+    attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs,
+):  # fmt: skip
+    for name, is_given in (("qv", qv is not None), ("attention_chunk", bool(attention_chunk))):
+        if is_given:
             raise ValueError(f"{name}: not supported, it has no backward")
-    out, lse = attention_with_sink(kernel, q, k, v, sink, sink_layout)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    forward_options = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    forward_options |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
+    options = (scale, causal, tuple(window_size), softcap, deterministic, sm_margin, forward_options, lengths)
+    out, lse = attention_with_sink(_FlashAttention3(*options), q, k, v, sink, sink_layout)
     return (out, lse) if return_attn_probs else out
 
 
@@ -96,12 +102,10 @@ def fa3_func_with_sink(
     return_attn_probs=False,
 ):
     """``flash_attn_func`` with a sink: q, k, v ``[batch_size, seqlen, num_heads, head_dim]``."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    forward_options = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    forward_options |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
-    options = (scale, causal, tuple(window_size), softcap, deterministic, sm_margin, forward_options)
-    refused = {"qv": qv is not None, "attention_chunk": attention_chunk}
-    return _attend(q, k, v, sink, sink_layout, _FlashAttention3(*options), return_attn_probs, refused)
+    descale = (q_descale, k_descale, v_descale)
+    options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)
+    options += (deterministic, sm_margin, return_attn_probs)
+    return _attend(q, k, v, _NO_LENGTHS, sink, sink_layout, *options)
 
 
 def fa3_varlen_func_with_sink(
@@ -132,13 +136,11 @@ def fa3_varlen_func_with_sink(
     return_attn_probs=False,
 ):
     """``flash_attn_varlen_func`` with a sink: q, k, v ``[total_seqlen, num_heads, head_dim]``."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    forward_options = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    forward_options |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    options = (scale, causal, tuple(window_size), softcap, deterministic, sm_margin, forward_options, lengths)
-    refused = {"qv": qv is not None, "attention_chunk": attention_chunk}
-    return _attend(q, k, v, sink, sink_layout, _FlashAttention3(*options), return_attn_probs, refused)
+    descale = (q_descale, k_descale, v_descale)
+    options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)
+    options += (deterministic, sm_margin, return_attn_probs)
+    return _attend(q, k, v, lengths, sink, sink_layout, *options)
 
 
 def fa3_qkvpacked_func_with_sink(

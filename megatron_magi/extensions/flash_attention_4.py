@@ -13,15 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_magi.extensions.sink import Tensors, attention_with_sink
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, kernel_module
 
 
 def _module() -> ModuleType:
-    try:
-        from flash_attn.cute import interface
-    except ImportError as error:
-        raise ImportError("flash_attn.cute: fa4_*_with_sink need FlashAttention 4") from error
-    return interface
+    return kernel_module("flash_attn.cute.interface", "fa4_*_with_sink need FlashAttention 4")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ the kernel's own backward is exact once it is given both: it computes the probab
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +69,18 @@ def attention_with_sink(
         if sink.ndim != len(fits) or any(n not in (-1, have) for n, have in zip(fits, sink.shape, strict=True)):
             raise ValueError(f"sink: expected shape {fits}, -1 for any number of sinks, got {list(sink.shape)}")
     return _WithSink.apply(kernel, q, k, v, sink)
+
+
+def kernel_module(name: str, needed: str) -> ModuleType:
+    """A module that is installed apart; ``needed`` says by whom and what.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name}: {needed}") from error
 
 
 class _WithSink(torch.autograd.Function):

@@ -143,12 +143,10 @@ def test_arguments_are_checked():
             call()
 
 
-@pytest.mark.parametrize(
-    "version, name", zip(VERSIONS, ("flash_attn", "flash_attn_interface", "flash_attn"), strict=True)
-)
-def test_a_kernel_that_is_not_installed_is_named(version, name, monkeypatch):
-    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
-        monkeypatch.setitem(sys.modules, module, None)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_kernel_that_is_not_installed_is_named(version, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        monkeypatch.setitem(sys.modules, name, None)
     q, k, v, sink = tensors((1,), 5, 5, 1, "sh")
-    with pytest.raises(ImportError, match=f"^{name}"):
+    with pytest.raises(ImportError, match=f"^flash_attn.*{version}.*_with_sink need"):
         getattr(extensions, f"{version}_func_with_sink")(q, k, v, sink)
