@@ -137,7 +137,7 @@ def build_gpt(model_class):
 
 def start_megatron():
     """One rank a sequence or all, on the CPU."""
-    cpu_device.install(force=True)  # before Megatron is imported
+    cpu_device.install()  # before Megatron is imported
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -191,6 +191,7 @@ def test_the_fsdp_engine_computes_shared_prompts_once():
             assert gradient < 1e-5
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks stand for GPUs by their CPUs, which real ones forbid")
 def test_the_megatron_engine_computes_shared_prompts_once_and_each_rank_its_part():
     ((expected, expected_gradients),) = run_ranks(stock_megatron, 1, timeout_s=120.0)
     for losses, own in run_ranks(with_megatron, 2, timeout_s=120.0):
