@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_magi.comm import rows as torch_rows
 from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.impl import all_to_all, reference
 from megatron_magi.comm.impl.native import Native, native_of
 from megatron_magi.comm.impl.packed import Packed
@@ -129,7 +130,7 @@ def _raw_stream(device: torch.device) -> int | None:
 def group_cast(
     tensors: Sequence[torch.Tensor],
     args: GroupCastArgs,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     impl: str = "auto",
 ) -> Handle:
     """Starts sending local rows to the ranks that need them.
@@ -138,7 +139,7 @@ def group_cast(
         tensors: ``[num_rows, ...]`` each, of any dtypes and trailing shapes, on the device of
             ``args``; may be changed or freed once this returns.
         args: which rows travel where.
-        group: the ranks; the default group when None.
+        group: the ranks, a group or a mesh; the default group when None.
         impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
             GPUs), ``native`` (ranks read each other's memory, see `megatron_magi.comm.impl.native`),
             or ``auto``: the first on gloo; on NCCL the last where it can and is faster
@@ -153,7 +154,7 @@ def group_cast(
         ValueError: tensors, ``args`` and ``group`` do not fit, or ``impl`` does not support them.
         RuntimeError: with ``native``, a rank did not come to an earlier call in time; it is named.
     """
-    way = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group_of(group), impl)
     for x in tensors:
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
@@ -166,7 +167,7 @@ def group_cast(
 def group_reduce(
     tensors: Sequence[torch.Tensor],
     args: GroupCastArgs,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     into: Sequence[torch.Tensor],
     impl: str = "auto",
@@ -191,7 +192,7 @@ def group_reduce(
             support them.
         RuntimeError: as in `group_cast`.
     """
-    way = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group_of(group), impl)
     _check_reduce(tensors, args, into)
     layout = RowLayout.of(tensors)
     mover = way.mover(layout, *(2 * (args.most or _UNKNOWN)[1:]))
@@ -214,7 +215,7 @@ def group_reduce_lse(
     out: torch.Tensor,
     lse: torch.Tensor,
     args: GroupCastArgs,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     into: tuple[torch.Tensor, torch.Tensor],
     impl: str = "auto",
@@ -233,7 +234,7 @@ def group_reduce_lse(
         ValueError: as in `group_reduce`, or ``lse`` is not the shape of ``out`` without its last
             dimension.
     """
-    way = _choose((out, lse), args, group, impl)
+    way = _choose((out, lse), args, group_of(group), impl)
     _check_reduce((out, lse), args, into)
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.agreement import Agreement, start_agreement
@@ -100,29 +99,6 @@ class DistAttnRuntimeKey:
     def chunk_size(self) -> int | None:
         """Tokens a chunk, None where it was left to the planner."""
         return self.config.dispatch.chunk_size
-
-
-def cp_group_of(
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None, name: str = "cp_group_or_mesh"
-) -> dist.ProcessGroup | None:
-    """The group behind a group, or a mesh of one or two dimensions, or nothing (one rank).
-
-    ``name`` is what a message calls the argument.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if cp_group_or_mesh is None or isinstance(cp_group_or_mesh, dist.ProcessGroup):
-        return cp_group_or_mesh
-    if isinstance(cp_group_or_mesh, DeviceMesh):
-        if cp_group_or_mesh.ndim == 1:
-            return cp_group_or_mesh.get_group()
-        if cp_group_or_mesh.ndim == 2:
-            if cp_group_or_mesh.mesh_dim_names is None:
-                raise ValueError(f"{name}: a mesh of two dimensions needs mesh_dim_names to become one group")
-            return cp_group_or_mesh._flatten().get_group()
-        raise ValueError(f"{name}: expected one or two dimensions, got {cp_group_or_mesh.ndim}")
-    raise ValueError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(cp_group_or_mesh).__name__}")
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
