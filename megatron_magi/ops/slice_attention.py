@@ -35,6 +35,7 @@ from megatron_magi.ops.options import (
     check_sink,
     make_options,
 )
+from megatron_magi.profiling import profiled_backward, profiled_forward
 
 IMPLS = {
     "reference": "megatron_magi.ops.impl.reference",
@@ -130,6 +131,7 @@ def slice_attention_forward(
     return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
 
 
+@profiled_forward
 def forward_pass(
     q: Tensor,
     k: Tensor,
@@ -231,6 +233,7 @@ def slice_attention_backward(
     return backward_pass(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
 
 
+@profiled_backward
 def backward_pass(
     dout: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
