@@ -8,7 +8,7 @@ Ways: ``magi``, the default; ``magi_zigzag``, the same kernels and collectives w
 baselines of `baselines`. All take turns in one run, in another order each round. A time is that of the slowest rank,
 median over the rounds, of a pass of a whole call with the host ahead; rates are of visible pairs for each GPU.
 ``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
-run beside them, of a forward and a backward under the profiler, the mean of the ranks. When ``--max-seconds`` are over
+run beside them, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over
 what is there is written. Figures that MagiAttention has published of its own are shown beside, and named so.
 """
 
@@ -19,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "causal": MASKS["causal"],
     "documents_8": _packed(8),
     "documents_64": _packed(64),
-    "short_documents": MASKS["short_causal"],
+    "short_documents": lambda total: replace(MASKS["short_causal"](total), name="short_documents"),
     "window": MASKS["window"],
     "block_causal": MASKS["block_causal"],
 }
@@ -123,15 +124,24 @@ class Turns:
             nonlocal out
             out = self._attend(*self._leaves)
 
-        times = [_device_ms(forward), _device_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout))]
-        slowest = torch.tensor(times, device=self._dout.device)
+        device = self._dout.device
+        times = [
+            _time_ms(forward, device),
+            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device),
+        ]
+        slowest = torch.tensor(times, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         self.times.append(tuple(slowest.tolist()))
         return self.times[-1]
 
 
-def _device_ms(run: Callable[[], object]) -> float:
+def _time_ms(run: Callable[[], object], device: torch.device) -> float:
     """Of this rank, from where its device begins to where it is done; the host queues the work before."""
+    if device.type == "cpu":
+        dist.barrier()
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     dist.barrier()
@@ -143,9 +153,10 @@ def _device_ms(run: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
-def measure(case: Case, cluster: Cluster, ways: Iterable[str], impl: str, traces: Path | None) -> list[list]:
+def measure(
+    case: Case, cluster: Cluster, device: torch.device, ways: Iterable[str], impl: str, traces: Path | None
+) -> list[list]:
     """Rows of the table for one mask, equal on all ranks."""
-    device = torch.device("cuda", torch.cuda.current_device())
     ready, notes = {}, {}
     for name in ways:
         try:
@@ -171,8 +182,8 @@ def measure(case: Case, cluster: Cluster, ways: Iterable[str], impl: str, traces
         forward, backward = (statistics.median(times) for times in zip(*ready[name].times, strict=True))
         trace = traces and traces / f"{case.name}_{head[1]}_{name}_{cluster.rank}.json"
         comm = torch.tensor(hidden_share(ready[name].passes, trace), device=device)
-        dist.all_reduce(comm, op=dist.ReduceOp.AVG)
-        comm_ms, hidden_ms = comm.tolist()
+        dist.all_reduce(comm)
+        comm_ms, hidden_ms = (comm / cluster.num_ranks).tolist()
         share = f"{hidden_ms / comm_ms:.3f}" if comm_ms else ""
         rows.append([
             *head, name, f"{forward:.3f}", f"{flops / forward / 1e9:.0f}", f"{backward:.3f}",
@@ -184,15 +195,17 @@ def measure(case: Case, cluster: Cluster, ways: Iterable[str], impl: str, traces
 def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> None:
     """Measures until the time is over; rank 0 prints and writes."""
     begin, cluster, rows = time.monotonic(), Cluster(), []
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     for tokens in options.tokens:
         for name in options.masks:
-            spent = torch.tensor([time.monotonic() - begin], device="cuda")
+            spent = torch.tensor([time.monotonic() - begin], device=device)
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if float(spent) > options.max_seconds:
                 continue
             case = CASES[name](tokens * num_ranks)
-            rows += measure(case, cluster, options.ways, options.impl, options.traces)
-            torch.cuda.empty_cache()
+            rows += measure(case, cluster, device, options.ways, options.impl, options.traces)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             if rank == 0:
                 for row in rows[-len(options.ways) :]:
                     print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True) if c != ""), flush=True)
@@ -216,9 +229,10 @@ def main() -> None:
     options = parser.parse_args()
     if not options.plot:
         num_ranks = options.ranks or torch.cuda.device_count()
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
         if options.traces:
             options.traces.mkdir(parents=True, exist_ok=True)
-        run_ranks(measure_all, num_ranks, options, timeout_s=options.max_seconds + 300, backend="nccl")
+        run_ranks(measure_all, num_ranks, options, timeout_s=options.max_seconds + 300, backend=backend)
         for name, rates in PUBLISHED.items():
             print(f"published by MagiAttention, 8 H100, 8k tokens a GPU: {name} {rates[0]} / {rates[1]} TFLOP/s a GPU")
     if options.chart and (options.plot or options.csv):

@@ -37,12 +37,17 @@ def overlap(a: np.ndarray, b: np.ndarray) -> float:
 def hidden_share(run: Callable[[], object], trace: Path | None = None) -> tuple[float, float]:
     """Milliseconds in which communication runs while ``run`` does, and in how many of them other kernels run too.
 
+    Nothing where there is no GPU.
+
     Args:
         trace: where to write the trace.
     """
     from torch.autograd.profiler import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    if not torch.cuda.is_available():
+        run()
+        return 0.0, 0.0
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bench_distributed
 import pytest
+import torch
 from baselines import Cluster
 from baselines.base import Unsupported
 from distributed_charts import draw, read_rows
@@ -18,6 +19,7 @@ def run_ways(rank: int, num_ranks: int) -> dict[tuple[str, str], int]:
     cluster, found = Cluster(), {}
     for mask, make in bench_distributed.CASES.items():
         case = make(TOKENS * num_ranks)
+        assert case.name == mask
         for name in bench_distributed.WAYS:
             try:
                 found[mask, name] = bench_distributed.make_way(name, case, cluster, "torch").num_rows
@@ -31,6 +33,24 @@ def test_every_way_holds_all_tokens_of_each_mask(ranks):
     assert {mask for mask, _ in found[0]} == set(bench_distributed.CASES)
     assert {("window", "magi"), ("window", "ulysses"), ("full", "ring")} <= set(found[0])
     assert {sum(of_rank[key] for of_rank in found) for key in found[0]} == {2 * TOKENS}
+
+
+def measured(rank: int, num_ranks: int) -> list[list]:
+    del rank
+    case = bench_distributed.CASES["short_documents"](96 * num_ranks)
+    ways = ("magi", "ring", "double_ring")
+    return bench_distributed.measure(case, Cluster(), torch.device("cpu"), ways, "torch", None)
+
+
+def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
+    found = ranks(2, measured)
+    assert found[0] == found[1]
+    rows = [dict(zip(bench_distributed.HEADER, row, strict=True)) for row in found[0]]
+    assert [(r["mask"], r["tokens_a_gpu"], r["way"]) for r in rows] == [
+        ("short_documents", 96, way) for way in ("magi", "ring", "double_ring")
+    ]
+    assert all(float(r["forward_ms"]) > 0 and float(r["backward_ms"]) > 0 and not r["note"] for r in rows[:2])
+    assert rows[2]["forward_ms"] == "" and "2 ranks" in rows[2]["note"]
 
 
 def test_spans_that_meet_are_joined():
