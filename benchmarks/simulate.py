@@ -290,11 +290,12 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
                 label=name,
             )
         axis.set_xscale("log", base=2)
+        axis.set_xticks([2, 8, 32, 128, 512, 2048], ["2", "8", "32", "128", "512", "2,048"])
         axis.axvline(8, color="grey", ls=":", lw=1)
         axis.set(xlabel="GPUs (dotted: one node)", ylabel="TFLOP/s a GPU, forward and backward", ylim=(0, None),
                  title=f"predicted, {size // 1024}k tokens a GPU")  # fmt: skip
-        axis.legend(fontsize=7)
         axis.grid(lw=0.3)
+    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
