@@ -22,6 +22,7 @@ from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.movement import Started
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
+from megatron_magi.profiling import profiled_collective
 
 __all__ = ["CastFacts", "CastTables", "GroupCastArgs", "Handle", "group_cast", "group_reduce", "group_reduce_lse"]
 
@@ -126,6 +127,7 @@ def _raw_stream(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
+@profiled_collective
 @torch.no_grad()
 def group_cast(
     tensors: Sequence[torch.Tensor],
@@ -163,6 +165,7 @@ def group_cast(
     return _handle(way, started, started.finish, args.send_splits, args.recv_splits, layout)
 
 
+@profiled_collective
 @torch.no_grad()
 def group_reduce(
     tensors: Sequence[torch.Tensor],
@@ -210,6 +213,7 @@ def group_reduce(
     return handle
 
 
+@profiled_collective
 @torch.no_grad()
 def group_reduce_lse(
     out: torch.Tensor,
