@@ -1,14 +1,19 @@
 """Objects with large tensors that go from one process to another as one block, and are taken apart when needed.
 
 The thread of a data loader that receives what workers have made competes with the training for the interpreter. So it
-gets a `Parcel`: some bytes, and one block of memory for all tensors.
+gets a `Parcel`: some bytes, and one block of memory for all tensors. Processes that multiprocessing has started share
+the block: the receiver opens the sender's anonymous file by its number, which takes a quarter of the time of torch's
+exchange of file descriptors. As there, the sender has to live until the parcel has arrived, and it arrives once.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
+import os
 import pickle
-from typing import Any, Self
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -36,6 +41,42 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
         self.persistent_load = tensors.__getitem__
+
+
+class _Sent(NamedTuple):
+    """A block that this process has sent; its first byte is set when it has arrived."""
+
+    file: int
+    memory: mmap.mmap
+
+
+_sent: list[_Sent] = []  # kept open until they have arrived
+
+
+def _send(parcel: Parcel) -> tuple:
+    """How multiprocessing sends a parcel."""
+    for sent in [sent for sent in _sent if sent.memory[0]]:
+        _sent.remove(sent)
+        sent.memory.close()
+        os.close(sent.file)
+    block = parcel._tensors.buffer.numpy()
+    file, size = os.memfd_create("megatron_magi"), mmap.PAGESIZE + block.nbytes
+    os.ftruncate(file, size)
+    memory = mmap.mmap(file, size)
+    memory[mmap.PAGESIZE :] = block
+    _sent.append(_Sent(file, memory))
+    return _receive, (type(parcel), parcel._data, parcel._tensors.places, os.getpid(), file, size)
+
+
+def _receive(kind: type[Parcel], data: bytes, places: tuple, process: int, file: int, size: int) -> Parcel:
+    own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    try:
+        memory = mmap.mmap(own, size)
+    finally:
+        os.close(own)
+    memory[0] = 1
+    block = torch.frombuffer(memory, dtype=torch.uint8, offset=mmap.PAGESIZE)  # keeps the memory
+    return kind(data, PackedArrays(block, places))
 
 
 class Sendable[Parts]:
@@ -92,3 +133,6 @@ class Parcel:
     def open(self) -> Any:
         """What is in it. Tensors are views of one block of memory."""
         return _Unpickler(self._data, self._tensors.to("cpu")).load()
+
+
+ForkingPickler.register(Parcel, _send)

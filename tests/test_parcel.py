@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
+from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_magi import parcel
 from megatron_magi.parcel import Parcel, Sendable
 from megatron_magi.upload import pack
 
@@ -54,3 +58,33 @@ def test_all_tensors_lie_in_the_block_that_was_pinned(monkeypatch: pytest.Monkey
     (block,) = pinned
     (rows, packed), ones = got.parts[0].parts, got.parts[1]
     assert {t.untyped_storage().data_ptr() for t in (rows, packed.buffer, ones)} == {block.untyped_storage().data_ptr()}
+
+
+def _send_all(connection: Connection, sizes: list[int]) -> None:
+    for size in sizes:
+        connection.send(Parcel.of([torch.arange(size), size]))
+        connection.recv()
+    connection.send(len(parcel._sent))
+    connection.recv()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_share_the_memory_and_keep_none_that_has_arrived(method: str) -> None:
+    here, there = multiprocessing.get_context(method).Pipe()
+    sizes = [3, 0, 200_000, 7, 50_000]
+    sender = multiprocessing.get_context(method).Process(target=_send_all, args=(there, sizes))
+    sender.start()
+    try:
+        files, got = len(os.listdir("/proc/self/fd")), []
+        for _ in sizes:
+            got.append(here.recv())
+            here.send(None)
+        assert here.recv() == 1  # the last one is closed when the next is sent
+        here.send(None)
+    finally:
+        sender.join(30)
+    for size, arrived in zip(sizes, got, strict=True):
+        rows, number = arrived.open()
+        assert number == size and torch.equal(rows, torch.arange(size))
+    del got, arrived, rows
+    assert len(os.listdir("/proc/self/fd")) == files
