@@ -134,8 +134,12 @@ class GroupCastArgs:
         Raises:
             ValueError: lengths disagree, a number is negative, or ``recv_order`` is no permutation.
         """
-        tables = CastTables.of(send_index, send_splits, recv_splits, recv_order, peers)
-        order = tables.recv_order
+        return cls.of_tables(CastTables.of(send_index, send_splits, recv_splits, recv_order, peers), device)
+
+    @classmethod
+    def of_tables(cls, tables: CastTables, device: torch.device | str) -> GroupCastArgs:
+        """`build` for what has been checked already."""
+        order, peers = tables.recv_order, tables.peers
         moved = upload([tables.send_index] if order is None else [tables.send_index, order], device)
         return cls(
             send_index=moved[0],
@@ -203,6 +207,24 @@ class GroupCastArgs:
         assert self.host is not None
         arrays = self.host.peer_arrays(arrival_arrays(self.host.send_index)[2])
         return PeerTables(*upload(arrays, self.send_index.device), *self.most)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors to move live."""
+        return self.send_index.device
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return len(self.send_splits)
+
+    def rows_away(self, rank: int) -> tuple[int, int]:
+        """Rows that rank ``rank``, whose arguments these are, sends to other ranks in a cast, and receives from others."""
+        return self.num_send - self.send_splits[rank], self.num_recv - self.recv_splits[rank]
+
+    def rows_far(self, rank: int) -> tuple[int, int]:
+        """Of these, between nodes: none, as none are told apart."""
+        return 0, 0
 
     @property
     def num_send(self) -> int:

@@ -30,9 +30,15 @@ _LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it
 
 
 class Meeting:
-    """Values that all ranks of a group tell each other, by way of the group's store; nothing of it needs a GPU."""
+    """Values that all ranks of a group tell each other, by way of the group's store; nothing of it needs a GPU.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: the ranks.
+        what: they meet for, in messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str = "native") -> None:
+        self._what = what
         # Not kept alive: with the group goes the store, which may be a server with a port.
         self._group = weakref.ref(group)
         self.rank, self.size, self.timeout_s = group.rank(), group.size(), timeout_s(group)
@@ -59,7 +65,7 @@ class Meeting:
             waited = time.monotonic() - began
             if waited > self.timeout_s:
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise RuntimeError(f"native: {self.names(absent)} did not come within {self.timeout_s:g} s")
+                raise RuntimeError(f"{self._what}: {self.names(absent)} did not come within {self.timeout_s:g} s")
             time.sleep(min(max(waited / 10, 1e-4), _LONGEST_PAUSE_S))
         return [json.loads(store.get(key)) for key in keys]
 

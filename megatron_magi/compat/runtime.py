@@ -125,6 +125,13 @@ def cp_group_of(
     raise ValueError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(cp_group_or_mesh).__name__}")
 
 
+def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> int | None:
+    """Ranks that share a node: those along the second dimension of a mesh of two; None where nothing says so."""
+    if isinstance(cp_group_or_mesh, DeviceMesh) and cp_group_or_mesh.ndim == 2:
+        return cp_group_or_mesh.size(1)
+    return None
+
+
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where tensors of a group live that come from no tensor: the GPU, unless the group is for CPUs."""
     on_gpu = torch.cuda.is_available() and (group is None or "nccl" in dist.get_backend_config(group))
