@@ -203,8 +203,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _toggle(
             "HIERARCHICAL_COMM",
-            "Communication in two levels: what several ranks of a node need of another crosses once. 1 is an error where "
-            "nothing says which ranks share a node, 0 treats all ranks alike.",
+            "Communication in two levels: what several ranks of a node need of another crosses once. 1 is an error "
+            "where nothing says which ranks share a node, 0 treats all ranks alike.",
             default=None,
             default_text="where --hierarchical-context-parallel-sizes or a mesh of two dimensions tell nodes apart",
         ),

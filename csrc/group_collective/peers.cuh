@@ -14,6 +14,7 @@ struct Control {
   u32 broken;                            // 1 + the rank that did not come
   // Only this rank's:
   u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
+  u32 left[kMaxRanks];  // by rank: it has this memory mapped no more; told by the hosts
 };
 
 // In page-locked memory of the host.

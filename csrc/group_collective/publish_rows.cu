@@ -28,7 +28,7 @@ DEVICE void publish_row(const SlotRows& s, i64 row, u64 slot, int lane, int lane
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512) magi_publish_rows(const __grid_constant__ PublishParams p) {
+extern "C" __global__ void __launch_bounds__(512, 2) magi_publish_rows(const __grid_constant__ PublishParams p) {
   Control* mine = p.peers.control[p.peers.rank];
   const u32 call = mine->calls_published + 1;
   const int thread = threadIdx.x, lanes = 1 << p.from.log2_lanes, shift = static_cast<int>(p.chunk_shift);

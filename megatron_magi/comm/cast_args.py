@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -98,8 +99,9 @@ class GroupCastArgs:
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is made; None where all is made.
-        ways: how rows travel, by group and implementation, found out at the first call.
-        launches: what implementations prepare for calls, by what they like.
+        ways: how rows travel, by group and implementation, found out at the first call. They go with the group, not
+            with the arguments, which plans keep.
+        launches: what implementations prepare for calls, by implementation; likewise.
     """
 
     send_index: torch.Tensor
@@ -109,8 +111,8 @@ class GroupCastArgs:
     num_rows_min: int
     most: tuple[int, int] | None
     host: CastTables | None
-    ways: dict[Any, Any] = field(default_factory=dict, repr=False)
-    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
+    ways: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
+    launches: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @classmethod
     def build(
@@ -219,7 +221,7 @@ class GroupCastArgs:
         return len(self.send_splits)
 
     def rows_away(self, rank: int) -> tuple[int, int]:
-        """Rows that rank ``rank``, whose arguments these are, sends to other ranks in a cast, and receives from others."""
+        """Rows that ``rank``, whose arguments these are, sends to other ranks in a cast, and receives from others."""
         return self.num_send - self.send_splits[rank], self.num_recv - self.recv_splits[rank]
 
     def rows_far(self, rank: int) -> tuple[int, int]:

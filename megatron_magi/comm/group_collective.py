@@ -37,6 +37,7 @@ __all__ = [
     "group_cast",
     "group_reduce",
     "group_reduce_lse",
+    "make_room",
 ]
 
 Args = GroupCastArgs | LevelArgs
@@ -49,6 +50,13 @@ MOST_BYTES_OF_MANY = 16 << 20
 takes the device up to 12 % longer from 8 MB on and the host half as long; at 64 MB NCCL with its packing is 1.3 times
 as fast (``results/group_collective_4gpu.csv``)."""
 _UNKNOWN = (None, None)
+
+
+class _Alone:
+    """Stands for the group of a rank that has none."""
+
+
+_ALONE = _Alone()
 
 
 class _Way(NamedTuple):
@@ -272,6 +280,40 @@ def group_reduce_lse(
     return _handle(way, started, finish, args, layout, back=True)
 
 
+def make_room(
+    casts: Sequence[Args], there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str = "auto"
+) -> None:
+    """Gets the memory that calls of `group_cast` and `group_reduce` will take, at once and not in their middle.
+
+    Collective, as the calls are. Without it memory grows with need, and each time all ranks wait for their GPUs.
+
+    Args:
+        casts: arguments of the calls.
+        there, back: layouts of the rows that are cast, and of those that are reduced; None where none are.
+        group, impl: as in `group_cast`.
+
+    Raises:
+        ValueError, RuntimeError: as `group_cast`.
+    """
+    needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
+    for way, layout, most, most_recv in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
+        way.mover(layout, most, most_recv)
+
+
+def _needs(
+    args: Args, there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str
+) -> list[tuple[_Way, RowLayout, int | None, int | None]]:
+    """The arguments of `_Way.mover` in the calls with ``args``."""
+    way = _way(args, group, impl)
+    if isinstance(args, LevelArgs):
+        groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
+        parts = ((args.near, groups.near), (args.relay, groups.relay))
+        return [need for part, ranks in parts for need in _needs(part, there, back, ranks, impl)]
+    most_rows, most_recv = args.most or _UNKNOWN
+    needs = [(way, there, most_rows, most_recv)]
+    return needs if back is None else [*needs, (way, back, most_recv, most_recv)]
+
+
 def _handle(
     way: _Way, started: Started, finish: Callable[[], Any], args: Args, layout: RowLayout, back: bool = False
 ) -> Handle:
@@ -295,10 +337,13 @@ def _choose(tensors: Sequence[torch.Tensor], args: Args, group: dist.ProcessGrou
 
 
 def _way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
-    key = (group if args.num_ranks > 1 else None, impl)
-    way = args.ways.get(key)
+    key = _ALONE if args.num_ranks == 1 else dist.group.WORLD if group is None else group
+    known = args.ways.get(key)
+    if known is None:
+        known = args.ways[key] = {}
+    way = known.get(impl)
     if way is None:
-        way = args.ways[key] = _find_way(args, group, impl)
+        way = known[impl] = _find_way(args, group, impl)
     return way
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class LevelArgs:
     near_rows: torch.Tensor
     relay_rows: torch.Tensor
     arrivals: Arrivals
-    ways: dict[Any, Any] = field(default_factory=dict, repr=False)
+    ways: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @classmethod
     def from_uploaded(cls, facts: LevelFacts, moved: Sequence[torch.Tensor]) -> LevelArgs:

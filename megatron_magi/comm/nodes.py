@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -62,9 +63,7 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
         # Groups that are made without the other ranks of the job are known by their ranks and this number.
         counts = Meeting(group, "ranks_per_node").gather(len(dist.distributed_c10d._world.pg_names))
         if len(set(counts)) > 1:
-            raise RuntimeError(
-                f"ranks_per_node: the ranks of the group have made different numbers of groups: {counts}"
-            )
+            raise RuntimeError(f"ranks_per_node: ranks of the group have made different numbers of groups: {counts}")
         first = rank - rank % ranks_per_node
         node, places = ranks[first : first + ranks_per_node], ranks[rank % ranks_per_node :: ranks_per_node]
         backend, timeout = dist.get_backend_config(group), timedelta(seconds=timeout_s(group))
@@ -73,5 +72,13 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
             for some in (node, node, places)
         )
         made[ranks_per_node] = groups = NodeGroups(near, relay, far, [])
+        weakref.finalize(group, _end, near, relay, far).atexit = False
         add_guard(group, groups)
     return made[ranks_per_node]
+
+
+def _end(*groups: dist.ProcessGroup) -> None:
+    """Gives back what the groups of a group hold that is gone."""
+    for group in groups:
+        with suppress(Exception):  # the job may have ended all of them
+            dist.destroy_process_group(group)

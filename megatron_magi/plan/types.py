@@ -87,7 +87,7 @@ class Levels:
     """A transfer between nodes of ``ranks_per_node`` neighbours in the group, as one rank sees it.
 
     ``near`` moves its own rows among the ranks of its node. ``far`` moves them among the ranks that have its place in
-    their nodes, once to each node where any rank needs them, and ``relay`` hands on inside the node what ``far`` brought.
+    their nodes, once to each node where any rank needs them; ``relay`` hands on inside the node what ``far`` brought.
     Row i of what ``near`` brings is row ``near_rows[i]`` of the transfer's buffer; likewise ``relay_rows``.
     """
 

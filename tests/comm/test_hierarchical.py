@@ -1,4 +1,4 @@
-"""In two levels the same bits arrive, rows cross between nodes once, and what comes back is summed before it crosses."""
+"""In two levels the same bits arrive, rows cross between nodes once, and partial rows are summed before they cross."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def returned(transfers: Transfers, partials: list[np.ndarray], rank: int) -> lis
 
 
 def reduce_all(rank, num_ranks, per_node, device="cpu", impls=IMPLS):
-    """Sums of each pair of dtypes: repeatable, and off the exact sum by one rounding of each node's sum and the last."""
+    """Sums of several dtypes: repeatable, and off the exact sum by one rounding of each node's sum and the last."""
     bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
     compared = 0
     for seed, (partial, wide) in enumerate(((fp64, fp64), (fp32, fp32), (bf16, fp32), (bf16, bf16))):
@@ -200,6 +200,44 @@ def merge_all(rank, num_ranks, per_node):
         weights = torch.softmax(all_lse, dim=0).unsqueeze(-1)
         torch.testing.assert_close(merged[0][row], (weights * all_out).sum(0), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(merged[1][row], torch.logsumexp(all_lse, 0), rtol=1e-12, atol=1e-12)
+
+
+def count_crossing(rank, num_ranks, per_node, impl):
+    """Bytes that the backend is given for ranks of other nodes, what handles say of it, and the least possible."""
+    crossed = 0
+    exchange, send = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def is_far(group, peer):
+        return dist.get_process_group_ranks(group)[peer] // per_node != rank // per_node
+
+    def all_to_all(received, rows, recv_splits, send_splits, group, async_op):
+        nonlocal crossed
+        crossed += sum(n for peer, n in enumerate(send_splits) if is_far(group, peer)) * rows.shape[1]
+        return exchange(received, rows, recv_splits, send_splits, group=group, async_op=async_op)
+
+    def point_to_point(ops):
+        nonlocal crossed
+        crossed += sum(op.tensor.numel() for op in ops if op.op is dist.isend and is_far(op.group, op.group_peer))
+        return send(ops)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, point_to_point
+    results = []
+    for seed in range(2):
+        transfers = random_transfers(num_ranks, seed, with_order=True)
+        args = level_args(transfers, rank, per_node)
+        counts = distinct(transfers, per_node)
+        fetched = sum(counts[r, rank // per_node] for r in range(rank % per_node, num_ranks, per_node))
+        x = torch.zeros(transfers.num_rows[rank], 6)
+        for back, least in ((False, counts[rank].sum()), (True, fetched)):
+            crossed = 0
+            if back:
+                handle = group_reduce([torch.zeros(args.num_recv, 6)], args, into=[x], impl=impl)
+            else:
+                handle = group_cast([x], args, impl=impl)
+            handle.wait()
+            results.append((crossed, handle.far_sent_bytes, 24 * int(least)))
+    dist.all_to_all_single, dist.batch_isend_irecv = exchange, send
+    return results
 
 
 def many_handles(rank, num_ranks):
