@@ -22,24 +22,38 @@ DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
 
 // The pieces that one thread copies, one after the other: rows in runs, each in pieces.
 struct Pieces {
-  i64 row, end_of_run, num_rows, step;
+  i64 row, end_of_run, num_rows, at, step;
   int run, piece, num_pieces;
+  SideBySide runs;
 
-  DEVICE Pieces(i64 thread, i64 num_threads, i64 num_rows, int units) : num_rows(num_rows), piece(0) {
+  DEVICE Pieces(const Peers& p, i64 thread, i64 num_threads, i64 num_rows, int units)
+      : num_rows(num_rows),
+        at(thread),
+        step(num_threads),
+        run(length(num_rows, num_threads)),
+        piece(0),
+        num_pieces((units + kPieceUnits - 1) / kPieceUnits),
+        runs(p, (num_rows + run - 1) / run) {
+    begin_run();
+  }
+  static DEVICE int length(i64 num_rows, i64 num_threads) {
     const i64 share = (num_rows + num_threads - 1) / num_threads;
-    run = share < kMostRun ? static_cast<int>(share) : kMostRun;
-    row = thread * run;
-    end_of_run = row + run;
-    step = num_threads * run;
-    num_pieces = (units + kPieceUnits - 1) / kPieceUnits;
+    return share < 1 ? 1 : share > kMostRun ? kMostRun : static_cast<int>(share);
+  }
+  DEVICE void begin_run() {
+    for (row = num_rows; at < runs.end(); at += step) {
+      row = runs.at(at) * run;
+      if (row < num_rows) break;
+    }
+    end_of_run = row + run < num_rows ? row + run : num_rows;
   }
   DEVICE bool any() const { return row < num_rows && num_pieces; }
   DEVICE void advance() {
     if (++piece < num_pieces) return;
     piece = 0;
     if (++row < end_of_run) return;
-    end_of_run += step;
-    row = end_of_run - run;
+    at += step;
+    begin_run();
   }
 };
 
@@ -72,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
     fence_async_proxy();
-    Pieces loads(static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count, s.units);
+    Pieces loads(p.peers, static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count,
+                 s.units);
     Pieces stores = loads;
     Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
     i64 place = loads.any() ? p.places[loads.row] : 0;

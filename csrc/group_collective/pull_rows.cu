@@ -19,12 +19,13 @@ extern "C" __global__ void __launch_bounds__(512, 2) magi_pull_rows(const __grid
   const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
   const RowWalk walk = my_rows(s.log2_lanes);
   const i64 num_rows = *p.count;
-  const Runs runs(walk, num_rows);
+  const int run = length_of_runs(walk, num_rows);
+  const SideBySide runs(p.peers, (num_rows + run - 1) / run);
   Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
   bool failed = false;
-  for (i64 first = runs.first; first < num_rows; first += runs.step) {
-    const i64 end = first + runs.run < num_rows ? first + runs.run : num_rows;
-    i64 place = p.places[first];
+  for (i64 i = walk.row; i < runs.end(); i += walk.step) {
+    const i64 first = runs.at(i) * run, end = first + run < num_rows ? first + run : num_rows;
+    i64 place = first < end ? p.places[first] : 0;
     for (i64 row = first; row < end; ++row) {
       const u64 address = failed ? 0 : pull.await_row(place);
       failed = address == 0;

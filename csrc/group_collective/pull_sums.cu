@@ -60,11 +60,11 @@ extern "C" __global__ void __launch_bounds__(512, 2) magi_pull_sums(const __grid
   const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
   const RowWalk walk = my_rows(p.into.log2_lanes);
   const i64 num_rows = *p.count;
-  const Runs runs(walk, num_rows);
+  const int run = length_of_runs(walk, num_rows);
   Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), p.into.row_bytes);
   bool failed = false;
-  for (i64 first = runs.first; first < num_rows; first += runs.step)
-    for (i64 i = first; i < first + runs.run && i < num_rows; ++i)
+  for (i64 first = walk.row * run; first < num_rows; first += walk.step * run)
+    for (i64 i = first; i < first + run && i < num_rows; ++i)
       add_parts(p.into, pull, p.rows[i], p.places + p.starts[i], p.starts[i + 1] - p.starts[i], walk.lane, walk.lanes,
                 failed);
   end_pull(p.peers, call);

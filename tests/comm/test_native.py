@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import time
 from datetime import timedelta
@@ -157,6 +158,39 @@ def test_ranks_that_did_not_meet_to_make_room_do_not_try_again_alone():
         with pytest.raises(RuntimeError, match="rank 1 did not come"):
             room.refusal(layout, 1)
     assert len(slots.grown) == 1
+
+
+class Block:
+    """Shared memory of one rank, as `peers.Shared`."""
+
+    def __init__(self, rank: int) -> None:
+        self.addresses, self.done = [1000, 2000, 3000], []
+        self.rank = rank
+
+    def close(self) -> None:
+        self.done.append("closed")
+
+    def free(self) -> None:
+        self.done.append("freed")
+
+
+def test_memory_is_given_back_when_all_ranks_have_left_and_not_before(monkeypatch):
+    words: dict[int, int] = {}
+    monkeypatch.setattr(peers, "write_word", lambda address, value, device: words.__setitem__(address, value))
+    monkeypatch.setattr(peers, "read_words", lambda at, n, device: [words.get(at + 4 * i, 0) for i in range(n)])
+    monkeypatch.setattr(peers, "_LEAVE_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    ranks = []
+    for rank in range(3):
+        owned = peers._Owned(rank, torch.device("cuda", 0), torch.zeros(4, dtype=torch.int32), Block(rank))
+        owned.data = Block(rank)
+        ranks.append(owned)
+    for i, owned in enumerate(ranks):
+        owned.leave()
+        peers._give_back_what_all_have_left()
+        assert int(owned._notice[0]) == 1 and owned.data.done[:1] == owned._control.done[:1] == ["closed"]
+        assert [("freed" in r.data.done, "freed" in r._control.done) for r in ranks] == [(i == 2, i == 2)] * 3
+    assert not peers._left
 
 
 def test_without_any_memory_everything_is_refused_at_once():
@@ -391,6 +425,44 @@ def stay_away(rank, num_ranks, width, sums):
 @pytest.mark.parametrize(("width", "sums"), [(128, False), (1024, False), (128, True)], ids=["rows", "bulk", "sums"])
 def test_a_rank_that_does_not_come_is_named_its_rows_are_nan_and_nothing_hangs(width, sums, num_ranks):
     run_ranks(stay_away, num_ranks, width, sums, backend="nccl", timeout_s=60)
+
+
+def free_mb():
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0] / 1e6
+
+
+def end_a_group(rank, num_ranks):
+    """Arguments are kept, the group is not; other groups, of which several wait at once, go on."""
+    args = many_rows(num_ranks, 3, 3000).args(rank, "cuda")
+    x = torch.randn(3000, 4096, device="cuda")
+    expected = [y.clone() for y in group_cast([x], args, impl="all_to_all").wait()]
+    dist.barrier()
+    before = free_mb()
+    groups = [dist.new_group(list(range(num_ranks))) for _ in range(3)]
+    for turn in range(4):
+        if rank == 1:
+            time.sleep(0.2)
+        handles = [group_cast([x], args, group, "native") for group in groups[turn % 3 :] + groups[: turn % 3]]
+        for handle in handles:
+            assert same_bits(handle.wait()[0], expected[0])
+    del handles, handle
+    held = free_mb()
+    assert before - held > 3 * 60
+    for group in groups:
+        dist.destroy_process_group(group)
+    del group, groups
+    gc.collect()
+    dist.barrier()
+    peers._give_back_what_all_have_left()
+    assert not peers._left and before - free_mb() < 30 and len(args.launches) == 0
+    assert same_bits(group_cast([x], args, impl="native").wait()[0], expected[0])
+
+
+@on_gpus
+def test_memory_goes_with_its_group_though_arguments_are_kept_and_groups_wait_beside_each_other(num_ranks):
+    run_ranks(end_a_group, num_ranks, backend="nccl", timeout_s=120)
 
 
 def ask_for_too_much(rank, num_ranks):
