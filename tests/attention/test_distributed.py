@@ -348,25 +348,6 @@ def test_device_copies_are_freed_with_their_plan_without_a_garbage_collection() 
         gc.enable()
 
 
-def attend_and_end_the_group(rank: int, num_ranks: int, ranks_per_node: int | None) -> None:
-    group = dist.new_group(list(range(num_ranks)))
-    config = MagiConfig(comm=CommConfig(ranks_per_node=ranks_per_node))
-    plan = make_plan(cs.documents([64]), config, num_ranks).for_rank(rank)
-    x = torch.zeros(plan.num_rows, 2, 8)
-    distributed_attention(x, x, x, plan, group, config=config)
-    alive = weakref.ref(group)
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    assert alive() is None and plan.runtime["calls"]
-    again = dist.new_group(list(range(num_ranks)))
-    distributed_attention(x, x, x, plan, again, config=config)
-
-
-def test_a_plan_that_is_kept_keeps_no_group_alive_and_serves_the_next(ranks) -> None:
-    ranks(2, attend_and_end_the_group, None)
-
-
 def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None:
     import megatron_magi.attention.distributed as module
 
