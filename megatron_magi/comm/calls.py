@@ -268,9 +268,9 @@ class CallLog:
     def look(self) -> bool:
         """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
         group = self._group()
-        guard = None if group is None or self._broken is not None else _guards.get(group)
-        if guard is not None and (text := guard.failure()) is not None:
-            self._end(self._count, text)
+        for guard in () if group is None or self._broken is not None else _guards.get(group, ()):
+            if self._broken is None and (text := guard.failure()) is not None:
+                self._end(self._count, text)
         for event in self._board.unread():
             if event["kind"] == "question":
                 self._questions.add(event["call"])
@@ -304,8 +304,8 @@ class CallLog:
     def _abort(self) -> None:
         group = self._group()
         if group is not None:
-            if group in _guards:
-                _guards[group].stop()
+            for guard in _guards.get(group, ()):
+                guard.stop()
             abort(group)
 
     def conclude(self, call: int, text: str, *, ends: bool) -> str:
@@ -433,12 +433,12 @@ _NO_CALLS = NoCalls()
 _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.WeakKeyDictionary()
 """One a group, as long as the group is there: all callers must number their calls together."""
 
-_guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Guard] = weakref.WeakKeyDictionary()
+_guards: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Guard]] = weakref.WeakKeyDictionary()
 
 
 def add_guard(group: dist.ProcessGroup, guard: Guard) -> None:
     """Has the log of a group look after ``guard``: its failure ends the group, an end of the group stops it."""
-    _guards[group] = guard
+    _guards.setdefault(group, []).append(guard)
 
 
 def calls_of(group: dist.ProcessGroup | None, num_ranks: int, verify: bool = True) -> CallLog | NoCalls:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,13 @@ from hypothesis import strategies as st
 
 from megatron_magi.attention.runtime import cast_tables
 from megatron_magi.comm import nodes
+from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.group_collective import LevelArgs, group_cast, group_reduce, group_reduce_lse
 from megatron_magi.plan import Transfer
 from megatron_magi.plan.hierarchy import Pieces, two_levels
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import Transfers, random_tensor, random_transfers
+from tests.comm.test_calls import be_quick
 from tests.comm.test_group_collective import IMPLS, same_bits
 
 SHAPES = [pytest.param((2, 2), id="2x2"), pytest.param((4, 2), id="4x2")]
@@ -300,6 +305,40 @@ def test_bytes_that_cross_are_those_of_distinct_rows_for_each_node(found, impl):
 
 def test_partial_results_are_merged_handles_wait_in_any_order_and_what_does_not_fit_is_refused(found):
     assert len(found) in (4, 8)  # the ranks of four have looked
+
+
+class Move(NamedTuple):
+    operation: str
+
+
+def raise_on_one_rank(rank, num_ranks):
+    """The others are in collectives of their nodes, and between nodes, in which it does not take part."""
+    be_quick()
+    group = dist.group.WORLD
+    args = level_args(random_transfers(num_ranks, 2, with_order=True), rank, 2)
+    x = torch.zeros(20, 3)
+
+    def move(fails):
+        with calls_of(group, num_ranks) as calls:
+            calls.agree(Move("move"))
+            if fails:
+                raise KeyError("lost")
+            for _ in range(2):
+                group_cast([x], args).wait()
+
+    move(fails=False)
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, KeyError)) as error:
+        move(fails=rank == 1)
+    assert time.monotonic() - began < 30
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_an_error_on_one_rank_ends_the_collectives_of_all_levels(ranks):
+    found = ranks(4, raise_on_one_rank)
+    assert found[1] == "KeyError: 'lost'"
+    for text in found[:1] + found[2:]:
+        assert "rank 1 of the group (global rank 1) raised KeyError: 'lost'" in text
 
 
 def on_gpus(rank, num_ranks, per_node):
