@@ -267,10 +267,9 @@ class CallLog:
 
     def look(self) -> bool:
         """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
-        group = self._group()
-        for guard in () if group is None or self._broken is not None else _guards.get(group, ()):
-            if self._broken is None and (text := guard.failure()) is not None:
-                self._end(self._count, text)
+        text = None if self._broken is not None else next(filter(None, (g.failure() for g in self._guards())), None)
+        if text is not None:
+            self._end(self._count, text)
         for event in self._board.unread():
             if event["kind"] == "question":
                 self._questions.add(event["call"])
@@ -301,11 +300,15 @@ class CallLog:
         _log.error(self.conclude(call, text, ends=True))
         self._abort()
 
+    def _guards(self) -> list[Guard]:
+        group = self._group()
+        return [] if group is None else _guards.get(group, [])
+
     def _abort(self) -> None:
         group = self._group()
+        for guard in self._guards():
+            guard.stop()
         if group is not None:
-            for guard in _guards.get(group, ()):
-                guard.stop()
             abort(group)
 
     def conclude(self, call: int, text: str, *, ends: bool) -> str:
