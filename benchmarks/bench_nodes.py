@@ -1,4 +1,4 @@
-"""Rows of keys that cross between nodes, as fetched by ranks, once to a node, and with neighbours gathered; needs no GPU.
+"""Rows of keys that cross between nodes: to each rank, once to a node, and with neighbours gathered; needs no GPU.
 
     python benchmarks/bench_nodes.py [--csv FILE]
 
