@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.runtime import peer_rows
-from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.attention.runtime import cast_tables, uploaded_args
+from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import Problem, make_problem
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables, masks_meet
@@ -58,7 +58,7 @@ class _PreparedPlan:
     """A `RankPlan` with what its collectives and its stages need beside arrays."""
 
     plan: RankPlan
-    casts: tuple[CastFacts, ...]
+    casts: tuple[CastFacts | LevelFacts, ...]
     tables: tuple[MaskTables, ...]
 
     def keep(
@@ -66,7 +66,7 @@ class _PreparedPlan:
     ) -> None:
         """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
         self.plan.runtime[str(device)] = tuple(
-            GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
+            uploaded_args(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
         )
         # One for the bands of each stage, or none at all.
         for bands, tables in zip(self.plan.bands, self.tables, strict=False):
@@ -175,8 +175,8 @@ def _prepare_plan(
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
-    for t in plan.transfers:
-        facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peer_rows(t)).arrays()
+    for transfer in plan.transfers:
+        facts, made = cast_tables(transfer).arrays()
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:
