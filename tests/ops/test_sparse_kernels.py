@@ -10,6 +10,7 @@ from megatron_magi.ops.sparse_pattern import SparsePattern
 from tests.ops.sparse_cases import (
     assert_as_good,
     csr_of_mask,
+    exact_backward,
     exact_forward,
     lists_of_mask,
     make_case,
@@ -112,3 +113,36 @@ def test_a_mask_becomes_lists_of_its_columns():
         for head, row in ((0, 0), (1, 50), (2, 76)):
             n = int(counts[head, row])
             assert torch.equal(entries[head, row, :n].long(), given[head, row].nonzero()[:, 0])
+
+
+def check_backward(x) -> None:
+    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
+    for name, got, plain, want in zip(("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True):
+        assert_as_good(name, got, plain, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("k_block", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
+    num_rows, num_keys, heads, q_block = shape
+    for form, lists in (("mask", heads[1]), ("csr", heads[1]), ("lists", 1)):
+        pattern = block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal)
+        check_backward(make_case(pattern, num_rows, num_keys, heads))
+
+
+@pytest.mark.parametrize("topk", [1, 100, 300, 517])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_index_sparse_gradients_match_fp64(shape, topk):
+    num_rows, num_keys, heads, _ = shape
+    for lists in (1, heads[1]):
+        check_backward(make_case(index_pattern(lists, num_rows, num_keys, topk), num_rows, num_keys, heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_compiled_backward_matches_fp64(dim, dtype):
+    for pattern in (block_pattern("mask", 2, 200, 900, 16, 64, True), index_pattern(2, 200, 900, 200)):
+        check_backward(make_case(pattern, 200, 900, (32, 2), dim, dtype))

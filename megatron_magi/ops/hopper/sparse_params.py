@@ -32,6 +32,20 @@ class SparseForwardParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SparseBackwardParams(ctypes.Structure):
+    _fields_ = [
+        ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
+        ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
+        ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
+        ("dq", ctypes.c_void_p), ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p),
+        ("k_row", ctypes.c_int64), ("k_head", ctypes.c_int64), ("v_row", ctypes.c_int64), ("v_head", ctypes.c_int64),
+        ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
+        ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
+        ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64), ("sum_rows", ctypes.c_int64),
+        ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
 class SparseListsParams(ctypes.Structure):
     _fields_ = [
         ("mask", ctypes.c_void_p), ("entries", ctypes.c_void_p), ("counts", ctypes.c_void_p),

@@ -15,7 +15,7 @@ from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper.kernels import element
-from megatron_magi.ops.hopper.sparse_params import SparseForwardParams, SparseListsParams, SparseTiles
+from megatron_magi.ops.hopper.sparse_params import SparseBackwardParams, SparseForwardParams, SparseListsParams, SparseTiles
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 DIMS = ((64, 64), (128, 128))
 _PLACES = 128  # of a tile: queries times heads
 _BEHIND_ALL = 1 << 30
-_STEP = 128  # keys
+_STEP, _KEY_STEP = 128, 64  # keys of a step, forward and backward
 _LISTS_OF_BLOCK = 8  # of the kernel that makes lists
 
 
@@ -142,6 +142,11 @@ def forward_macros(dtype: torch.dtype, dim: int, indexed: int) -> tuple[str, ...
     return f"HEAD_DIM={dim}", f"INDEXED={indexed}", element(dtype)
 
 
+def backward_macros(dtype: torch.dtype, dim: int, indexed: int) -> tuple[str, ...]:
+    """What a backward kernel is compiled for."""
+    return forward_macros(dtype, dim, indexed)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -200,3 +205,72 @@ def forward(
         params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
         launch.fire(stream)
     return out, lse, max_logits
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``; see `sparse_reference.backward`.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported; deterministic results are asked for.
+    """
+    check_support(q, (q.shape[2], v.shape[2]), DIMS)
+    if deterministic:
+        raise ValueError("deterministic: the sparse kernels add gradients of keys in no fixed order; use impl 'reference'")
+    num_rows, num_heads, dim = q.shape
+    num_keys, heads_kv = k.shape[:2]
+    if not num_rows or not num_keys:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q, k, v, dout = (loadable(t) for t in (q, k, v, dout.to(q.dtype)))
+    stream, lists, indexed = current_stream(q.device), _Lists(pattern), _indexed(pattern)
+    sum_rows = num_blocks(num_keys, _KEY_STEP) * _KEY_STEP
+    sums = torch.zeros((2, heads_kv, sum_rows, dim), dtype=torch.float32, device=q.device)
+
+    def make() -> Launch:
+        params = SparseBackwardParams(
+            tiles=_tiles(q, k, pattern, stream),
+            k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
+            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
+            dq_row=dq.stride(0), dq_head=dq.stride(1), sum_rows=sum_rows,
+            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+        )  # fmt: skip
+        # q and dout, two stages of k and v, twice P and dS
+        shared = 2 * (2 * _PLACES * dim + 4 * _KEY_STEP * dim + 4 * _PLACES * _KEY_STEP) + 2048
+        kernel = _kernel(q.device, "sparse_backward", backward_macros(q.dtype, dim, indexed), 384, shared)
+        group = num_heads // heads_kv
+        maps = (_query_box(q, group), (k, 64), (v, 64), _query_box(dout, group))
+        return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
+
+    key = (
+        "sparse_backward", q.device, stream, q.dtype, softmax_scale, indexed, pattern.q_block, pattern.k_block,
+        pattern.causal, pattern.num_lists, q.shape, k.shape, q.stride(), k.stride(), v.stride(), dout.stride(),
+        lse.stride(), delta.stride(),
+    )  # fmt: skip
+    launch = prepared(key, make)
+    with launch.lock:
+        launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
+        params = launch.params
+        lists.point(params.tiles)
+        params.keys, params.values = k.data_ptr(), v.data_ptr()
+        params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
+        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        launch.fire(stream)
+    return dq, _finished(sums[0], k, softmax_scale), _finished(sums[1], v, 1.0)
+
+
+def _finished(sums: Tensor, like: Tensor, factor: float) -> Tensor:
+    """A gradient of keys, of its sums as the kernel has them: of every 16 columns 2t, 2t + 1, 2t + 8, 2t + 9 together."""
+    grad = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    ordered = sums[:, : like.shape[0]].unflatten(2, (-1, 4, 2, 2)).permute(1, 0, 2, 4, 3, 5)
+    torch.mul(ordered, factor, out=grad.view(ordered.shape))
+    return grad
