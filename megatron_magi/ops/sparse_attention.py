@@ -95,8 +95,8 @@ def index_sparse_attention(
     """Attention in which each query sees a list of single keys. Autograd; can be compiled.
 
     Args:
-        indices: int ``[num_tokens_q, num_heads_kv, topk]``, or ``[num_tokens_q, 1, topk]`` for all key heads: numbers of
-            keys in any order; -1 is passed over. A key that a list names twice counts twice. Numbers behind the last
+        indices: int ``[num_tokens_q, num_heads_kv, topk]``, or ``[num_tokens_q, 1, topk]`` for all key heads: numbers
+            of keys in any order; -1 is passed over. A key that a list names twice counts twice. Numbers behind the last
             key are a ValueError on a CPU, and passed over on a GPU.
         q, k, v, sink, softmax_scale, return_max_logits, deterministic, impl: as in `block_sparse_attention`.
 

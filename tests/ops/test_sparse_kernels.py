@@ -85,7 +85,7 @@ def test_block_sparse_forward_matches_fp64(shape, k_block, form, causal):
 def test_index_sparse_forward_matches_fp64(shape, topk):
     num_rows, num_keys, heads, _ = shape
     for lists in (1, heads[1]):
-        check_forward(make_case(index_pattern(lists, num_rows, num_keys, topk), num_rows, num_keys, heads))
+        check_forward(make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -119,7 +119,9 @@ def check_backward(x) -> None:
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
     grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
-    for name, got, plain, want in zip(("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True):
+    for name, got, plain, want in zip(
+        ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
+    ):
         assert_as_good(name, got, plain, want)
 
 
@@ -138,7 +140,7 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
 def test_index_sparse_gradients_match_fp64(shape, topk):
     num_rows, num_keys, heads, _ = shape
     for lists in (1, heads[1]):
-        check_backward(make_case(index_pattern(lists, num_rows, num_keys, topk), num_rows, num_keys, heads))
+        check_backward(make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,9 +19,10 @@ constexpr u32 kArrivals = INDEXED ? 4 : 1;  // that fill a buffer of keys or val
 struct SparseTiles {
   const int* entries;  // of the lists: numbers of blocks or of keys; what is no such number is passed over
   const int* offsets;  // [lists of heads, query blocks + 1]: where lists begin; or null:
-  const int* counts;   // [lists of heads, query blocks], or null: width
-  i64 width;           // from one list to the next
+  const int* counts;   // [lists of heads, query blocks]: how long lists are; or null: width
+  i64 head_step, list_step;  // without offsets: from a head's lists to the next's; from one list to the next
   int* counter;        // two words, zero before and after
+  int width;
   int num_items, query_blocks, block_tiles, packs;  // tiles of a query block, packs of heads of a key head
   int heads_kv, list_heads;                         // list_heads: 1 or heads_kv
   int query_block, key_block, key_blocks;           // tokens of a block; how many blocks
@@ -54,15 +55,14 @@ struct StepInfo {
 };
 
 DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
-  const i64 list = static_cast<i64>(tile.list_head) * p.query_blocks + tile.query_block;
-  count = static_cast<int>(p.width);
+  const int list = tile.list_head * p.query_blocks + tile.query_block;
   if (p.offsets) {
     const int* at = p.offsets + list + tile.list_head;
     count = __ldg(at + 1) - __ldg(at);
     return __ldg(at);
   }
-  if (p.counts) count = __ldg(p.counts + list);
-  return list * p.width;
+  count = p.counts ? __ldg(p.counts + list) : p.width;
+  return tile.list_head * p.head_step + tile.query_block * p.list_step;
 }
 
 // ---- lists of blocks: a warp reads them ----

@@ -9,9 +9,9 @@ import ctypes
 class SparseTiles(ctypes.Structure):
     _fields_ = [
         ("entries", ctypes.c_void_p), ("offsets", ctypes.c_void_p), ("counts", ctypes.c_void_p),
-        ("width", ctypes.c_int64), ("counter", ctypes.c_void_p),
-        ("num_items", ctypes.c_int32), ("query_blocks", ctypes.c_int32), ("block_tiles", ctypes.c_int32),
-        ("packs", ctypes.c_int32), ("heads_kv", ctypes.c_int32), ("list_heads", ctypes.c_int32),
+        ("head_step", ctypes.c_int64), ("list_step", ctypes.c_int64), ("counter", ctypes.c_void_p),
+        ("width", ctypes.c_int32), ("num_items", ctypes.c_int32), ("query_blocks", ctypes.c_int32),
+        ("block_tiles", ctypes.c_int32), ("packs", ctypes.c_int32), ("heads_kv", ctypes.c_int32), ("list_heads", ctypes.c_int32),
         ("query_block", ctypes.c_int32), ("key_block", ctypes.c_int32), ("key_blocks", ctypes.c_int32),
         ("num_rows", ctypes.c_int32), ("num_keys", ctypes.c_int32), ("reach", ctypes.c_int32),
         ("log2_heads", ctypes.c_int32),

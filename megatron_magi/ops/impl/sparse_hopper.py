@@ -15,7 +15,12 @@ from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper.kernels import element
-from megatron_magi.ops.hopper.sparse_params import SparseBackwardParams, SparseForwardParams, SparseListsParams, SparseTiles
+from megatron_magi.ops.hopper.sparse_params import (
+    SparseBackwardParams,
+    SparseForwardParams,
+    SparseListsParams,
+    SparseTiles,
+)
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
@@ -69,14 +74,16 @@ class _Lists:
         if pattern.is_mask:
             self.entries, self.counts = lists_of_mask(pattern.tensors[0])
         else:
-            self.entries = pattern.tensors[-1].to(torch.int32).contiguous()
+            entries = pattern.tensors[-1].to(torch.int32)
+            self.entries = entries if entries.stride(-1) == 1 else entries.contiguous()
         if len(pattern.tensors) == 2:
             self.offsets = pattern.tensors[0].to(torch.int32).contiguous()
-        self.width = 0 if self.offsets is not None else self.entries.shape[-1]
 
     def point(self, tiles: SparseTiles) -> None:
         """Sets the addresses of the lists."""
-        tiles.entries, tiles.width = self.entries.data_ptr(), self.width
+        tiles.entries, tiles.width = self.entries.data_ptr(), self.entries.shape[-1]
+        if self.offsets is None:
+            tiles.head_step, tiles.list_step, _ = self.entries.stride()
         tiles.offsets = 0 if self.offsets is None else self.offsets.data_ptr()
         tiles.counts = 0 if self.counts is None else self.counts.data_ptr()
 
@@ -225,7 +232,9 @@ def backward(
     """
     check_support(q, (q.shape[2], v.shape[2]), DIMS)
     if deterministic:
-        raise ValueError("deterministic: the sparse kernels add gradients of keys in no fixed order; use impl 'reference'")
+        raise ValueError(
+            "deterministic: the sparse kernels add gradients of keys in no fixed order; use impl 'reference'"
+        )
     num_rows, num_heads, dim = q.shape
     num_keys, heads_kv = k.shape[:2]
     if not num_rows or not num_keys:
@@ -269,7 +278,7 @@ def backward(
 
 
 def _finished(sums: Tensor, like: Tensor, factor: float) -> Tensor:
-    """A gradient of keys, of its sums as the kernel has them: of every 16 columns 2t, 2t + 1, 2t + 8, 2t + 9 together."""
+    """A gradient of keys, of its sums as the kernel has them: 2t, 2t + 1, 2t + 8, 2t + 9 of 16 columns together."""
     grad = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     ordered = sums[:, : like.shape[0]].unflatten(2, (-1, 4, 2, 2)).permute(1, 0, 2, 4, 3, 5)
     torch.mul(ordered, factor, out=grad.view(ordered.shape))

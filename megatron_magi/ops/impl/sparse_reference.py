@@ -12,10 +12,7 @@ from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 def multiplicity(pattern: SparsePattern, num_rows: int, num_keys: int) -> Tensor:
     """How often each query sees each key, ``[lists, num_rows, num_keys]``."""
     rows, columns = num_blocks(num_rows, pattern.q_block), num_blocks(num_keys, pattern.k_block)
-    if pattern.is_mask:
-        counts = pattern.tensors[0].int()
-    else:
-        counts = _count_entries(pattern.tensors, rows, columns)
+    counts = pattern.tensors[0].int() if pattern.is_mask else _count_entries(pattern.tensors, rows, columns)
     counts = counts.repeat_interleave(pattern.q_block, 1)[:, :num_rows]
     counts = counts.repeat_interleave(pattern.k_block, 2)[..., :num_keys]
     if not pattern.causal:
