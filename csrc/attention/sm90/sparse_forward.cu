@@ -20,8 +20,8 @@ struct SparseForwardParams {
   const u16 *keys, *values;  // where they are gathered
   u16* out;
   float* lse;
-  float* max_logits;        // of each head as ordered integers, or null
-  const float* sink_lse;    // or null
+  float* max_logits;      // of each head as ordered integers, or null
+  const float* sink_lse;  // or null
   i64 k_row, k_head, v_row, v_head, out_row, out_head, lse_row, lse_head, sink_row, sink_head;  // strides, elements
   float scale_log2, logit_scale;
 };
@@ -293,8 +293,7 @@ DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseT
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int past = min(p.num_keys, info.first_row + rows.row[r] + p.reach) - 2 * (lane % 4);
-    const u32 hidden =
-        bits_from(past - info.keys[0], kPiece) & 0xffff | bits_from(past - info.keys[1], kPiece) << 16;
+    const u32 hidden = bits_from(past - info.keys[0], kPiece) & 0xffff | bits_from(past - info.keys[1], kPiece) << 16;
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i) {
       float& logit = x[4 * (i / 2) + 2 * r + i % 2];

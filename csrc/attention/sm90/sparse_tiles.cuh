@@ -9,19 +9,19 @@
 
 #include "tiles.cuh"
 
-constexpr int kGroups = 2;         // consumer warpgroups, of 64 places each
-constexpr int kPlaces = 64;        // of a warpgroup
-constexpr int kPiece = 64;         // keys that lie together in a step
+constexpr int kGroups = 2;   // consumer warpgroups, of 64 places each
+constexpr int kPlaces = 64;  // of a warpgroup
+constexpr int kPiece = 64;   // keys that lie together in a step
 constexpr int kPieces = kStep / kPiece;
-constexpr int kNoKey = 1 << 30;    // behind all keys: hidden
+constexpr int kNoKey = 1 << 30;             // behind all keys: hidden
 constexpr u32 kArrivals = INDEXED ? 4 : 1;  // that fill a buffer of keys or values
 
 struct SparseTiles {
-  const int* entries;  // of the lists: numbers of blocks or of keys; what is no such number is passed over
-  const int* offsets;  // [lists of heads, query blocks + 1]: where lists begin; or null:
-  const int* counts;   // [lists of heads, query blocks]: how long lists are; or null: width
+  const int* entries;        // of the lists: numbers of blocks or of keys; what is no such number is passed over
+  const int* offsets;        // [lists of heads, query blocks + 1]: where lists begin; or null:
+  const int* counts;         // [lists of heads, query blocks]: how long lists are; or null: width
   i64 head_step, list_step;  // without offsets: from a head's lists to the next's; from one list to the next
-  int* counter;        // two words, zero before and after
+  int* counter;              // two words, zero before and after
   int width;
   int num_items, query_blocks, block_tiles, packs;  // tiles of a query block, packs of heads of a key head
   int heads_kv, list_heads;                         // list_heads: 1 or heads_kv
@@ -51,7 +51,7 @@ enum : int { kLastStep = 1, kNoMoreSteps = 2, kHidesKeys = 4 };
 
 struct StepInfo {
   int flags, first_row, head_rows, unused;  // of the tile: first query, first head and 65536 * queries
-  int keys[4];  // INDEXED: bits of keys that are seen; else of each piece the first key
+  int keys[4];                              // INDEXED: bits of keys that are seen; else of each piece the first key
 };
 
 DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
