@@ -59,7 +59,7 @@ def csr_of_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return offsets[at].to(torch.int32), mask.nonzero()[:, 2].to(torch.int32)
 
 
-def lists_of_mask(mask: torch.Tensor, generator) -> torch.Tensor:
+def lists_with_gaps(mask: torch.Tensor, generator) -> torch.Tensor:
     """Lists of one length in random order, with -1 among them."""
     columns = torch.arange(mask.shape[2]).expand(mask.shape)
     entries = torch.where(mask, columns, -1)

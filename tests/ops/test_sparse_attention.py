@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.ops.hopper.sparse_lists import lists_of_queries
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from tests.ops.sparse_cases import csr_of_mask, lists_of_mask, random_mask
+from megatron_magi.ops.sparse_pattern import SparsePattern
+from tests.ops.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
 
 
 def tensors(num_rows, num_keys, heads=(4, 2), dim=8, seed=0):
@@ -61,7 +63,9 @@ def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
     num_rows, num_keys = shape
     gen = torch.Generator().manual_seed(seed)
     mask = random_mask(gen, heads[1] if per_head else 1, num_rows, num_keys, q_block, k_block)
-    blocks = {"mask": lambda: mask, "csr": lambda: csr_of_mask(mask), "lists": lambda: lists_of_mask(mask, gen)}[form]()
+    blocks = {"mask": lambda: mask, "csr": lambda: csr_of_mask(mask), "lists": lambda: lists_with_gaps(mask, gen)}[
+        form
+    ]()
     inputs = tensors(num_rows, num_keys, heads, seed=seed)
     sink = torch.randn(2, heads[0], dtype=torch.float64, generator=gen).requires_grad_() if has_sink else None
     got = block_sparse_attention(*inputs, blocks, q_block_size=q_block, k_block_size=k_block, causal=causal, sink=sink)
@@ -84,6 +88,18 @@ def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, top
     visible.scatter_(2, indices.transpose(0, 1).where(indices.transpose(0, 1) >= 0, num_keys), True)
     if bool(visible[..., :-1].any()):
         assert_same(got, dense_attention(*inputs, visible[..., :-1]), inputs)
+
+
+@pytest.mark.parametrize("lists", [1, 3])
+@pytest.mark.parametrize("form", ["csr", "lists"])
+def test_lists_turned_around_name_the_queries_that_see_a_block(form, lists):
+    gen = torch.Generator().manual_seed(lists)
+    mask = random_mask(gen, lists, 100, 1000, 10, 64)
+    tensors = csr_of_mask(mask) if form == "csr" else (lists_with_gaps(mask, gen),)
+    turned = lists_of_queries(SparsePattern(tensors, 10, 64, False), 100, 1000)
+    for i, rows in enumerate(mask.transpose(1, 2).flatten(0, 1)):
+        found = turned.entries[turned.offsets[i] : turned.offsets[i + 1]]
+        assert torch.equal(found.long(), rows.nonzero()[:, 0])
 
 
 def test_a_key_that_is_listed_twice_counts_twice():

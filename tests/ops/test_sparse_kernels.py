@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_magi.ops.hopper.sparse_lists import lists_of_mask
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
+from megatron_magi.ops.sparse_attention import index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
 from tests.ops.sparse_cases import (
     assert_as_good,
     csr_of_mask,
     exact_backward,
     exact_forward,
-    lists_of_mask,
+    lists_with_gaps,
     make_case,
     plain_attention,
     random_mask,
@@ -39,7 +41,7 @@ def block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal, see
     tensors = {
         "mask": lambda: (mask,),
         "csr": lambda: csr_of_mask(mask),
-        "lists": lambda: (lists_of_mask(mask, generator),),
+        "lists": lambda: (lists_with_gaps(mask, generator),),
     }
     return to_cuda(SparsePattern(tensors[form](), q_block, k_block, causal))
 
@@ -108,17 +110,17 @@ def test_logits_that_overflow_exponentials_are_computed_anew():
 def test_a_mask_becomes_lists_of_its_columns():
     mask = torch.rand((3, 77, 1030), device="cuda") < 0.1
     for given in (mask, mask.transpose(1, 2)):
-        entries, counts = sparse_hopper.lists_of_mask(given)
-        assert torch.equal(counts, given.sum(-1, dtype=torch.int32))
+        lists = lists_of_mask(given)
+        assert torch.equal(lists.counts, given.sum(-1, dtype=torch.int32))
         for head, row in ((0, 0), (1, 50), (2, 76)):
-            n = int(counts[head, row])
-            assert torch.equal(entries[head, row, :n].long(), given[head, row].nonzero()[:, 0])
+            n = int(lists.counts[head, row])
+            assert torch.equal(lists.entries[head, row, :n].long(), given[head, row].nonzero()[:, 0])
 
 
-def check_backward(x) -> None:
+def check_backward(x, deterministic=False) -> None:
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
-    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
+    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, deterministic)
     for name, got, plain, want in zip(
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):
@@ -132,7 +134,9 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
     num_rows, num_keys, heads, q_block = shape
     for form, lists in (("mask", heads[1]), ("csr", heads[1]), ("lists", 1)):
         pattern = block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal)
-        check_backward(make_case(pattern, num_rows, num_keys, heads))
+        x = make_case(pattern, num_rows, num_keys, heads)
+        check_backward(x)
+        check_backward(x, deterministic=True)
 
 
 @pytest.mark.parametrize("topk", [1, 100, 300, 517])
@@ -148,3 +152,20 @@ def test_index_sparse_gradients_match_fp64(shape, topk):
 def test_every_compiled_backward_matches_fp64(dim, dtype):
     for pattern in (block_pattern("mask", 2, 200, 900, 16, 64, True), index_pattern(2, 200, 900, 200)):
         check_backward(make_case(pattern, 200, 900, (32, 2), dim, dtype))
+
+
+def test_deterministic_gradients_of_blocks_repeat_bit_by_bit():
+    pattern = block_pattern("lists", 2, 300, 2000, 16, 64, True)
+    x = make_case(pattern, 300, 2000, (32, 2))
+    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    runs = [sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, pattern, x.scale, True) for _ in range(20)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+def test_deterministic_gradients_of_single_keys_are_refused_by_name():
+    x = make_case(index_pattern(1, 20, 50, 10), 20, 50, (16, 1))
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
+    with pytest.raises(ValueError, match=r"^deterministic:"):
+        out.sum().backward()

@@ -6,7 +6,7 @@
 // through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q, which the second does.
 // These and dQ of a step run with S of the next, under which the sums are added. dP comes after, in their registers.
 //
-// Compile-time: HEAD_DIM, INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, INDEXED (0 or 1), DTYPE (Bf16 or Fp16), ADD_KEYS (0 or 1: without, dQ alone).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -250,20 +250,21 @@ struct Consumer {
     for (int i = 0; i < kStep / 2; ++i) x[i] = exp2_fast(fmaf(x[i], p.scale_log2, -lse[(i >> 1) & 1]));
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i) probs[i] = T::pack(x[2 * i], x[2 * i + 1]);
-    store(smem_address(s.probs[buffer.index][warpgroup]), probs);
+    if (ADD_KEYS) store(smem_address(s.probs[buffer.index][warpgroup]), probs);
     wgmma_wait<0>();
     pin(y);
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i)
       ds[i] = T::pack(x[2 * i] * (y[2 * i] - delta[i & 1]), x[2 * i + 1] * (y[2 * i + 1] - delta[i & 1]));
-    store(smem_address(s.ds[buffer.index][warpgroup]), ds);
-    fence_async_proxy();
+    if (ADD_KEYS) store(smem_address(s.ds[buffer.index][warpgroup]), ds);
+    if (ADD_KEYS) fence_async_proxy();
   }
 
   DEVICE void issue_gradients(float (&dq)[kHeadDim / 2], float (&part)[kHeadDim / 2], const u32 (&ds)[kStep / 4],
                               int stage) {
-    named_sync(1, 256);
+    if (ADD_KEYS) named_sync(1, 256);
     issue_dq(dq, ds, Operand(smem_address(s.k[stage]), kStep * 128));
+    if (!ADD_KEYS) return;
     const u32 left = warpgroup ? smem_address(s.ds[buffer.index]) : smem_address(s.probs[buffer.index]);
     const u32 right = warpgroup ? smem_address(s.q) : smem_address(s.dout);
     issue_key_gradient(part, Operand(left), Operand(right, kPlaces * 128));
@@ -277,6 +278,7 @@ struct Consumer {
   }
 
   DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {
+    if (!ADD_KEYS) return;
     float* sums = (warpgroup ? p.dk_sums : p.dv_sums) + head_kv * p.sum_rows * kHeadDim + 4 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -47,6 +47,17 @@ class SparseBackwardParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SparseKeysParams(ctypes.Structure):
+    _fields_ = [
+        ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
+        ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
+        ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("stats_rows", ctypes.c_int64),
+        ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
 class SparseListsParams(ctypes.Structure):
     _fields_ = [
         ("mask", ctypes.c_void_p), ("entries", ctypes.c_void_p), ("counts", ctypes.c_void_p),
