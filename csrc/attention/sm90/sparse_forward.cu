@@ -428,10 +428,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<48>();  // together at most what the block was launched with
+    registers_shrink<INDEXED ? 56 : 40>();  // together all that the block was launched with
     produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
   } else {
-    registers_grow<232>();
+    registers_grow<INDEXED ? 224 : 232>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);
   }
 }

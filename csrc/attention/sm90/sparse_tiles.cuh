@@ -49,7 +49,7 @@ DEVICE Tile tile_of(const SparseTiles& p, int item) {
 // Of a step, beside its keys.
 enum : int { kLastStep = 1, kNoMoreSteps = 2, kHidesKeys = 4 };
 
-struct StepInfo {
+struct alignas(16) StepInfo {
   int flags, first_row, head_rows, unused;  // of the tile: first query, first head and 65536 * queries
   int keys[4];                              // INDEXED: bits of keys that are seen; else of each piece the first key
 };
