@@ -20,11 +20,14 @@ using T = DTYPE;
 
 struct SparseKeysParams {
   TensorMap q, k, v, dout;
-  SparseTiles tiles;         // lists are of blocks of queries, [lists of heads, blocks of keys]; offsets: one array
-  const float *lse, *delta;  // [packs, stats_rows, heads of a tile]: lse times log2 e
+  SparseTiles tiles;  // lists are of blocks of queries, [lists of heads, blocks of keys]; offsets: one array
+  // [packs, stats_rows, heads of a tile]: lse times log2 e. A block of queries has stats_block rows, so that it begins
+  // at a multiple of 16 bytes.
+  const float *lse, *delta;
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
+  int stats_block;
   float scale, scale_log2;
 };
 
@@ -67,15 +70,14 @@ struct Loader {
     return smem_address(&s.full[ring.index]);
   }
 
-  DEVICE void step(int flags, int row, int past_row, int piece, int pack, int first_head) {
+  DEVICE void step(int flags, int row, int past_row, int piece, int pack, int first_head, i64 stats) {
     const u32 bar = announce(flags, row, past_row, piece);
     const int i = ring.index, head = (pack << p.tiles.log2_heads) + first_head;
     barrier_expect_bytes(bar, 2 * (kBytesQ + kBytesRow));
     load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kPlaces * 128, row, head, bar);
     load_panels<kHeadDim / kPanel>(&p.dout, smem_address(s.dout[i]), kPlaces * 128, row, head, bar);
-    const i64 at = ((pack * p.stats_rows + row) << p.tiles.log2_heads) + first_head;
-    load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
-    load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
+    load_bytes(smem_address(s.lse[i]), p.lse + stats, kBytesRow, bar);
+    load_bytes(smem_address(s.delta[i]), p.delta + stats, kBytesRow, bar);
     ring.advance();
   }
 
@@ -102,13 +104,15 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     int ahead = count > 0 ? __ldg(t.entries + first) : 0;
     for (int n = 0; n < count; ++n) {
       const int first_row = ahead * t.query_block, past_row = min(t.num_rows, first_row + t.query_block);
+      const i64 stats_row = ahead * p.stats_block;
       if (n + 1 < count) ahead = __ldg(t.entries + first + n + 1);
       if (past_row - 1 + t.reach <= first_key) continue;
       for (int pack = head_kv * t.packs; pack < (head_kv + 1) * t.packs; ++pack)
         for (int place = 0; first_row + (place >> t.log2_heads) < past_row; place += kPlaces) {
           const int row = first_row + (place >> t.log2_heads);
           const bool hides = past_row - row << t.log2_heads < kPlaces || row + t.reach < first_key + kStep;
-          loader.step(hides ? kHidesKeys : 0, row, past_row, piece, pack, place & (1 << t.log2_heads) - 1);
+          loader.step(hides ? kHidesKeys : 0, row, past_row, piece, pack, place & (1 << t.log2_heads) - 1,
+                      (pack * p.stats_rows + stats_row << t.log2_heads) + place);
         }
     }
     loader.say(kLastStep | head_kv << 3, piece);

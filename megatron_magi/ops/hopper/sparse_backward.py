@@ -73,13 +73,16 @@ def backward_by_keys(
     group = num_heads // heads_kv
     stream, lists = current_stream(q.device), lists_of_queries(pattern, num_rows, num_keys)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    stats = _packed_stats(lse, delta, kernels.heads_of_tile(group))
+    heads = kernels.heads_of_tile(group)
+    unit = max(1, 4 // heads)  # rows of 16 bytes
+    stats_block = num_blocks(pattern.q_block, unit) * unit
+    stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block)
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
         tiles.num_items = heads_kv * num_blocks(num_keys, kernels.PIECE)
         params = SparseKeysParams(
-            tiles=tiles, stats_rows=stats.shape[2],
+            tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
@@ -108,13 +111,19 @@ def _key(name: str, tensors: tuple, stats: tuple, pattern: SparsePattern, *rest:
     )  # fmt: skip
 
 
-def _packed_stats(lse: Tensor, delta: Tensor, heads: int) -> Tensor:
-    """lse times log2 e, and delta, ``[2, packs, rows, heads]``; behind the last row what the last tile reads."""
+def _packed_stats(lse: Tensor, delta: Tensor, heads: int, q_block: int, block: int) -> Tensor:
+    """lse times log2 e, and delta, ``[2, packs, rows, heads]``: ``block`` rows for each ``q_block`` queries.
+
+    There is one tile more than that, for what the last tile reads behind the last row.
+    """
     num_rows, num_heads = lse.shape
-    stats = torch.zeros((2, num_heads // heads, num_rows + kernels.PIECE, heads), device=lse.device)
-    inside = stats[:, :, :num_rows].transpose(1, 2)
-    torch.mul(lse.masked_fill(lse == -torch.inf, torch.inf).unflatten(1, (-1, heads)), LOG2_E, out=inside[0])
-    inside[1].copy_(delta.unflatten(1, (-1, heads)))
+    rows = num_blocks(num_rows, q_block) * block + kernels.PIECE
+    stats = torch.zeros((2, num_heads // heads, rows, heads), device=lse.device)
+    at = torch.arange(num_rows, device=lse.device)
+    at = at // q_block * block + at % q_block
+    given = lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2_E, delta
+    for to, x in zip(stats, given, strict=True):
+        to.index_copy_(1, at, x.unflatten(1, (-1, heads)).transpose(0, 1))
     return stats
 
 
