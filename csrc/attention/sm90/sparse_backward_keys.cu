@@ -273,10 +273,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
+    registers_shrink<40>();  // together all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);
   } else {
-    registers_grow<240>();
+    registers_grow<232>();
     Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();
   }
 }

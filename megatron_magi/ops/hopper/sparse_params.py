@@ -54,7 +54,8 @@ class SparseKeysParams(ctypes.Structure):
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("stats_rows", ctypes.c_int64),
-        ("stats_block", ctypes.c_int32), ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("pad", ctypes.c_char * 64),
+        ("stats_block", ctypes.c_int32), ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float),
+        ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 
