@@ -5,7 +5,7 @@
 bf16, head_dim 128. A backward counts 2.5 times the products of its forward. Times are of whole calls, on a device whose
 L2 cache was flushed, making lists of a mask included. ``uniform``: random masks of 128 x 128 (or 64) blocks, one a key
 head, 64:8 heads. ``blocks`` and ``index``: one query of 128 heads and one key head for each 64 keys, which sees an
-eighth of all keys (or ``top`` so many) at random. ``dense``: `slice_attention` of everything, 64:8 heads.
+eighth of all keys (or ``top`` so many) at random, listed in rising order. ``dense``: `slice_attention` of everything, 64:8 heads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def uniform(tokens: int, density: float, k_block: int) -> Case:
 
 def listed_blocks(keys: int, k_block: int) -> Case:
     rows, topk = keys // 64, keys // 8 // k_block
-    lists = torch.rand((1, rows, keys // k_block), device="cuda").argsort(-1)[..., :topk].int().contiguous()
+    lists = torch.rand((1, rows, keys // k_block), device="cuda").argsort(-1)[..., :topk]
+    lists = lists.sort(-1).values.int()
 
     def attend(q, k, v, **options):
         return block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, **options)
@@ -75,9 +76,8 @@ def listed_blocks(keys: int, k_block: int) -> Case:
 
 def listed_keys(keys: int, topk: int | None) -> Case:
     rows, topk, name = keys // 64, topk or keys // 8, f"index top {topk}" if topk else "index"
-    # One key of each stretch of keys, in random order.
-    stretch = keys // topk
-    first = stretch * torch.randperm(topk, device="cuda", dtype=torch.int32)
+    stretch = keys // topk  # one key of each
+    first = stretch * torch.arange(topk, device="cuda", dtype=torch.int32)
     indices = first + torch.randint(0, stretch, (rows, 1, topk), device="cuda", dtype=torch.int32)
 
     def attend(q, k, v, **options):

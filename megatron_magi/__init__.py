@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
     from megatron_magi.mask import AttnMask, AttnRange, AttnRanges, AttnSlice, MaskType
     from megatron_magi.ops.slice_attention import slice_attention
+    from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
     from megatron_magi.plan import make_plan
 
 __version__ = "0.1.0"
@@ -29,7 +30,9 @@ __all__ = [
     "MagiConfig",
     "MaskType",
     "OverlapConfig",
+    "block_sparse_attention",
     "distributed_attention",
+    "index_sparse_attention",
     "make_plan",
     "slice_attention",
 ]
@@ -38,6 +41,7 @@ _HOME = {
     "distributed_attention": "attention",
     "make_plan": "plan",
     "slice_attention": "ops.slice_attention",
+    **dict.fromkeys(("block_sparse_attention", "index_sparse_attention"), "ops.sparse_attention"),
     **dict.fromkeys(("AttnMask", "AttnRange", "AttnRanges", "AttnSlice", "MaskType"), "mask"),
     **dict.fromkeys(
         ("AttendConfig", "CommConfig", "CostModel", "DispatchConfig", "MagiConfig", "OverlapConfig"), "config"
