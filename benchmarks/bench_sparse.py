@@ -5,7 +5,8 @@
 bf16, head_dim 128. A backward counts 2.5 times the products of its forward. Times are of whole calls, on a device whose
 L2 cache was flushed, making lists of a mask included. ``uniform``: random masks of 128 x 128 (or 64) blocks, one a key
 head, 64:8 heads. ``blocks`` and ``index``: one query of 128 heads and one key head for each 64 keys, which sees an
-eighth of all keys (or ``top`` so many) at random, listed in rising order. ``dense``: `slice_attention` of everything, 64:8 heads.
+eighth of all keys (or ``top`` so many) at random, listed in rising order. ``dense``: `slice_attention` of everything,
+64:8 heads.
 """
 
 from __future__ import annotations
