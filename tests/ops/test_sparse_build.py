@@ -17,8 +17,14 @@ MOST_SPILLED_BYTES = 32  # by producers that gather rows, once an item
 CPU = torch.device("cpu")
 
 KERNELS = {
-    "sparse_forward": (sparse_kernels.forward_kernel, (False,), sparse_params.SparseForwardParams),
-    "sparse_forward, single keys": (sparse_kernels.forward_kernel, (True,), sparse_params.SparseForwardParams),
+    "sparse_forward": (sparse_kernels.forward_kernel, (2, False), sparse_params.SparseForwardParams),
+    "sparse_forward, single keys": (sparse_kernels.forward_kernel, (2, True), sparse_params.SparseForwardParams),
+    "sparse_forward, few places": (sparse_kernels.forward_kernel, (1, False), sparse_params.SparseForwardParams),
+    "sparse_forward, few places, single keys": (
+        sparse_kernels.forward_kernel,
+        (1, True),
+        sparse_params.SparseForwardParams,
+    ),
     "sparse_backward": (sparse_kernels.backward_kernel, (False, True), sparse_params.SparseBackwardParams),
     "sparse_backward, single keys": (sparse_kernels.backward_kernel, (True, True), sparse_params.SparseBackwardParams),
     "sparse_backward, dq": (sparse_kernels.backward_kernel, (False, False), sparse_params.SparseBackwardParams),
@@ -36,7 +42,7 @@ def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_product
     monkeypatch.setattr(sparse_kernels, "_load", lambda *args: asked.append(args))
     make(CPU, torch.bfloat16, dim, *options)
     ((_, source, defines, threads, shared_bytes),) = asked
-    assert threads == 384 and shared_bytes <= MOST_SHARED_BYTES
+    assert shared_bytes <= MOST_SHARED_BYTES // (2 if threads == 256 else 1)
     name_in_c, source = params.__name__, f"attention/sm90/{source}.cu"
     used = -(-params.pad.offset // 64) * 64  # tensor maps are aligned so, and with them the struct
     checked = f"static_assert(sizeof({name_in_c}) == {used});\n"

@@ -11,7 +11,7 @@
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
-constexpr int kHeadDim = HEAD_DIM, kStep = 64;
+constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
 constexpr int kStages = 2;
 using T = DTYPE;
 
@@ -99,7 +99,7 @@ struct Loader {
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags);
-      reinterpret_cast<u16*>(s.info[ring.index].keys)[warp] = static_cast<u16>(bits);
+      set_seen(s.info[ring.index], warp, bits);
     }
     if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
     index = seen ? index : 0;
@@ -207,15 +207,7 @@ struct Consumer {
 
   DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info) const {
     if (INDEXED) {
-      const int2 words = *reinterpret_cast<const int2*>(info.keys);
-      if ((words.x & words.y) == -1) return;
-#pragma unroll
-      for (int j = 0; j < kStep / 8; ++j) {
-        const u32 two = static_cast<u32>(j < 4 ? words.x : words.y) >> 8 * (j % 4) + 2 * (lane % 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (!(two >> i % 2 & 1)) x[4 * j + i] = -kInfinity;
-      }
+      hide_unseen(x, info, lane);
       return;
     }
     int2 bounds[2];

@@ -12,7 +12,7 @@
 #include "softmax.cuh"
 
 #define INDEXED 0
-constexpr int kHeadDim = HEAD_DIM, kStep = 64;
+constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
 constexpr int kStages = 4;  // of q and dout: even, so that a warpgroup always finds its own
 using T = DTYPE;
 

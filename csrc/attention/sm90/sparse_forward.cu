@@ -1,14 +1,16 @@
-// Sparse attention forward for sm_90a: one work item is a tile of 128 places (sparse_tiles.cuh), computed completely.
+// Sparse attention forward for sm_90a: one work item is a tile of 64 or 128 places (sparse_tiles.cuh), computed
+// completely.
 //
-// As in forward.cu, a producer streams keys and values through shared memory and two consumer warpgroups own 64 places
-// each. A step has 128 keys: pieces of blocks, which TMA loads, or single keys, which four warps gather.
+// As in forward.cu, a producer streams keys and values through shared memory and each consumer warpgroup owns 64
+// places. A step has 64 keys a warpgroup: pieces of blocks, which TMA loads, or single keys, which four warps gather.
+// Of tiles of 64 places an SM computes two at a time, in two thread blocks.
 //
-// Compile-time: HEAD_DIM, INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
-constexpr int kHeadDim = HEAD_DIM, kStep = 128;
+constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
 constexpr int kStages = 2, kQStages = 2;
 using T = DTYPE;
 
@@ -111,7 +113,7 @@ struct Loader {
     barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags, earlier);
-      s.info[rk.index].keys[warp] = bits;
+      set_seen(s.info[rk.index], warp, bits);
     }
     gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
     submit(smem_address(&s.k_full[rk.index]));
@@ -277,23 +279,14 @@ DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2
 // Hides keys of a step that a row does not see.
 DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseTiles& p, const Rows& rows, int lane) {
   if (INDEXED) {
-    const int4 words = *reinterpret_cast<const int4*>(info.keys);
-    const u32 bits[4] = {static_cast<u32>(words.x), static_cast<u32>(words.y), static_cast<u32>(words.z),
-                         static_cast<u32>(words.w)};
-    if ((bits[0] & bits[1] & bits[2] & bits[3]) == 0xffffffffu) return;
-#pragma unroll
-    for (int j = 0; j < kStep / 8; ++j) {
-      const u32 two = bits[j / 4] >> 8 * (j % 4) + 2 * (lane % 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (!(two >> i % 2 & 1)) x[4 * j + i] = -kInfinity;
-    }
+    hide_unseen(x, info, lane);
     return;
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int past = min(p.num_keys, info.first_row + rows.row[r] + p.reach) - 2 * (lane % 4);
-    const u32 hidden = bits_from(past - info.keys[0], kPiece) & 0xffff | bits_from(past - info.keys[1], kPiece) << 16;
+    u32 hidden = bits_from(past - info.keys[0], kPiece) & 0xffff;
+    if (kPieces > 1) hidden |= bits_from(past - info.keys[1], kPiece) << 16;
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i) {
       float& logit = x[4 * (i / 2) + 2 * r + i % 2];
@@ -411,7 +404,7 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
     ffa_sparse_forward(const __grid_constant__ SparseForwardParams p) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
@@ -431,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     registers_shrink<INDEXED ? 56 : 40>();  // together all that the block was launched with
     produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
   } else {
-    registers_grow<INDEXED ? 224 : 232>();
+    registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 / kGroups : 0)>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);
   }
 }

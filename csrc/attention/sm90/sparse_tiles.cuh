@@ -1,15 +1,16 @@
 // What the sparse kernels share: tiles of queries with lists of keys, and how a producer brings these keys.
 //
-// A tile has 128 places, of as many query heads of one key head as a power of two divides (packed) and as many queries
-// of one block as then fit: place i is of query i / heads and head i % heads. All its places see one list: of blocks of
-// 64 or 128 keys, or of single keys.
+// A tile has 64 places for each consumer warpgroup, of as many query heads of one key head as a power of two divides
+// (packed) and as many queries of one block as then fit: place i is of query i / heads and head i % heads. All its
+// places see one list: of blocks of 64 or 128 keys, or of single keys.
 //
-// Before it: kStep, keys of a step, a multiple of 64; kHeadDim; INDEXED (0 or 1: lists are of single keys).
+// Before it: kGroups, consumer warpgroups; kStep, keys of a step, a multiple of 64; kHeadDim; INDEXED (0 or 1: lists
+// are of single keys).
 #pragma once
 
+#include "softmax.cuh"
 #include "tiles.cuh"
 
-constexpr int kGroups = 2;   // consumer warpgroups, of 64 places each
 constexpr int kPlaces = 64;  // of a warpgroup
 constexpr int kPiece = 64;   // keys that lie together in a step
 constexpr int kPieces = kStep / kPiece;
@@ -53,6 +54,29 @@ struct alignas(16) StepInfo {
   int flags, first_row, head_rows, unused;  // of the tile: first query, first head and 65536 * queries
   int keys[4];                              // INDEXED: bits of keys that are seen; else of each piece the first key
 };
+
+// Of a step of single keys, which of those that a warp gathers are seen.
+DEVICE void set_seen(StepInfo& info, int warp, u32 bits) {
+  if (kStep == 128)
+    info.keys[warp] = static_cast<int>(bits);
+  else
+    reinterpret_cast<u16*>(info.keys)[warp] = static_cast<u16>(bits);
+}
+
+// Hides what is not.
+DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
+  const int4 words = *reinterpret_cast<const int4*>(info.keys);
+  const int all = kStep == 128 ? words.x & words.y & words.z & words.w : words.x & words.y;
+  if (all == -1) return;
+#pragma unroll
+  for (int j = 0; j < kStep / 8; ++j) {
+    const int word = j < 4 ? words.x : j < 8 ? words.y : j < 12 ? words.z : words.w;
+    const u32 two = static_cast<u32>(word) >> 8 * (j % 4) + 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(two >> i % 2 & 1)) x[4 * j + i] = -kInfinity;
+  }
+}
 
 DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
   const int list = tile.list_head * p.query_blocks + tile.query_block;

@@ -73,7 +73,7 @@ def backward_by_keys(
     group = num_heads // heads_kv
     stream, lists = current_stream(q.device), lists_of_queries(pattern, num_rows, num_keys)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    heads = kernels.heads_of_tile(group)
+    heads = kernels.heads_of_tile(group, 2)
     unit = max(1, 4 // heads)  # rows of 16 bytes
     stats_block = num_blocks(pattern.q_block, unit) * unit
     stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block)

@@ -20,10 +20,10 @@ from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
     current_stream,
-    grid_size,
     in_dtype,
     kernels_exist,
     loadable,
+    num_processors,
     why_not,
 )
 from megatron_magi.ops.sparse_pattern import SparsePattern
@@ -74,19 +74,23 @@ def forward(
         return out.zero_(), lse, max_logits
     q, k, v = map(loadable, (q, k, v))
     stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
+    group = num_heads // k.shape[1]
+    groups = kernels.forward_groups(group, pattern.q_block)
 
     def make() -> Launch:
         params = SparseForwardParams(
-            tiles=kernels.cut_tiles(q, k, pattern, stream),
+            tiles=kernels.cut_tiles(q, k, pattern, stream, groups),
             k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
             out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
             scale_log2=softmax_scale * LOG2_E, logit_scale=softmax_scale,
         )  # fmt: skip
         if sink_lse is not None:
             params.sink_row, params.sink_head = sink_lse.stride()
-        kernel = kernels.forward_kernel(q.device, q.dtype, dim, indexed)
-        maps = (kernels.query_box(q, num_heads // k.shape[1]), (k, kernels.PIECE), (v, kernels.PIECE))
-        return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
+        kernel = kernels.forward_kernel(q.device, q.dtype, dim, groups, indexed)
+        maps = (kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE))
+        # Of the kernel with one warpgroup two blocks run on an SM.
+        grid = min(params.tiles.num_items, num_processors(q.device) * (3 - groups))
+        return Launch(kernel, grid, params, maps)
 
     key = (
         "sparse_forward", q.device, stream, q.dtype, softmax_scale, pattern.q_block, pattern.k_block,
