@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
     from megatron_magi.mask import AttnMask, AttnRange, AttnRanges, AttnSlice, MaskType
     from megatron_magi.ops.slice_attention import slice_attention
+    from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
     from megatron_magi.plan import make_plan
 
 __version__ = "0.1.0"
@@ -39,10 +40,12 @@ __all__ = [
     "MagiConfig",
     "MaskType",
     "OverlapConfig",
+    "block_sparse_attention",
     "calc_attn",
     "dispatch",
     "distributed_attention",
     "get_position_ids",
+    "index_sparse_attention",
     "magi_attn_flex_key",
     "magi_attn_varlen_key",
     "make_plan",
@@ -67,6 +70,7 @@ _HOME = {
     "distributed_attention": "attention",
     "make_plan": "plan",
     "slice_attention": "ops.slice_attention",
+    **dict.fromkeys(("block_sparse_attention", "index_sparse_attention"), "ops.sparse_attention"),
     **dict.fromkeys(("AttnMask", "AttnRange", "AttnRanges", "AttnSlice", "MaskType"), "mask"),
     **dict.fromkeys(
         ("AttendConfig", "CommConfig", "CostModel", "DispatchConfig", "MagiConfig", "OverlapConfig"), "config"

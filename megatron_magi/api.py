@@ -22,10 +22,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as _dispatch
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat import arguments, exports
 from megatron_magi.compat.exports import *  # noqa: F403, every name of its `__all__`, and of no other, is ours too
 from megatron_magi.compat.exports import (
@@ -37,7 +37,7 @@ from megatron_magi.compat.exports import (
 )
 from megatron_magi.compat.keys import new_key, new_mask_key
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
-from megatron_magi.compat.runtime import RuntimeCache, cp_group_of, default_device
+from megatron_magi.compat.runtime import RuntimeCache, default_device
 from megatron_magi.mask.documents import IntArrayLike, integer
 
 __all__ = [
@@ -57,8 +57,6 @@ __all__ = [
     "undispatch",
 ]
 __all__ += exports.__all__
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 # The interface has keys without owners, so their plans live here: `clear_cache` empties it.
 _RUNTIMES = RuntimeCache()
@@ -95,7 +93,8 @@ def magi_attn_flex_key(
             refused: with it the length must divide by the number of ranks times ``chunk_size`` (on one
             rank any number will do, 0 too).
         chunk_size: tokens a chunk, the grain of load balance; chosen when None.
-        cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None.
+        cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None. Of two dimensions
+            the second is the ranks of a node: keys cross between nodes once (`CommConfig.ranks_per_node`).
         dist_attn_config: everything else; what it leaves open comes from the environment
             (`megatron_magi.envs`) and from defaults that adapt to the mask.
         is_same_source, is_q_permutable, is_k_permutable: must be True: queries and keys are the
@@ -396,13 +395,13 @@ def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
     Raises:
         ValueError: no key was made for the group.
     """
-    return _RUNTIMES.most_recent(cp_group_of(cp_group, "cp_group"))
+    return _RUNTIMES.most_recent(group_of(cp_group, "cp_group"))
 
 
 @torch.compiler.disable
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
-    _RUNTIMES.clear(cp_group_of(cp_group, "cp_group"))
+    _RUNTIMES.clear(group_of(cp_group, "cp_group"))
 
 
 def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group, is_partial_grad: bool):

@@ -1,6 +1,7 @@
 """The documentation's examples run, and its links lead somewhere."""
 
 import importlib.util
+import math
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import megatron_magi
+from megatron_magi.testing.megatron_launch import launch
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -56,6 +58,19 @@ def test_the_gallery_of_masks_is_what_its_script_makes():
     spec.loader.exec_module(script)
     assert (ROOT / "docs/masks.md").read_text() == script.page(), "run: python docs/make_masks.py"
     assert {path.stem for path in (ROOT / "docs/images/masks").glob("*.png")} == {e[0] for e in script.ENTRIES}
+
+
+@pytest.mark.ranks(2)
+def test_the_page_of_megatron_begins_with_a_command_that_trains(tmp_path):
+    (command,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/megatron.md").read_text(), flags=re.DOTALL)
+    words = command.replace("\\\n", " ").split()
+    assert (
+        words[:5] == ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2"] and (ROOT / words[5]).exists()
+    )
+    words = [str(ROOT / word) if word.startswith("configs/") else word for word in words[6:]]
+    on_gpus = ["--distributed-backend", "nccl", "--bf16"] if torch.cuda.is_available() else []
+    losses = list(launch([*words, *on_gpus], 2, workdir=tmp_path).losses.values())
+    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
 
 
 def run_pages(rank, num_ranks, pages):

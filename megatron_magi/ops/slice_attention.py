@@ -35,6 +35,7 @@ from megatron_magi.ops.options import (
     check_sink,
     make_options,
 )
+from megatron_magi.profiling import profiled_backward, profiled_forward
 
 IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
 """Implementations by name: modules with `forward` and `backward`."""
@@ -121,6 +122,7 @@ def slice_attention_forward(
     return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
 
 
+@profiled_forward
 def forward_pass(
     q: Tensor,
     k: Tensor,
@@ -163,8 +165,7 @@ def _has_autocast(device: str) -> bool:
 
 def _no_autocast(q: Tensor):
     """Autocast would narrow the products; what is computed in which dtype is decided here."""
-    device = q.device.type
-    casts = _has_autocast(device) and torch.is_autocast_enabled(device)
+    casts = _has_autocast(device := q.device.type) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if casts else _NOTHING
 
 
@@ -222,6 +223,7 @@ def slice_attention_backward(
     return backward_pass(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
 
 
+@profiled_backward
 def backward_pass(
     dout: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -237,10 +239,9 @@ def backward_pass(
     """`slice_attention_backward` of checked arguments, without recording; ``hints``: the module's own."""
     adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
     dq, dk, dv = (t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(qkv, given, strict=True))
-    if adds_keys:
-        for grad, before in ((dk, given[1]), (dv, given[2])):
-            if before is None:
-                grad.zero_()
+    for grad, before in ((dk, given[1]), (dv, given[2])):
+        if adds_keys and before is None:
+            grad.zero_()
     with _no_autocast(dout):
         module.backward(
             dout, *qkv, lse, delta, bands, options,
@@ -293,9 +294,8 @@ class _SliceAttention(torch.autograd.Function):
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
             module = resolve_impl(ctx.impl, q, v, ctx.options.deterministic)
-            dq, dk, dv = backward_pass(
-                dout, (q, k, v), lse, delta, ctx.bands, ctx.options, module, (None, None, None), q.dtype
-            )  # fmt: skip
+            given = (None, None, None)
+            dq, dk, dv = backward_pass(dout, (q, k, v), lse, delta, ctx.bands, ctx.options, module, given, q.dtype)
         if ctx.needs_input_grad[3]:
             dsink = sink_gradient(sink, lse, delta)
         return dq, dk, dv, dsink, None, None, None, None

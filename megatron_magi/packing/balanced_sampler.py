@@ -16,6 +16,19 @@ def causal_area(lengths: np.ndarray) -> np.ndarray:
     return lengths * (lengths + 1) / 2
 
 
+def causal_work(layer_parameters: int, num_heads_q: int, head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Work of causal documents in a model: visible pairs, and what a layer's matrix products make of a token, in pairs.
+
+    Both as operations of a training step: 14 a pair, head and dimension, 6 a token and parameter.
+
+    Args:
+        layer_parameters: that multiply a token: of the matrices of a layer, of experts those that one token takes.
+        num_heads_q, head_dim: of its attention.
+    """
+    pairs = 6 * layer_parameters / (14 * num_heads_q * head_dim)
+    return lambda lengths: causal_area(lengths) + pairs * lengths
+
+
 _MOST_STATES = 4096
 """Steps that a data loader may draw ahead of training, with room to spare."""
 
@@ -39,7 +52,7 @@ class BalancedSampler:
         num_microbatches: of a rank in a step.
         dp_rank, dp_size: of the caller. Ranks of one sequence are one.
         seed: of the order.
-        area: work of documents by their lengths, to be evened: `causal_area` or the masks' own.
+        area: work of documents by their lengths, to be evened: `causal_area`, `causal_work` or the masks' own.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
