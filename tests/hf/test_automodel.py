@@ -114,7 +114,7 @@ def test_a_packed_batch_for_one_rank_is_flat():
     with pytest.raises(ValueError, match=r"^seq_lens_padded: expected documents of 12 tokens"):
         state.prepare_llm_batch(None, {**batch, "seq_lens_padded": lengths[:1]}, is_thd=True)
     with pytest.raises(ValueError, match=r"^is_thd"):
-        MagiState(enabled=True, custom=True, cp_size=2).prepare_llm_batch(None, batch)
+        MagiState(enabled=True, custom=True, cp_size=2, num_functions=1).prepare_llm_batch(None, batch)
 
 
 def test_images_stay_on_one_rank():
@@ -181,7 +181,7 @@ def losses_of_custom_models(mesh):
         whole = model.of_mask(tokens, torch.arange(24), labels, masks[name]).sum()
         expected = torch.autograd.grad(whole, model.parameters())
         state = setup_magi(Dotted(model__backend__attn="magi"), mesh)
-        attend = make_magi_attn_func(state=state)
+        model.attn_func = attend = make_magi_attn_func(state=state if name == "documents" else None)
         batch = {**batch, "input_ids": tokens[None], "labels": labels[None]}
         local, places = state.make_cp_batch(mesh, batch, is_thd=True, model=model, return_local_indices=True)
         assert torch.equal(local["position_ids"], places) and 0 < len(places) < 24
@@ -209,6 +209,9 @@ def losses_of_custom_models(mesh):
 
 def on_two_ranks(_rank, num_ranks):
     mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("dp", "cp"))
+    state = setup_magi(Dotted(model__backend__attn="magi"), mesh)
+    with pytest.raises(ValueError, match=r"^model: has no attention"):
+        state.prepare_llm_batch(TinyDecoder(), {"input_ids": torch.arange(4)}, is_thd=True)
     with pytest.raises(ValueError, match=r"^cp_group: images"):
         automodel.magi_prepare_vlm(make_model("llama"), {}, mesh["cp"])
     return losses_of_transformers(mesh), losses_of_custom_models(mesh)
