@@ -117,6 +117,22 @@ def test_a_packed_batch_for_one_rank_is_flat():
         MagiState(enabled=True, custom=True, cp_size=2, num_functions=1).prepare_llm_batch(None, batch)
 
 
+def test_a_tree_for_a_model_of_transformers_is_its_samples():
+    rows = [torch.cat([torch.arange(*r) for r in own]) for own in AttnMaskSpec.prefix_tree(*TREE)[1]]
+    tokens = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
+    positions = torch.zeros(1, 24, dtype=torch.int64)
+    for own in rows:
+        positions[0, own] = torch.arange(len(own))
+    batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "prefix_tree": TREE}
+    model, eager = make_model("llama"), make_model("llama", "eager")
+    _, local = MagiState(enabled=True).prepare_llm_batch(model, batch)
+    assert local.pop("labels")[0, :24].equal(tokens[0]) and "prefix_tree" in batch
+    logits = model(**local, use_cache=False).logits[0]
+    for own in rows:
+        expected = eager(tokens[:, own], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[own], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_images_stay_on_one_rank():
     model = make_model("llama")
     batch = {"input_ids": torch.arange(9)[None]}
