@@ -80,7 +80,7 @@ def magi_attn_flex_key(
     is_q_permutable: bool = True,
     is_k_permutable: bool = True,
 ) -> DistAttnRuntimeKey:
-    """The key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
+    """Makes the key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
 
     Args:
         q_ranges, k_ranges: n half-open ranges each: `AttnRanges`, pairs, or an ``[n, 2]`` tensor.
@@ -93,7 +93,8 @@ def magi_attn_flex_key(
             refused: with it the length must divide by the number of ranks times ``chunk_size`` (on one
             rank any number will do, 0 too).
         chunk_size: tokens a chunk, the grain of load balance; chosen when None.
-        cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None.
+        cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None. Of two dimensions
+            the second is the ranks of a node: keys cross between nodes once (`CommConfig.ranks_per_node`).
         dist_attn_config: everything else; what it leaves open comes from the environment
             (`megatron_magi.envs`) and from defaults that adapt to the mask.
         is_same_source, is_q_permutable, is_k_permutable: must be True: queries and keys are the
@@ -128,7 +129,7 @@ def magi_attn_varlen_key(
     window_size: tuple[int, int] = (-1, -1),
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
 ) -> DistAttnRuntimeKey:
-    """The key of packed documents, full, causal or with a sliding window.
+    """Makes the key of packed documents, full, causal or with a sliding window.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
@@ -188,7 +189,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     head_dim: int | None = None,
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
 ) -> DistAttnRuntimeKey:
-    """The key of another mask over tokens that are dispatched already, as hybrid attention needs it.
+    """Makes the key of another mask over tokens that are dispatched already, for hybrid attention.
 
     Args:
         q_ranges, k_ranges, attn_mask_type: see `magi_attn_flex_key`.
@@ -230,7 +231,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
 def dispatch(
     x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0, is_partial_grad: bool = False
 ) -> torch.Tensor:
-    """This rank's rows of a global tensor. Differentiable.
+    """Returns this rank's rows of a global tensor. Differentiable.
 
     Args:
         x: ``[total_seqlen, ...]`` without padding, the same on all ranks.
@@ -263,7 +264,7 @@ def dispatch(
 
 @torch.compiler.disable
 def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False) -> torch.Tensor:
-    """The global tensor from all ranks' rows, without padding. Collective, differentiable.
+    """Gathers the global tensor from all ranks' rows, without padding. Collective, differentiable.
 
     Args:
         x: ``[num_rows, ...]``, this rank's rows.
@@ -333,7 +334,7 @@ def calc_attn(
     softcap: float = 0.0,
     return_max_logits: bool = False,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
-    """Attention of this rank's queries over the keys of all ranks. Collective, differentiable.
+    """Computes attention of this rank's queries over the keys of all ranks. Collective, differentiable.
 
     Args:
         q: ``[num_rows, num_heads_q, head_dim]``, this rank's rows.
@@ -376,7 +377,7 @@ def calc_attn(
 
 @torch.compiler.disable
 def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
-    """Global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
+    """Returns the global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
 
     Padding rows repeat the position of the last token, so that tables as long as the sequence can be indexed
     with it. (To find them: ``dispatch(torch.ones(total_seqlen), key)`` is 0 there.) On the GPU where the group
@@ -389,7 +390,7 @@ def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
 
 @torch.compiler.disable
 def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
-    """The key made last for a group. For code that cannot be given its key; nothing here uses it.
+    """Returns the key made last for a group. For code that cannot be given its key; nothing here uses it.
 
     Raises:
         ValueError: no key was made for the group.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.agreement import Agreement, start_agreement
@@ -99,6 +100,13 @@ class DistAttnRuntimeKey:
     def chunk_size(self) -> int | None:
         """Tokens a chunk, None where it was left to the planner."""
         return self.config.dispatch.chunk_size
+
+
+def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> int | None:
+    """Ranks that share a node: those along the second dimension of a mesh of two; None where nothing says so."""
+    if isinstance(cp_group_or_mesh, DeviceMesh) and cp_group_or_mesh.ndim == 2:
+        return cp_group_or_mesh.size(1)
+    return None
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -27,7 +27,7 @@ def context_parallel(
     cp_group_or_mesh: Group,
     config: MagiConfig | None = None,
 ) -> PreTrainedModel:
-    """Has a model take whole batches, the same on all ranks, and compute this rank's part of them.
+    """Makes a model take whole batches, the same on all ranks, and compute this rank's part of them.
 
     Its forward shards the batch (`shard_batch`), computes, and returns this rank's logits and the whole batch's loss.
     The gradients of a rank are those of its rows, times the number of ranks: they are averaged over ranks as those of

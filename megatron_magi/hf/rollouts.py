@@ -18,7 +18,7 @@ def log_probs(
     cp_group_or_mesh: Group = None,
     config: MagiConfig | None = None,
 ) -> list[Tensor]:
-    """The log-probability of each token of each rollout but its first, each shared token computed once.
+    """Computes the log-probability of each token of each rollout but its first, each shared token computed once.
 
     A loss over them has the gradients that it has with a forward for each rollout. On several ranks all have all of
     them, compute the same loss, and the gradients of parameters are averaged over ranks, as with `context_parallel`.

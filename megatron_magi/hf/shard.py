@@ -84,7 +84,7 @@ class Shard:
         return ShardMask(self, make_flex_key_for_new_mask_after_dispatch(q_ranges, k_ranges, types, self.key))
 
     def dispatch(self, x: Tensor, pad_value: float = 0) -> Tensor:
-        """This rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks."""
+        """Returns this rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks."""
         return dispatch(x.reshape(-1, *x.shape[2:]), self.key, pad_value=pad_value)[None]
 
     def undispatch(self, x: Tensor, is_partial_grad: bool = False) -> Tensor:
@@ -128,7 +128,7 @@ def shard_batch(
     model_config: Any,
     config: MagiConfig | None = None,
 ) -> tuple[dict[str, Any], Shard]:
-    """A batch's arguments for a model, those of this rank. Collective.
+    """Returns the model's arguments for this rank's part of a batch. Collective.
 
     Args:
         batch: arguments of the model's forward, the same on all ranks: ``input_ids`` int ``[batch_size, seqlen]`` or

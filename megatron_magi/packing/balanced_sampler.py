@@ -34,7 +34,7 @@ _MOST_STATES = 4096
 
 
 class BalancedSampler:
-    """Which documents each microbatch of a data-parallel rank packs; a ``batch_sampler`` of torch's data loader.
+    """Packs documents into microbatches of equal work; a ``batch_sampler`` of torch's data loader.
 
     A step has ``dp_size * num_microbatches`` microbatches of at most ``max_tokens`` tokens. Its documents are the next
     ones of a random order, somewhat more than there is room for; the longest first, each goes to the microbatch of the
@@ -112,7 +112,7 @@ class BalancedSampler:
         return [bins[i] for i in self._dealt(work)]
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
-        """Where it was after some steps: integers and a list of them.
+        """Returns the state after some steps: integers and a list of them.
 
         Args:
             num_steps: that have been trained on since the sampler was made or loaded, not fewer than at the call
@@ -133,7 +133,7 @@ class BalancedSampler:
         return {"epoch": self._epoch, "place": self._place, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from a state."""
         self._epoch, self._place = int(state["epoch"]), int(state["place"])
         self._waiting = [int(i) for i in state["waiting"]]
         self._states, self._num_dropped = [self._state()], 0
