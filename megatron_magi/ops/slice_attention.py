@@ -9,7 +9,6 @@ those by 0. The other implementations never use them.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.finite import describe_by_bands, require_finite
+from megatron_magi.ops.impl import blocked, hopper, reference
 from megatron_magi.ops.mask_tensors import bands_of
 from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -37,12 +37,8 @@ from megatron_magi.ops.options import (
 )
 from megatron_magi.profiling import profiled_backward, profiled_forward
 
-IMPLS = {
-    "reference": "megatron_magi.ops.impl.reference",
-    "torch": "megatron_magi.ops.impl.blocked",
-    "ffa": "megatron_magi.ops.impl.hopper",
-}
-"""Implementations by name: modules with `forward` and `backward`, imported when first used."""
+IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
+"""Implementations by name: modules with `forward` and `backward`."""
 
 
 def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
@@ -57,18 +53,13 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     if isinstance(impl, str) and impl == "auto":
         impl = "torch"
         if q.device.type == "cuda":
-            if _module("ffa").is_supported(q, v, deterministic):
+            if hopper.is_supported(q, v, deterministic):
                 impl = "ffa"
             else:
-                _module("ffa").say_why_not(q, v)
+                hopper.say_why_not(q, v)
     if not isinstance(impl, str) or impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
-    return _module(impl)
-
-
-@cache
-def _module(impl: str) -> ModuleType:
-    return importlib.import_module(IMPLS[impl])
+    return IMPLS[impl]
 
 
 @torch.no_grad()
@@ -89,7 +80,7 @@ def slice_attention_forward(
     sm_margin: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One forward pass, without autograd.
+    """Computes one forward pass, without autograd.
 
     Args:
         q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides; finite, hidden tokens too.
@@ -198,7 +189,7 @@ def slice_attention_backward(
     sm_margin: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
+    """Computes one backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
 
     Args:
         dout: gradient of out, ``[num_rows, num_heads_q, head_dim_v]``, any float dtype.
@@ -260,7 +251,7 @@ def backward_pass(
 
 
 def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
-    """``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
+    """Computes ``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
 
     fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
     garbage in the gradient of rows that see nothing stays there.
@@ -325,7 +316,7 @@ def slice_attention(
     sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
-    """Attention with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
+    """Computes attention, with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
 
     Functions that call it can be compiled as a whole (``fullgraph=True``): masks are inputs of the graph, which is
     compiled again for masks of another size class (see `AttnMask.packed`), not for each mask.
