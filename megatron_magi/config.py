@@ -50,11 +50,11 @@ class DispatchConfig:
             ``rates``, and of ``affinity`` wider tolerances too;
             ``affinity`` keeps keys and the queries that need them together as far as
             ``balance_tolerance`` allows; ``min_heap`` minimises the largest area alone;
-            ``sorted_sequential`` deals the chunks, sorted by area, to and fro; ``zigzag`` gives every rank two
-            contiguous pieces, as far from the begin of the sequence as from its end;
+            ``sorted_sequential`` deals the chunks, sorted by area, in serpentine order; ``zigzag`` gives every rank two
+            contiguous pieces, mirrored about the middle of the sequence;
             ``sequential`` gives every rank one contiguous piece.
         chunk_size: tokens a chunk; chosen from the length and the number of ranks when None.
-        pad_size: tokens of padding at the end of the sequence, exactly so many or an error; as few
+        pad_size: tokens of padding at the end of the sequence, exactly this many or an error; as few
             as make all shards equally long when None, on one rank none.
         uneven_shard: shards may differ in length and nothing is padded. False pads the
             sequence at its end so that all shards are equally long.

@@ -137,6 +137,7 @@ _BUILD_JOBS = "90 % of the cores"
 _NO_NVCC = "Kernels are compiled by NVRTC, one thread each."
 _WORKSPACE, _VERBOSE, _DEBUG = PREFIX + "WORKSPACE_BASE", PREFIX + "BUILD_VERBOSE", PREFIX + "BUILD_DEBUG"
 _NO_CACHE, _FORCE_JIT = PREFIX + "NO_BUILD_CACHE", PREFIX + "FORCE_JIT_BUILD"
+_PROFILE = PREFIX + "PROFILE_MODE"
 _PREBUILD, _PREBUILD_JOBS = PREFIX + "PREBUILD_FFA", PREFIX + "PREBUILD_FFA_JOBS"
 
 SECTIONS: dict[str, tuple[Variable, ...]] = {
@@ -243,7 +244,12 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "checked.)",
             "attend.sanity_check",
         ),
-        _unavailable("PROFILE_MODE", "Timing inside kernels is not available yet; torch's profiler works as it is."),
+        _toggle(
+            "PROFILE_MODE",
+            "Passes of attention, our kernels and collectives are NVTX ranges and are timed; rank 0 prints a summary "
+            "when the process ends, `megatron_magi.profiling.summary()` returns it at any time. Read when the package "
+            "is imported. For development: it costs host time, and kernels no longer overlap at their ends.",
+        ),
     ),
     "Building": (
         Variable(
@@ -441,6 +447,16 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     if unknown:
         warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=2)
     return Environment(tuple(given.items()), unknown)
+
+
+def profile_mode(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether passes, kernels and collectives are timed; other variables are not looked at.
+
+    Raises:
+        ValueError: the value is malformed.
+    """
+    text = (os.environ if environ is None else environ).get(_PROFILE, "").strip()
+    return bool(VARIABLES[_PROFILE].parse(text or "0"))
 
 
 def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:

@@ -17,6 +17,7 @@ from megatron_magi.attention.calls import AttentionCall, describe_row
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
@@ -81,7 +82,7 @@ def distributed_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     rank_plan: RankPlan,
-    group: dist.ProcessGroup | None,
+    group: Group,
     *,
     config: MagiConfig | None = None,
     sink: torch.Tensor | None = None,
@@ -101,7 +102,7 @@ def distributed_attention(
         k: ``[num_rows, num_heads_kv, head_dim]``, likewise.
         v: ``[num_rows, num_heads_kv, head_dim_v]``, likewise.
         rank_plan: ``plan.for_rank(cp_rank)``.
-        group: the context-parallel group; may be None when the plan is for one rank.
+        group: the context-parallel group, or a mesh; may be None when the plan is for one rank.
         config: implementation choices; defaults when None.
         sink: logits that take part in the softmax without a value: ``[num_sinks, num_heads_q]``
             (layout ``sh``, the same on all ranks) or ``[num_rows, num_sinks, num_heads_q]``
@@ -122,6 +123,7 @@ def distributed_attention(
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = _DEFAULTS if config is None else config
+    group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.setdefault("calls", {})

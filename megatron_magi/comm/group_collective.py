@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_magi.comm import rows as torch_rows
 from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.impl import all_to_all, reference
 from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
 from megatron_magi.comm.impl.native import Native, native_of
@@ -24,6 +25,7 @@ from megatron_magi.comm.movement import Started
 from megatron_magi.comm.nodes import nodes_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
+from megatron_magi.profiling import profiled_collective
 
 __all__ = [
     "Args",
@@ -152,11 +154,12 @@ def _raw_stream(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
+@profiled_collective
 @torch.no_grad()
 def group_cast(
     tensors: Sequence[torch.Tensor],
     args: Args,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     impl: str = "auto",
 ) -> Handle:
     """Starts sending local rows to the ranks that need them.
@@ -165,7 +168,7 @@ def group_cast(
         tensors: ``[num_rows, ...]`` each, of any dtypes and trailing shapes, on the device of
             ``args``; may be changed or freed once this returns.
         args: which rows travel where; `LevelArgs` where ranks of several nodes are told apart.
-        group: the ranks; the default group when None.
+        group: the ranks, a group or a mesh; the default group when None.
         impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
             GPUs), ``native`` (ranks read each other's memory, see `megatron_magi.comm.impl.native`),
             or ``auto``: the first on gloo; on NCCL the last where it can and is faster
@@ -181,7 +184,7 @@ def group_cast(
         ValueError: tensors, ``args`` and ``group`` do not fit, or ``impl`` does not support them.
         RuntimeError: with ``native``, a rank did not come to an earlier call in time; it is named.
     """
-    way = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group_of(group), impl)
     for x in tensors:
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
@@ -190,11 +193,12 @@ def group_cast(
     return _handle(way, started, started.finish, args, layout)
 
 
+@profiled_collective
 @torch.no_grad()
 def group_reduce(
     tensors: Sequence[torch.Tensor],
     args: Args,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     into: Sequence[torch.Tensor],
     impl: str = "auto",
@@ -220,7 +224,7 @@ def group_reduce(
             support them.
         RuntimeError: as in `group_cast`.
     """
-    way = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group_of(group), impl)
     _check_reduce(tensors, args, into)
     layout = RowLayout.of(tensors)
     mover = way.mover(layout, _most(args, back=True), back=True)
@@ -238,12 +242,13 @@ def group_reduce(
     return handle
 
 
+@profiled_collective
 @torch.no_grad()
 def group_reduce_lse(
     out: torch.Tensor,
     lse: torch.Tensor,
     args: Args,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     into: tuple[torch.Tensor, torch.Tensor],
     impl: str = "auto",
@@ -262,7 +267,7 @@ def group_reduce_lse(
         ValueError: as in `group_reduce`, or ``lse`` is not the shape of ``out`` without its last
             dimension.
     """
-    way = _choose((out, lse), args, group, impl)
+    way = _choose((out, lse), args, group_of(group), impl)
     _check_reduce((out, lse), args, into)
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")

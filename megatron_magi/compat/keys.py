@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
 from megatron_magi import envs
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, cp_group_of, ranks_per_node_of
+from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, ranks_per_node_of
 from megatron_magi.compat.types import AttnShape, DistAttnConfig, attn_shape_of, magi_config, with_attn_shape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
@@ -20,7 +18,7 @@ def new_key(
     shape: AttnShape,
     pad_size: int | None,
     chunk_size: int | None,
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None,
+    cp_group_or_mesh: Group,
     given: DistAttnConfig | MagiConfig | None,
 ) -> DistAttnRuntimeKey:
     """The key of ``mask``, planned by ``runtimes``; the other arguments are those of `magi_attn_flex_key`.
@@ -35,7 +33,7 @@ def new_key(
         told = ranks_per_node_of(cp_group_or_mesh)
         nodes = environment.ranks_per_node(told, "cp_group_or_mesh of two dimensions, or CommConfig.ranks_per_node,")
         config = replace(config, comm=replace(config.comm, ranks_per_node=nodes))
-    key = DistAttnRuntimeKey(mask, *shape, cp_group=cp_group_of(cp_group_or_mesh), config=config)
+    key = DistAttnRuntimeKey(mask, *shape, cp_group=group_of(cp_group_or_mesh, "cp_group_or_mesh"), config=config)
     return _registered(runtimes, key, environment)
 
 

@@ -13,8 +13,8 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask.documents import int_at_least
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.degree import choose_degree
 from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
-from megatron_magi.plan.overlap import choose_degree
 from megatron_magi.plan.partition import areas_by_place, localise, partition, split_stages
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank

@@ -10,10 +10,12 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi import envs
-from megatron_magi.config import MagiConfig
+from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, with_nodes
 from megatron_magi.mcore.validate import check_unused, settle_arguments, validate_arguments
+from megatron_magi.plan import make_dispatch
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
@@ -163,6 +165,19 @@ def test_any_length_is_padded_to_what_matrix_products_take(
     length = padded_seq_length(args, magi_config(args, MagiConfig()).dispatch)
     assert length % unit == 0
     assert 125 <= length < 125 + unit
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "affinity", "min_heap", "zigzag"])
+@pytest.mark.parametrize("seq_length", [125, 1000, 4099])
+def test_the_padded_length_is_that_of_every_dispatch(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, seq_length: int
+) -> None:
+    args = _parse(monkeypatch, "--seq-length", str(seq_length))
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    config = magi_config(args, MagiConfig(dispatch=DispatchConfig(algorithm=algorithm))).dispatch
+    for mask in (builders.causal(seq_length), builders.varlen(doc_lengths=[seq_length - 60, 60])):
+        dispatched = make_dispatch(mask, config, args.context_parallel_size)
+        assert dispatched.padded_seqlen == padded_seq_length(args, config)
 
 
 @pytest.mark.parametrize(
