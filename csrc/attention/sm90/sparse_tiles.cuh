@@ -174,6 +174,16 @@ DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Whether a barrier is done with the phase; the same for all lanes.
+DEVICE bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return __all_sync(0xffffffffu, done);
+}
+
 constexpr int kWarpKeys = kStep / 4;  // keys of a step that one warp gathers; lane i holds the number of key i
 
 // Rows of keys or values of a step into swizzled panels.

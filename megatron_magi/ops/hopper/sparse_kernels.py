@@ -17,6 +17,8 @@ from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 DIMS = ((64, 64), (128, 128))
 PIECE = 64
 """Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
+K_STAGES = {False: 2, True: 3}
+"""Stages of keys of the forward, of blocks and of single keys; see docs/kernel_log.md."""
 _BEHIND_ALL = 1 << 30
 
 
@@ -28,15 +30,19 @@ def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: in
 
 def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
     """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
-    defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
-    shared = 2 * dim * 6 * PIECE * groups + 1024  # two stages of q, k and v
+    defines = (
+        f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", f"K_STAGES={K_STAGES[indexed]}",
+        element(dtype),
+    )  # fmt: skip
+    # two stages of values, four of queries and keys together
+    shared = 2 * dim * 6 * PIECE * groups + 1024
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
-def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool, adds_keys: bool) -> Kernel:
-    """Backward: dq, and with ``adds_keys`` sums of dk and dv."""
-    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype), f"ADD_KEYS={int(adds_keys)}"
-    # q and dout, two stages of k and v, twice P and dS
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool) -> Kernel:
+    """Backward: dq, and of single keys sums of dk and dv."""
+    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype)
+    # q and dout, two stages of k and v, twice P and dS; of blocks three stages and little else
     shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
     return _load(device, "sparse_backward", defines, 384, shared)
 
@@ -48,9 +54,14 @@ def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> 
     return _load(device, "sparse_backward_keys", (f"HEAD_DIM={dim}", element(dtype)), 384, shared)
 
 
-def small_kernel(device: torch.device, name: str) -> Kernel:
-    """A kernel without macros and shared memory."""
-    return _load(device, name, (), 256, 0)
+def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ()) -> Kernel:
+    """``sparse_lists`` or ``sparse_finish``."""
+    return _load(device, name, defines, 256, 0)
+
+
+def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
+    """Turns sums of dk and dv into gradients."""
+    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", element(dtype)))
 
 
 def heads_of_tile(group: int, groups: int) -> int:

@@ -59,6 +59,16 @@ class SparseKeysParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SparseFinishParams(ctypes.Structure):
+    _fields_ = [
+        ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
+        ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("sum_rows", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32), ("heads", ctypes.c_int32), ("scale", ctypes.c_float),
+        ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
 class SparseListsParams(ctypes.Structure):
     _fields_ = [
         ("mask", ctypes.c_void_p), ("entries", ctypes.c_void_p), ("counts", ctypes.c_void_p),

@@ -134,8 +134,5 @@ def backward(
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tensors = tuple(loadable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
-    if not deterministic:
-        dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale, True)
-        return dq, *of_keys
-    dq, _ = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale, False)
-    return dq, *backward_by_keys(tensors, lse, delta, pattern, softmax_scale)
+    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale)
+    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, softmax_scale))
