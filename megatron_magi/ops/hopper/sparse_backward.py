@@ -1,7 +1,7 @@
 """Backward of sparse attention on Hopper GPUs.
 
-dq is computed tile by tile along lists of keys. dk and dv of blocks are computed by a kernel of their own along lists of
-queries, and repeat bit by bit; of single keys they are added to fp32 sums on the way, in no fixed order.
+dq is computed tile by tile along lists of keys. dk and dv of blocks are computed by a kernel of their own along lists
+of queries, and repeat bit by bit; of single keys they are added to fp32 sums on the way, in no fixed order.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def backward_by_keys(
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
-        tiles.num_items = heads_kv * num_blocks(num_keys, kernels.PIECE)
+        tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
         params = SparseKeysParams(
             tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
@@ -90,7 +90,7 @@ def backward_by_keys(
         maps = (
             kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
         )  # fmt: skip
-        kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim)
+        kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block)
         return Launch(kernel, grid_size(q.device, tiles.num_items, 0), params, maps)
 
     launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream), make)

@@ -47,11 +47,12 @@ def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed:
     return _load(device, "sparse_backward", defines, 384, shared)
 
 
-def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
-    """Backward: dk and dv, by lists of queries."""
-    # k and v, four stages of q and dout; two fp32 tiles that change hands; row statistics
-    shared = 2 * 10 * PIECE * dim + 8 * PIECE * dim + 4 * 512 + 1024
-    return _load(device, "sparse_backward_keys", (f"HEAD_DIM={dim}", element(dtype)), 384, shared)
+def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int) -> Kernel:
+    """Backward: dk and dv of blocks of so many keys, by lists of queries."""
+    # k and v, four stages of q and dout; of 64 keys two fp32 tiles that change hands; row statistics
+    shared = 2 * dim * (2 * k_block + 8 * PIECE) + (8 * PIECE * dim if k_block == PIECE else 0) + 4 * 512 + 1024
+    defines = f"HEAD_DIM={dim}", f"K_BLOCK={k_block}", element(dtype)
+    return _load(device, "sparse_backward_keys", defines, 384, shared)
 
 
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ()) -> Kernel:
