@@ -28,7 +28,8 @@ struct SparseBackwardParams {
   // [key heads, sum_rows, columns]: sums without the softmax scale. Of every 16 columns, thread t of a row has 2t, 2t +
   // 1, 2t + 8 and 2t + 9 together.
   float *dk_sums, *dv_sums;
-  i64 k_row, k_head, v_row, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
+  int k_row, v_row;                                                               // strides, elements
+  i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
   i64 sum_rows;
   float scale, scale_log2;
 };

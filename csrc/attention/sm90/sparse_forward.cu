@@ -25,7 +25,8 @@ struct SparseForwardParams {
   float* lse;
   float* max_logits;      // of each head as ordered integers, or null
   const float* sink_lse;  // or null
-  i64 k_row, k_head, v_row, v_head, out_row, out_head, lse_row, lse_head, sink_row, sink_head;  // strides, elements
+  int k_row, v_row;       // strides, elements
+  i64 k_head, v_head, out_row, out_head, lse_row, lse_head, sink_row, sink_head;  // strides, elements
   float scale_log2, logit_scale;
 };
 

@@ -11,7 +11,7 @@ from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.ops.hopper.kernels import element
 from megatron_magi.ops.hopper.sparse_params import SparseTiles
-from megatron_magi.ops.hopper.support import work_counter
+from megatron_magi.ops.hopper.support import loadable, work_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 DIMS = ((64, 64), (128, 128))
@@ -73,6 +73,12 @@ def heads_of_tile(group: int, groups: int) -> int:
 def forward_groups(group: int, q_block: int) -> int:
     """Consumer warpgroups of the forward: one where the queries of a block and their heads fill no more."""
     return 1 if heads_of_tile(group, 1) * q_block <= PIECE and group & -group <= PIECE else 2
+
+
+def readable(t: Tensor) -> Tensor:
+    """The tensor as TMA and threads that gather its rows can read it, which have 32 bits for a stride."""
+    t = loadable(t)
+    return t if t.stride(0) < 1 << 31 else t.contiguous()
 
 
 def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:
