@@ -15,7 +15,8 @@ from megatron_magi.ops.slice_attention import (
     slice_attention,
     slice_attention_backward,
     slice_attention_forward,
-)from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+)
+from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 LENGTHS = (100, 13, 77)
