@@ -47,7 +47,7 @@ def block_sparse_attention(
     Args:
         q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64; kernels take fp16 and bf16.
         k, v: ``[num_tokens_k, num_heads_kv, head_dim]``; num_heads_kv divides num_heads_q. Kernels take head_dim 64
-            and 128.
+            and 128; to the definition values may have one of their own, which is then that of out.
         blocks: which blocks of keys a block of queries sees, for each key head or, with 1 list or without the first
             dimension, for all. One of three forms, on the device of q:
 
@@ -57,7 +57,7 @@ def block_sparse_attention(
               those of block i lie at ``offsets[i]`` to ``offsets[i + 1]``.
 
             The order of a list is free. A block that a list names twice counts twice. Numbers behind the last block
-            are a ValueError on a CPU, and passed over on a GPU.
+            are a ValueError on a CPU, and passed over on a GPU and in compiled functions.
         q_block_size: queries of a block, 1 to 128. The last block may be short.
         k_block_size: keys of a block, 64 or 128. The last block may be short.
         causal: of the listed keys, query i sees those up to ``i + num_tokens_k - num_tokens_q``.
@@ -98,7 +98,7 @@ def index_sparse_attention(
     Args:
         indices: int ``[num_tokens_q, num_heads_kv, topk]``, or ``[num_tokens_q, 1, topk]`` for all key heads: numbers
             of keys in any order; -1 is passed over. A key that a list names twice counts twice. Numbers behind the last
-            key are a ValueError on a CPU, and passed over on a GPU.
+            key are a ValueError on a CPU, and passed over on a GPU and in compiled functions.
         q, k, v, sink, softmax_scale, return_max_logits, deterministic, impl: as in `block_sparse_attention`.
 
     Returns:
@@ -170,18 +170,20 @@ def _forward_operator(
     q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits, softmax_scale, deterministic, impl
 ):
     dtype = accumulate_dtype(q.dtype)
+    scale = make_options(q, softmax_scale, 0.0, deterministic, 0).softmax_scale  # compiled functions check it here
     with torch.autocast(q.device.type, enabled=False):
         out, lse, max_logits = _module(impl, q, v).forward(
-            q, k, v, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
+            q, k, v, SparsePattern(tuple(pattern), q_block, k_block, causal), scale,
             sink_lse=None if sink is None else sink_lse(sink, dtype), return_max_logits=return_max_logits,
         )  # fmt: skip
-    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
+    # Compiled graphs rely on the strides that the operators' fakes have.
+    return out.contiguous(), lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
 @_forward_operator.register_fake
 def _(q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits, *_options):
     dtype = accumulate_dtype(q.dtype)
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=dtype)
+    out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=dtype)
     return out, lse, q.new_empty(q.shape[1] if return_max_logits else 0, dtype=dtype)
 
 
@@ -194,13 +196,15 @@ def _(q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits, *_opt
 def _backward_operator(
     dout, q, k, v, sink, out, lse, pattern, q_block, k_block, causal, softmax_scale, deterministic, impl
 ):
+    deterministic = make_options(q, softmax_scale, 0.0, deterministic, 0).deterministic
     with torch.autocast(q.device.type, enabled=False):
         delta = row_delta(dout, out)
         dq, dk, dv = _module(impl, q, v).backward(
             dout, q, k, v, lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
             deterministic,
         )  # fmt: skip
-    return dq, dk, dv, lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta)
+    dq, dk, dv = (grad.contiguous() for grad in (dq, dk, dv))
+    return dq, dk, dv, lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta).contiguous()
 
 
 @_backward_operator.register_fake

@@ -200,3 +200,38 @@ def test_compiled_functions_are_one_graph_for_all_patterns():
         for a, b in zip(*(torch.autograd.grad(x[0].square().sum(), inputs) for x in (want, got)), strict=True):
             torch.testing.assert_close(a, b)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_have_the_shapes_and_strides_that_compiled_graphs_expect(dtype):
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in tensors(10, 100))
+    v = torch.cat([v, v], 2)  # a head dim of its own
+    indices = torch.randint(-1, 100, (1, 10, 8))
+    pattern = [indices], 1, 1, False
+    sink = torch.zeros(1, 4)
+    forward = (q, k, v, sink, *pattern, True, 0.3, False, "auto")
+    out, lse, _ = torch.ops.megatron_magi.sparse_attention(*forward)
+    assert out.shape == (10, 4, 16)
+    backward = (torch.ones_like(out), q, k, v, sink, out, lse, *pattern, 0.3, False, "auto")
+    with torch.device("meta"):
+        like = [t.detach().to("meta") if isinstance(t, torch.Tensor) else t for t in forward]
+        like[4] = [indices.to("meta")]
+        like_backward = [t.detach().to("meta") if isinstance(t, torch.Tensor) else t for t in backward]
+        like_backward[7] = [indices.to("meta")]
+    operators = torch.ops.megatron_magi
+    for real, fake in (
+        (operators.sparse_attention(*forward), operators.sparse_attention(*like)),
+        (operators.sparse_attention_backward(*backward), operators.sparse_attention_backward(*like_backward)),
+    ):
+        for a, b in zip(real, fake, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_functions_refuse_scales_too():
+    q, k, v = tensors(10, 100)
+    compiled = torch.compile(
+        lambda q, indices: index_sparse_attention(q, k, v, indices, softmax_scale=-1.0)[0], backend="aot_eager"
+    )
+    with pytest.raises(ValueError, match=r"^softmax_scale:"):
+        compiled(q, torch.zeros(10, 1, 2, dtype=torch.int64))

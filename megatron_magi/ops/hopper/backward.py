@@ -174,7 +174,7 @@ class _Pass:
         dq_store, of_dq = _query_target(grads[0], dims[0], dtype, adds[0])
         store, of_dk, of_dv = _key_targets(grads[1:], dims, dtype, adds[1], splits)
         self._targets, self._adds = (of_dq, of_dk, of_dv), (adds[0], adds[1], adds[1])
-        self._is_direct = not any(map(any, self._targets))
+        self._is_direct = not any(target.columns or target.is_zeroed for target in self._targets)
         dq, dk, dv = (target.buffer(grad) for target, grad in zip(self._targets, grads, strict=True))
         rows = padded(q.shape[0], shape[1])
         self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device

@@ -44,19 +44,22 @@ def check_support(q: Tensor, dims: tuple[int, int]) -> None:
         raise ValueError(why_not(q.device, q.dtype, dims))
 
 
-def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
-    """What keeps such tensors, for which there are no kernels, from having them, and what would work."""
+def why_not(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], known: str | None = None, other: str = "torch"
+) -> str:
+    """What keeps such tensors, for which there are no kernels, from having them, and what would work.
+
+    ``known``: the head dims that are taken, in words, where not all multiples are; ``other``: the implementation that
+    takes all.
+    """
     if not _is_hopper(device):
         there = device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
         where = torch.cuda.get_device_name(device) if there else device.type
-        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'"
+        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use '{other}'"
     if dtype not in _DTYPES:
-        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use impl 'torch'"
-    most = max(map(max, BACKWARD_DIMS))
-    return (
-        f"q, v: impl 'ffa' takes head dims that are multiples of {DIM_UNIT} up to {most}, got {dims[0]} (q, k) and "
-        f"{dims[1]} (v); use impl 'torch'"
-    )
+        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use impl '{other}'"
+    known = known or f"that are multiples of {DIM_UNIT} up to {max(map(max, BACKWARD_DIMS))}"
+    return f"q, v: impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use impl '{other}'"
 
 
 @cache
@@ -109,9 +112,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor) -> Problem:
 
 def seen_rows(bands: np.ndarray) -> tuple[int, int]:
     """Queries, and keys, up to the last that a mask lets see or be seen; at least one of each."""
-    if not len(bands):
-        return 1, 1
-    return int(bands[:, bd.Q1].max()), int(bands[:, bd.K1].max())
+    return int(bands[:, bd.Q1].max(initial=1)), int(bands[:, bd.K1].max(initial=1))
 
 
 def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:

@@ -18,7 +18,6 @@ from megatron_magi.ops.hopper.sparse_lists import lists_of
 from megatron_magi.ops.hopper.sparse_params import SparseForwardParams
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
-    check_support,
     current_stream,
     in_dtype,
     kernels_exist,
@@ -32,7 +31,18 @@ logger = logging.getLogger(__name__)
 
 def is_supported(q: Tensor, v: Tensor) -> bool:
     """Whether both passes take tensors like these."""
-    return kernels_exist(q.device, q.dtype, (q.shape[2], v.shape[2]), kernels.DIMS)
+    dims = q.shape[2], v.shape[2]
+    return dims in kernels.DIMS and kernels_exist(q.device, q.dtype, dims)
+
+
+def _reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+    known = " and ".join(str(dim) for dim, _ in kernels.DIMS)
+    return why_not(device, dtype, dims, f"{known}, the same of both", "reference")
+
+
+def _check_support(q: Tensor, v: Tensor) -> None:
+    if not is_supported(q, v):
+        raise ValueError(_reason(q.device, q.dtype, (q.shape[2], v.shape[2])))
 
 
 def say_why_not(q: Tensor, v: Tensor) -> None:
@@ -42,7 +52,7 @@ def say_why_not(q: Tensor, v: Tensor) -> None:
 
 @cache
 def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    reason = why_not(device, dtype, dims, kernels.DIMS)
+    reason = _reason(device, dtype, dims)
     logger.warning("sparse attention falls back to the dense definition, slow and large: %s", reason)
 
 
@@ -61,7 +71,7 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    check_support(q, (q.shape[2], v.shape[2]), kernels.DIMS)
+    _check_support(q, v)
     num_rows, num_heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
@@ -125,7 +135,7 @@ def backward(
     Raises:
         ValueError: the device, dtype or head dims are not supported; deterministic results of lists of single keys.
     """
-    check_support(q, (q.shape[2], v.shape[2]), kernels.DIMS)
+    _check_support(q, v)
     if deterministic and pattern.k_block == 1:
         raise ValueError(
             "deterministic: kernels add gradients of single keys in no fixed order; use impl 'reference', or blocks"

@@ -1,0 +1,76 @@
+"""The host side of the sparse Hopper kernels on a machine without a GPU: kernels are named, not run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_magi.cuda.driver import Kernel
+from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support
+from megatron_magi.ops.impl import sparse_hopper
+from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+from tests.ops.fake_driver import fake_driver
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that are queued."""
+    with fake_driver(monkeypatch) as names:
+        for module in (sparse_hopper, sparse_backward, sparse_lists):
+            monkeypatch.setattr(module, "current_stream", lambda _device: 0)
+        monkeypatch.setattr(sparse_hopper, "num_processors", lambda _device: 132)
+        monkeypatch.setattr(sparse_kernels, "_load", lambda _d, name, _m, threads, size: Kernel(name, threads, size))
+        yield names
+
+
+def tensors(dim, dtype=torch.bfloat16):
+    return [torch.zeros(n, heads, dim, dtype=dtype).requires_grad_() for n, heads in ((100, 8), (300, 2), (300, 2))]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
+    inputs = tensors(dim)
+    mask = torch.ones(7, 5, dtype=torch.bool)
+    out, _ = block_sparse_attention(*inputs, mask, q_block_size=16, k_block_size=64, impl="ffa")
+    out.sum().backward()
+    lists = ["sparse_lists"]
+    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, "sparse_backward_keys"]
+    launched.clear()
+    out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
+    out.sum().backward()
+    assert launched == ["sparse_forward", "sparse_backward", "sparse_finish"]
+
+
+@pytest.mark.parametrize("dim", [32, 96, 256])
+def test_head_dims_of_other_kernels_are_refused_by_name_and_left_to_the_definition(launched, caplog, dim):
+    with pytest.raises(ValueError, match=rf"^q, v: .* 64 and 128, .* got {dim} .* use impl 'reference'"):
+        block_sparse_attention(
+            *tensors(dim), torch.ones(7, 5, dtype=torch.bool), q_block_size=16, k_block_size=64, impl="ffa"
+        )
+    assert not launched
+    like = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(100, 8, dim))
+    assert not sparse_hopper.is_supported(like, like)
+    sparse_hopper._warn_once.cache_clear()
+    sparse_hopper.say_why_not(like, like)
+    assert "falls back" in caplog.text and "use impl 'reference'" in caplog.text
+
+
+def test_other_dtypes_and_devices_are_refused_by_name(monkeypatch):
+    indices = torch.zeros(100, 1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^impl: 'ffa' needs a Hopper GPU.* use 'reference'"):
+        index_sparse_attention(*tensors(64), indices, impl="ffa")
+    monkeypatch.setattr(support, "_is_hopper", lambda _device: True)
+    with pytest.raises(ValueError, match=r"^q: .* use impl 'reference'"):
+        index_sparse_attention(*tensors(64, torch.float32), indices, impl="ffa")
+
+
+def test_where_torch_asks_for_deterministic_algorithms_gradients_of_single_keys_are_refused(launched):
+    out, _ = index_sparse_attention(*tensors(64), torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match=r"^deterministic:"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
