@@ -1,7 +1,15 @@
 // pull_rows.cu for rows of multiples of 16 bytes, by TMA: one thread of each warp has pieces of rows loaded
 // into a ring of places in shared memory and stored from there. Few SMs have all in flight that the links carry.
+//
+// Compile-time: ANNOUNCES (0 or 1: says part by part what has arrived, to the next kernel on the stream, which may start
+// when all blocks of this one have; see arrivals.cuh).
 
+#include "../common/arrivals.cuh"
 #include "peers.cuh"
+
+#ifndef ANNOUNCES
+#define ANNOUNCES 0
+#endif
 
 struct PullParams {
   Peers peers;
@@ -9,6 +17,10 @@ struct PullParams {
   const i64* places;
   const i64* count;
   i64 chunk_shift;
+#if ANNOUNCES
+  ArrivalFlags* flags;
+  i64 part_rows;
+#endif
 };
 
 constexpr int kWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
@@ -55,9 +67,37 @@ DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
   bulk_commit();
 }
 
+#if ANNOUNCES
+// The parts of the rows of which a thread has still to say that its share is there.
+struct Parts {
+  const PullParams& p;
+  u32 call;
+  i64 past;  // row after the part
+  int part = 0;
+
+  DEVICE Parts(const PullParams& p, u32 call) : p(p), call(call), past(p.part_rows) {}
+  // All that this thread stored is of the rows before `row`.
+  DEVICE void advance(i64 row, i64 num_rows) {
+    if (past > row) return;
+    bulk_wait();
+    asm volatile("fence.proxy.async;" ::: "memory");
+    for (; past <= row && past - p.part_rows < num_rows; past += p.part_rows, ++part) {
+      __threadfence();
+      if (atomicAdd(&p.flags->done[part], 1) + 1 < gridDim.x * kWarps) continue;
+      p.flags->done[part] = 0;
+      __threadfence();
+      store_release(&p.flags->arrived[part], call);
+    }
+  }
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[kWarps][kDepth];
+#if ANNOUNCES
+  let_next_kernel_start();
+#endif
   const SlotRows& s = p.to;
   const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
   const int warp = threadIdx.x / 32;
@@ -70,6 +110,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     Pieces loads(static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count, s.units);
     Pieces stores = loads;
     Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
+#if ANNOUNCES
+    Parts parts(p, call);
+#endif
     i64 place = loads.any() ? p.places[loads.row] : 0;
     u64 from = 0;
     for (u32 loaded = 0, stored = 0; stores.any() && !failed; ++stored) {
@@ -91,11 +134,17 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
       barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
       store_piece(s, stores.row, stores.piece, ring + stored % kDepth * kPieceBytes);
       stores.advance();
+#if ANNOUNCES
+      if (stores.any()) parts.advance(stores.row, *p.count);
+#endif
       // What was loaded before a rank failed to come is waited for: the memory that it goes to may not be left.
       if (failed)
         for (++stored; stored < loaded; ++stored) barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
     }
     bulk_wait();
+#if ANNOUNCES
+    if (!failed) parts.advance(0x7fffffffffffffff, *p.count);
+#endif
   }
   end_pull(p.peers, call);
 }

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.attention.calls import AttentionCall, describe_row
+from megatron_magi.attention.one_launch import OneLaunch, pays
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
@@ -41,6 +42,7 @@ class _Call:
         record, backward_record: what other ranks must mean too.
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
+        one_launch: the forward over all stages at once, where that pays and the implementation has it.
         sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
 
@@ -59,6 +61,7 @@ class _Call:
     record: AttentionCall
     backward_record: AttentionCall
     hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
+    one_launch: OneLaunch | None
     sums_meet: bool
     delta_memo: dict | None
 
@@ -201,6 +204,7 @@ def _make_call(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
             for _ in plan.bands
         ),
+        one_launch=OneLaunch.of(plan, group, config.comm.impl, q.device) if remembers and pays(plan) else None,
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
     )
@@ -307,6 +311,13 @@ class _Forward:
         self.saved_keys: list[torch.Tensor] = []
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if self._call.one_launch is not None:
+            call = self._call
+            done = call.one_launch.forward(
+                self._q, self._k, self._v, self._sink, call.forward_options, call.return_max_logits
+            )
+            if done is not None:
+                return done
         for step in self._schedule.forward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)

@@ -28,3 +28,16 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[GroupCastArgs, ...
             for t in plan.transfers
         )
     return casts
+
+
+def joined_cast(plan: RankPlan, device: torch.device) -> GroupCastArgs:
+    """Arguments of the collective that brings the rows of all stages at once; kept like `plan_casts`."""
+    t = plan.joined
+    if t is None:
+        return plan_casts(plan, device)[0]
+    key = f"joined {device}"
+    if key not in plan.runtime:
+        plan.runtime[key] = GroupCastArgs.build(
+            t.send_index, t.send_splits, t.recv_splits, t.recv_order, device, peer_rows(t)
+        )
+    return plan.runtime[key]

@@ -248,6 +248,14 @@ def group_reduce_lse(
     return _handle(way, started, finish, args.recv_splits, args.send_splits, layout)
 
 
+def choose_mover(
+    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
+) -> tuple[Native | Packed, RowLayout]:
+    """What casts rows of tensors, and their layout; arguments and errors as in `group_cast`."""
+    layout = RowLayout.of(tensors)
+    return _choose(tensors, args, group, impl).mover(layout, *(args.most or _UNKNOWN)), layout
+
+
 def _handle(
     way: _Way,
     started: Started,

@@ -25,9 +25,10 @@ from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Started
 from megatron_magi.comm.peer_tables import CHUNK_ROWS
-from megatron_magi.comm.peers import PEERS, Meeting, PeerMemory, refusal_of_host
+from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, with_rows
+from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
@@ -42,7 +43,9 @@ _MAX_FITTING = 1024
 _SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
 _NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
 
-_CAST, _GIVE_BACK, _ADD = "cast", "give back", "add"
+_CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
+_BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * _MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * _MAX_CHUNKS + MAX_RANKS + 1)
+"""Bytes into Control of peers.cuh."""
 
 
 class Room:
@@ -92,6 +95,8 @@ class Native:
         self._room = Room(memory)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
+        self._beside = 0  # calls on the other stream that the last one has not been made to wait for
+        self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready = torch.cuda.Event()
         self._events: list[torch.cuda.Event] = []
@@ -141,13 +146,48 @@ class Native:
         work = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
         return Started((work,), tuple(into), lambda: list(into))
 
+    def announce(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Arriving:
+        """`cast` for a kernel that waits for rows as they come: they are published, and read when it is queued.
+
+        All on the current stream, on which that kernel must be the next. Rows are of multiples of 16 bytes.
+        """
+        new = tensors[0].new_empty
+        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
+        tensors = [with_rows(x) for x in tensors]
+        rows, results = _rows(tensors, layout.sizes), _rows(out, layout.sizes)
+        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, ())
+        with self._lock:
+            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+            current = self._take_turn(raw)
+            publish.fire(rows, raw)
+            if self._beside:
+                current.wait_stream(self._side)
+                self._beside = 0
+        _, control, *_ = own = self._own_memory()
+        return Arriving(
+            out, lambda stream: pull.fire(results, stream), control + _CALLS_PUBLISHED, self._flags.data_ptr(),
+            control + _BROKEN, own[2], own[3],
+        )  # fmt: skip
+
+    def _own_memory(self) -> tuple[int, int, int, int]:
+        """Addresses of this rank's slots and flags and of the notice, and the time-out in nanoseconds."""
+        numbers = PEERS.unpack(self._memory.packed)
+        rank = self._meeting.rank
+        return numbers[rank], numbers[MAX_RANKS + rank], numbers[2 * MAX_RANKS], numbers[2 * MAX_RANKS + 2]
+
     def failure(self) -> str | None:
         """What a kernel that gave up waited for, or that all were told to; None as long as none did."""
-        absent = int(self._notice[1])
-        if not absent:
-            return "group collective: the group was ended by an earlier error" if self._notice[0] else None
-        names = self._meeting.names([absent - 1])
-        return f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
+        absent, part = int(self._notice[1]), int(self._notice[4])
+        waited = (
+            f"attention of {self._meeting.names([self._meeting.rank])} waited for part {part} of the keys it fetches"
+        )
+        if absent:
+            names = self._meeting.names([absent - 1])
+            text = f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
+            return f"{text}; {waited}" if part else text
+        if self._notice[0]:
+            return "group collective: the group was ended by an earlier error"
+        return f"group collective: {waited} for {self._meeting.timeout_s:g} s" if part else None
 
     def stop(self) -> None:
         """Makes kernels that wait give up."""
@@ -174,18 +214,11 @@ class Native:
         """
         tensors = [with_rows(x) for x in tensors]
         rows = _rows(tensors, layout.sizes)
-        forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
-        key = (self, self._memory.generation, kind, types, *forms)
-        launches = args.launches.get(key)
-        if launches is None:
-            launches = args.launches[key] = self._prepare(kind, args, layout, rows, results, types)
-        publish, pull = launches
+        publish, pull = self._launches(kind, args, layout, rows, results, types)
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
-            current = self._stream(raw)
-            if self._last not in (-1, raw):
-                current.wait_stream(self._stream(self._last))  # calls are published one after the other
-            self._last = raw
+            current = self._take_turn(raw)
+            self._beside += 1
             self._ready.record(current)
             publish.fire(rows, raw)
             self._side.wait_event(self._ready)
@@ -193,6 +226,24 @@ class Native:
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
         return _Done(event, self)
+
+    def _take_turn(self, raw: int) -> torch.cuda.Stream:
+        """The current stream, of which this is the handle: calls are published one after the other."""
+        current = self._stream(raw)
+        if self._last not in (-1, raw):
+            current.wait_stream(self._stream(self._last))
+        self._last = raw
+        return current
+
+    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[_Launch, _Launch]:
+        """`_prepare`, once for all calls that differ in addresses alone; ``how``: the rest of its arguments."""
+        _, rows, results, types = how
+        forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
+        key = (self, self._memory.generation, kind, types, *forms)
+        launches = args.launches.get(key)
+        if launches is None:
+            launches = args.launches[key] = self._prepare(kind, args, *how)
+        return launches
 
     def _prepare(
         self,
@@ -208,7 +259,7 @@ class Native:
         assert tables is not None  # or there would be a refusal
         counts = tables.counts.data_ptr()
         published: tuple[int, ...] = (0, 0, counts + _NUM_FETCHED)
-        if kind == _CAST:
+        if kind in (_CAST, _ANNOUNCE):
             published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
             pulled: tuple[int, ...] = (tables.fetch.data_ptr(), counts + _NUM_FETCHED)
         elif kind == _GIVE_BACK:
@@ -224,12 +275,17 @@ class Native:
             defines = f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}"
             pull, unit_to = _kernel("pull_sums", defines, device), vector * unit_to
         else:
-            unit_to = _widest(results)
+            unit_to = WIDEST if kind == _ANNOUNCE else _widest(results)
             is_bulk = unit_to == WIDEST and row_bytes >= BULK_ROW_BYTES
             pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
+        if kind == _ANNOUNCE:
+            pull = _kernel("pull_bulk", ("ANNOUNCES=1",), device)
+            after: tuple[int, ...] = (self._flags.data_ptr(), part_rows(args.num_recv))
+        else:
+            after = ()
         return (
             _Launch(publish, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)),
-            _Launch(pull, packed, pack_slot_rows(results, row_bytes, unit_to, pull.loads), (*pulled, shift)),
+            _Launch(pull, packed, pack_slot_rows(results, row_bytes, unit_to, pull.loads), (*pulled, shift, *after)),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
@@ -241,8 +297,10 @@ class Native:
 
     def await_event(self, event: torch.cuda.Event) -> None:
         """Makes the current stream wait for an event of this object, and takes that back."""
-        self._stream(torch._C._cuda_getCurrentRawStream(self._device.index)).wait_event(event)
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+        self._stream(raw).wait_event(event)
         self._events.append(event)
+        self._beside -= raw == self._last and self._beside > 0
 
 
 class _Done:
@@ -306,7 +364,10 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     """
     sums = f"FROM={ELEMENTS[partial]}", f"INTO={ELEMENTS[wide]}", f"VECTOR={WIDEST // partial.itemsize}"
     rows = [(name, (f"UNIT={WIDEST}",)) for name in ("publish_rows", "pull_rows")]
-    return [(_source(name), macros) for name, macros in (*rows, ("pull_bulk", ()), ("pull_sums", sums))]
+    return [
+        (_source(name), macros)
+        for name, macros in (*rows, ("pull_bulk", ()), ("pull_bulk", ("ANNOUNCES=1",)), ("pull_sums", sums))
+    ]
 
 
 def _source(name: str) -> str:
@@ -318,7 +379,8 @@ def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerK
     shape = SHAPES[name]
     image = build(_source(name), defines)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
-    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq")
+    more = "Qq" if "ANNOUNCES=1" in defines else ""  # where it says what has arrived, and how many rows at a time
+    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq{more}")
     return _PeerKernel(kernel, shape.num_blocks, params, shape.loads)
 
 

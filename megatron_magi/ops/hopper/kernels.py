@@ -57,13 +57,22 @@ def _forward_stages(tile: tuple[int, int]) -> int:
     return _TALL_STAGES if tile[0] > 128 else _STAGES
 
 
-def forward_macros(dtype: torch.dtype, dims: tuple[int, int], tile: tuple[int, int], softcap: bool) -> tuple[str, ...]:
-    """What a forward kernel is compiled for; ``tile``: one of `FORWARD_TILES`."""
+def forward_macros(
+    dtype: torch.dtype, dims: tuple[int, int], tile: tuple[int, int], softcap: bool, gated: bool = False
+) -> tuple[str, ...]:
+    """What a forward kernel is compiled for.
+
+    Args:
+        dtype, dims: of the tensors.
+        tile: one of `FORWARD_TILES`.
+        softcap: logits have a cap.
+        gated: some keys arrive while it runs.
+    """
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"GROUPS={tile[0] // 64}", f"BLOCK_N={tile[1]}",
         f"STAGES={_forward_stages(tile)}",
         f"Q_STAGES={_query_stages(dims)}", f"STAGED={int(_has_room(dims))}",
-        element(dtype), f"SOFTCAP={int(softcap)}",
+        element(dtype), f"SOFTCAP={int(softcap)}", *(("GATED=1",) if gated else ()),
     )  # fmt: skip
 
 
@@ -122,11 +131,16 @@ def source_of(name: str) -> str:
 
 @cache
 def forward_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], tile: tuple[int, int], softcap: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    tile: tuple[int, int],
+    softcap: bool,
+    gated: bool = False,
 ) -> Kernel:
     """Attention forward; ``tile``: one of `FORWARD_TILES`."""
     (rows, keys), stages = tile, _forward_stages(tile)
-    defines = forward_macros(dtype, dims, tile, softcap)
+    defines = forward_macros(dtype, dims, tile, softcap, gated)
     tiles = rows * _query_stages(dims) * dims[0] + stages * keys * sum(dims)  # q, k, v
     return _load(device, "forward", defines, 128 + 2 * rows, 2 * tiles + stages * 8 * rows + _SPARE_BYTES)
 

@@ -5,10 +5,10 @@ The padding at the end is what C adds to a struct whose first member is aligned 
 
 import ctypes
 
+from megatron_magi.cuda.arriving import GateParams
 
-class ForwardParams(ctypes.Structure):
-    _fields_ = [
-        ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
+_FORWARD_MAPS = [("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128)]
+_FORWARD_REST = [
         ("out_map", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("max_logits", ctypes.c_void_p),
@@ -21,7 +21,18 @@ class ForwardParams(ctypes.Structure):
         ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float), ("logit_scale", ctypes.c_float),
         ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32),
         ("log2_packed", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
-        ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+_PAD = ("pad", ctypes.c_char * 64)
+
+
+class ForwardParams(ctypes.Structure):
+    _fields_ = [*_FORWARD_MAPS, *_FORWARD_REST, _PAD]
+
+
+class GatedForwardParams(ctypes.Structure):
+    _fields_ = [
+        *_FORWARD_MAPS, ("k_remote", ctypes.c_char * 128), ("v_remote", ctypes.c_char * 128), *_FORWARD_REST,
+        ("gate", GateParams), _PAD,
     ]  # fmt: skip
 
 

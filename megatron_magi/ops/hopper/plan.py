@@ -174,21 +174,25 @@ class Tiling(NamedTuple):
         num_rows: queries, or keys, that tiles are made of.
         shape: of a tile (rows times packed heads where it is one of queries, 64 to a warpgroup) and of a block.
         packed: query heads counted as one.
+        arriving: where keys arrive while the kernel runs: the first of them, and see `tiles.local_first`.
     """
 
     is_backward: bool
     num_rows: int
     shape: tuple[int, int]
     packed: int = 1
+    arriving: tuple[int, int, int] | None = None
 
 
 def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> HostPlan:
     """The plan of a mask, on the CPU; ``planner``: see `native.chosen`."""
-    is_backward, rows, shape, packed = tiling
+    is_backward, rows, shape, packed, arriving = tiling
     plan_tiles = native.plan_tiles if native.chosen(planner) else hopper_tiles.plan_tiles
     if not is_backward:
         places, keys = shape
         plan = plan_tiles(bands, rows, places // packed, keys, parts=places // 64)
+        if arriving is not None:
+            plan = hopper_tiles.local_first(plan, *arriving)
         return HostPlan.of(plan, (0.0, 0.0), packed)
     keys, queries = shape
     plan = plan_tiles(

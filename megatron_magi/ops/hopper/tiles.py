@@ -127,6 +127,26 @@ def descending(plan: TilePlan) -> TilePlan:
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
 
 
+def local_first(plan: TilePlan, first: int, late: int, lead: int) -> TilePlan:
+    """The same plan with tiles in front that need not wait for columns which arrive while the kernel runs.
+
+    A tile visits its passes in the order of their columns, so what is there comes first.
+
+    Args:
+        plan: by falling cost.
+        first: first column that arrives.
+        late: blocks that an SM computes until all have arrived.
+        lead: blocks of tiles that are to be in front.
+    """
+    there = np.append(0, np.cumsum(np.where(plan.passes[:, 0] < first, plan.passes[:, 1], 0)))
+    own = there[plan.tiles[:, 2]] - there[plan.tiles[:, 1]]
+    waits = (own < plan.costs) & (own < late)
+    leads = ~waits & (plan.costs > 0)
+    leads &= np.cumsum(np.where(leads, plan.costs, 0)) - plan.costs < lead
+    order = np.argsort(~leads, kind="stable")
+    return replace(plan, tiles=plan.tiles[order], costs=plan.costs[order])
+
+
 def pack_columns(plan: TilePlan, packed: int) -> TilePlan:
     """The plan of a mask that has each column so many times in a row."""
     passes = plan.passes.copy()

@@ -1,0 +1,103 @@
+"""The forward in one launch over all stages: own keys, and behind them those of all stages, which arrive meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_magi.attention.runtime import joined_cast
+from megatron_magi.comm.announced import announced_cast
+from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper import gated
+from megatron_magi.ops.hopper.support import current_stream, loadable
+from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.merge import sink_lse
+from megatron_magi.ops.options import AttnOptions
+from megatron_magi.ops.slice_attention import forward_pass
+from megatron_magi.plan import RankPlan
+from megatron_magi.plan.types import own
+
+
+@dataclass(frozen=True, eq=False)
+class OneLaunch:
+    """What the forward of a plan needs for it.
+
+    Attributes:
+        cast: brings the keys of all stages.
+        bands: over all keys, as `gated` numbers them.
+        group, impl: of the cast.
+        memo, own_memo: where the kernels, with and without keys that arrive, remember what calls have in common.
+    """
+
+    cast: GroupCastArgs
+    bands: np.ndarray
+    group: dist.ProcessGroup | None
+    impl: str
+    memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
+    own_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
+
+    @classmethod
+    def of(cls, plan: RankPlan, group: dist.ProcessGroup | None, impl: str, device: torch.device) -> OneLaunch:
+        """For a plan with remote stages."""
+        return cls(joined_cast(plan, device), joined_bands(plan), group, impl)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        options: AttnOptions,
+        return_max_logits: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """Output, lse and largest logits; None, on all ranks, where rows do not travel so that a kernel can wait."""
+        q, k, v = map(loadable, (q, k, v))
+        arriving = announced_cast([k, v], self.cast, self.group, self.impl)
+        if arriving is None:
+            return None
+        if not self.cast.num_recv or not q.shape[0]:
+            arriving.begin(current_stream(q.device))  # others need this rank to take part
+            return forward_pass(
+                q, k, v, self.bands, options, hopper, sink, return_max_logits, q.dtype, memo=self.own_memo
+            )  # fmt: skip
+        shape = (*q.shape[:2], v.shape[2])
+        out, lse = q.new_empty(shape), q.new_empty(shape[:2], dtype=torch.float32)
+        max_logits = None
+        if return_max_logits:
+            max_logits = q.new_full((q.shape[1],), -torch.inf, dtype=torch.float32)
+        if sink is not None:
+            sink = sink_lse(sink, torch.float32).expand(shape[:2])
+        gated.forward(
+            q, k, v, arriving, self.bands, options,
+            out=out, lse=lse, sink_lse=sink, max_logits=max_logits, memo=self.memo,
+        )  # fmt: skip
+        return out, lse, max_logits
+
+
+def joined_bands(plan: RankPlan) -> np.ndarray:
+    """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan."""
+    known = plan.runtime.get("joined bands")
+    if known is None:
+        firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
+        tables = [plan.bands[0], *(shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))]
+        known = plan.runtime["joined bands"] = own(np.concatenate(tables))
+    return known
+
+
+def shift_keys(bands: np.ndarray, by: int) -> np.ndarray:
+    """The bands of the same mask over keys with numbers larger by so many."""
+    out = bands.copy()
+    out[:, [bd.K0, bd.K1]] += by
+    for column, none in ((bd.D_LO, -bd.NO_DIAGONAL), (bd.D_HI, bd.NO_DIAGONAL)):
+        out[bands[:, column] != none, column] += by
+    return out
+
+
+def pays(plan: RankPlan) -> bool:
+    """Whether the forward of a plan is one launch where the kernels and the collectives can; the same on all ranks."""
+    return plan.degree > 0 and plan.schedule.saved_stage is None and plan.schedule.forward[-1].stage != 0
