@@ -21,9 +21,11 @@ from bench_steps import HEAD_DIM, HEADS_KV, HEADS_Q, make_mask
 from provenance import write_csv
 
 from megatron_magi.attention import distributed, distributed_attention
+from megatron_magi.attention.one_launch import joined_bands
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import sliding_window
+from megatron_magi.ops.hopper.gated import GAP
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
@@ -80,14 +82,11 @@ def count_launches(run: Callable[[], object], trace: Path | None) -> int:
         torch.cuda.synchronize()
     if trace is not None:
         profile.export_chrome_trace(str(trace))
-    return sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
 
 
 def alone(rank_plan: RankPlan, tensors: list[torch.Tensor]) -> list[float]:
     """Microseconds of a forward and of a backward pass over all keys of this rank in one place, in one launch each."""
-    from megatron_magi.attention.one_launch import joined_bands
-    from megatron_magi.ops.hopper.gated import GAP
-
     q, k, v, dout = tensors
     more = GAP + sum(t.num_recv for t in rank_plan.transfers)
     k, v = (torch.cat([t.detach(), torch.zeros_like(t[:1]).expand(more, -1, -1)]).requires_grad_() for t in (k, v))
