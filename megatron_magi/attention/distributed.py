@@ -183,6 +183,8 @@ def _make_call(
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
+    row_bytes = k.element_size() * (k[:1].numel() + v[:1].numel()) if len(k) else 0
+    one_launch = remembers and pays(plan, row_bytes, config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
         schedule=plan.schedule,
@@ -204,7 +206,7 @@ def _make_call(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
             for _ in plan.bands
         ),
-        one_launch=OneLaunch.of(plan, group, config.comm.impl, q.device) if remembers and pays(plan) else None,
+        one_launch=OneLaunch.of(plan, group, config.comm.impl, q.device) if one_launch else None,
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
     )

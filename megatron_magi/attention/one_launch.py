@@ -9,12 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention.runtime import joined_cast
-from megatron_magi.comm.announced import announced_cast
+from megatron_magi.attention.runtime import joined_cast, joined_transfer
+from megatron_magi.comm.announced import announced_cast, may_announce
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated
-from megatron_magi.ops.hopper.support import current_stream, loadable
+from megatron_magi.ops.hopper.support import loadable
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
 from megatron_magi.ops.options import AttnOptions
@@ -61,7 +61,7 @@ class OneLaunch:
         if arriving is None:
             return None
         if not self.cast.num_recv or not q.shape[0]:
-            arriving.begin(current_stream(q.device))  # others need this rank to take part
+            gated.bring(arriving)  # others need this rank to take part
             return forward_pass(
                 q, k, v, self.bands, options, hopper, sink, return_max_logits, q.dtype, memo=self.own_memo
             )  # fmt: skip
@@ -98,6 +98,14 @@ def shift_keys(bands: np.ndarray, by: int) -> np.ndarray:
     return out
 
 
-def pays(plan: RankPlan) -> bool:
-    """Whether the forward of a plan is one launch where the kernels and the collectives can; the same on all ranks."""
-    return plan.degree > 0 and plan.schedule.saved_stage is None and plan.schedule.forward[-1].stage != 0
+def pays(plan: RankPlan, row_bytes: int, impl: str) -> bool:
+    """Whether the forward of a plan is one launch where the kernels and the collectives can; the same on all ranks.
+
+    Args:
+        plan: of this rank.
+        row_bytes: of a row of k and v.
+        impl: of the collectives.
+    """
+    if not plan.degree or plan.schedule.saved_stage is not None or plan.schedule.forward[-1].stage == 0:
+        return False  # stages are kept, or are to follow each other without overlap
+    return may_announce(plan.cp_size, joined_transfer(plan).most_recv, row_bytes, impl)

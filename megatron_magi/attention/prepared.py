@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.runtime import peer_rows
+from megatron_magi.attention.one_launch import joined_bands, pays
+from megatron_magi.attention.runtime import joined_key, joined_transfer, peer_rows
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import Problem
-from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables, masks_meet
+from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_gated_tables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.plan import RankPlan, StepKind
@@ -54,7 +55,13 @@ class AttnShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _PreparedPlan:
-    """A `RankPlan` with what its collectives and its stages need beside arrays."""
+    """A `RankPlan` with what its collectives and its stages need beside arrays.
+
+    Attributes:
+        plan: of this rank.
+        casts: of the stages, and of all at once if that is prepared and they are several.
+        tables: of the bands of each stage, and of all at once if that is prepared; or none at all.
+    """
 
     plan: RankPlan
     casts: tuple[CastFacts, ...]
@@ -64,11 +71,14 @@ class _PreparedPlan:
         self, left: Iterator[Tensor], device: torch.device, ready: torch.cuda.Event | None, plan_bytes: int
     ) -> None:
         """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
-        self.plan.runtime[str(device)] = tuple(
-            GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
-        )
-        # One for the bands of each stage, or none at all.
-        for bands, tables in zip(self.plan.bands, self.tables, strict=False):
+        casts = [GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts]
+        self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
+        if len(casts) > self.plan.degree:
+            self.plan.runtime[joined_key(device)] = casts[-1]
+        masks = self.plan.bands
+        if len(self.tables) > len(masks):
+            masks = (*masks, joined_bands(self.plan))
+        for bands, tables in zip(masks, self.tables, strict=False):
             kept = tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
             self.plan.runtime.setdefault("tables", []).append(kept)
 
@@ -172,7 +182,9 @@ def _prepare_plan(
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
-    for t in plan.transfers:
+    row_bytes = shape.dtype.itemsize * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
+    one_launch = shape.num_sms is not None and pays(plan, row_bytes, config.comm.impl)
+    for t in (*plan.transfers, *([plan.joined] if one_launch and plan.joined is not None else ())):
         facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peer_rows(t)).arrays()
         casts.append(facts)
         arrays += made
@@ -187,6 +199,14 @@ def _prepare_plan(
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
         use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
+        tables.append(table)
+        arrays += made
+    if one_launch:
+        num_arriving = joined_transfer(plan).num_recv
+        problem = problems[0]._replace(num_keys=plan.num_rows + num_arriving)
+        table, made = make_gated_tables(
+            joined_bands(plan), problem, num_arriving, shape.num_sms, config.dispatch.planner
+        )
         tables.append(table)
         arrays += made
     return _PreparedPlan(plan, tuple(casts), tuple(tables))

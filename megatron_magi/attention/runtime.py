@@ -30,12 +30,21 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[GroupCastArgs, ...
     return casts
 
 
+def joined_transfer(plan: RankPlan) -> Transfer:
+    """The transfer of the rows of all stages at once, of which there is one at least."""
+    return plan.transfers[0] if plan.joined is None else plan.joined
+
+
+def joined_key(device: torch.device) -> str:
+    """Where `joined_cast` keeps what it returns."""
+    return f"joined {device}"
+
+
 def joined_cast(plan: RankPlan, device: torch.device) -> GroupCastArgs:
     """Arguments of the collective that brings the rows of all stages at once; kept like `plan_casts`."""
-    t = plan.joined
-    if t is None:
+    if plan.joined is None:
         return plan_casts(plan, device)[0]
-    key = f"joined {device}"
+    key, t = joined_key(device), plan.joined
     if key not in plan.runtime:
         plan.runtime[key] = GroupCastArgs.build(
             t.send_index, t.send_splits, t.recv_splits, t.recv_order, device, peer_rows(t)

@@ -54,6 +54,11 @@ def gated_tiling(facts: MaskFacts, problem: Problem, num_arriving: int, num_sms:
     return Tiling(False, problem.num_rows, tile, packed, (first_arriving(problem.num_keys - num_arriving), *lead))
 
 
+def bring(arriving: Arriving) -> None:
+    """Queues what brings keys, for which nothing here waits while it runs."""
+    arriving.begin(current_stream(arriving.tensors[0].device))
+
+
 def forward(
     q: Tensor,
     k: Tensor,
