@@ -1,8 +1,8 @@
 // pull_rows.cu for rows of multiples of 16 bytes, by TMA: one thread of each warp has pieces of rows loaded
 // into a ring of places in shared memory and stored from there. Few SMs have all in flight that the links carry.
 //
-// Compile-time: ANNOUNCES (0 or 1: says part by part what has arrived, to the next kernel on the stream, which may start
-// when all blocks of this one have; see arrivals.cuh).
+// Compile-time: ANNOUNCES (0 or 1: says part by part what has arrived, to the next kernel on the stream, which may
+// start when all blocks of this one have; see arrivals.cuh).
 
 #include "../common/arrivals.cuh"
 #include "peers.cuh"

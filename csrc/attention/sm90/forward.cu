@@ -82,8 +82,8 @@ struct Loader {
     const u32 bar = smem_address(&s.v_full[rv.index]);
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
     barrier_expect_bytes(bar, kBytesV);
-    const TensorMap* map = map_of_keys(p, &p.v, key);
-    load_panels<kHeadDimV / kPanel>(map, smem_address(s.v[rv.index]), kBlockN * 128, key, head, bar);
+    load_panels<kHeadDimV / kPanel>(&OF_KEY(p, key, v), smem_address(s.v[rv.index]), kBlockN * 128, row_of_key(p, key),
+                                    head, bar);
     rv.advance();
   }
 
@@ -98,9 +98,8 @@ struct Loader {
 #if GATED
     arrivals.await(p.gate, key - p.gate.first + kBlockN);
 #endif
-    int row = key;
-    const TensorMap* map = map_of_keys(p, &p.k, row);
-    load_panels<kHeadDim / kPanel>(map, smem_address(s.k[rk.index]), kBlockN * 128, row, head_kv, bar);
+    load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[rk.index]), kBlockN * 128, row_of_key(p, key),
+                                   head_kv, bar);
     rk.advance();
     later(key, head_kv);
   }

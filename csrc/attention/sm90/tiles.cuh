@@ -16,17 +16,20 @@ DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row
   for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
 }
 
-// The tensor map of keys or values that a block is read by, and its row there; that of rows which arrive is the next but
-// one.
-template <typename Params>
-DEVICE const TensorMap* map_of_keys(const Params& p, const TensorMap* map, int& key) {
+// Keys from gate.first on, where they arrive while the kernel runs, lie in tensors of their own: what a key's tensor is
+// described by among the parameters, and its row there. As a macro and a function of values these are nothing where no
+// keys arrive, to the instruction.
 #if GATED
-  if (key >= p.gate.first) {
-    key -= p.gate.first;
-    return map + 2;
-  }
+#define OF_KEY(p, key, name) (*((key) < (p).gate.first ? &(p).name : &(p).name##_remote))
+#else
+#define OF_KEY(p, key, name) ((p).name)
 #endif
-  return map;
+template <typename Params>
+DEVICE int row_of_key(const Params& p, int key) {
+#if GATED
+  if (key >= p.gate.first) return key - p.gate.first;
+#endif
+  return key;
 }
 
 // The same of heads packed together, of which row r is row r / heads of head r % heads; `head` counts them as one.
