@@ -84,18 +84,9 @@ def joined_bands(plan: RankPlan) -> np.ndarray:
     known = plan.runtime.get("joined bands")
     if known is None:
         firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
-        tables = [plan.bands[0], *(shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))]
+        tables = [plan.bands[0], *(bd.shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))]
         known = plan.runtime["joined bands"] = own(np.concatenate(tables))
     return known
-
-
-def shift_keys(bands: np.ndarray, by: int) -> np.ndarray:
-    """The bands of the same mask over keys with numbers larger by so many."""
-    out = bands.copy()
-    out[:, [bd.K0, bd.K1]] += by
-    for column, none in ((bd.D_LO, -bd.NO_DIAGONAL), (bd.D_HI, bd.NO_DIAGONAL)):
-        out[bands[:, column] != none, column] += by
-    return out
 
 
 def pays(plan: RankPlan, row_bytes: int, impl: str) -> bool:

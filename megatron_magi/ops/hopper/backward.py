@@ -5,7 +5,7 @@ What a pass over tensors of one layout does, for one mask, is found out once (`_
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart, query_tiles
-from megatron_magi.ops.hopper.params import BackwardParams
+from megatron_magi.ops.hopper.params import BackwardParams, GatedBackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
@@ -44,8 +44,9 @@ from megatron_magi.ops.options import AttnOptions
 Grads = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v, or what becomes them."""
 
-_STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
-_SUMS_ALIGNMENT = 32  # floats: a cache line
+STORE_HALF, STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
+SUMS_ALIGNMENT = 32
+"""Floats: a cache line."""
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
@@ -178,17 +179,17 @@ class _Pass:
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole = False, whole
         # Statistics of rows, and sums: one block of memory, in this order.
-        self._num_stats = -(-problem.num_heads * rows // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+        self._num_stats = -(-problem.num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = problem.num_heads * rows * q.shape[2] if adds_dq else 0
         self._num_key_sums = 0
         num_stats = rows * packed
         if whole:
-            room = _room_bytes(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
+            room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) else None
             apart = most_apart(choice, problem, room)
             schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart)
             self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * q.shape[2]
             self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
-            self._keys, self._keys_numbers = _launch(
+            self._keys, self._keys_numbers = keys_launch(
                 inputs, num_stats, options, adds_dq, plan, schedule, store, (dk, dv), stream
             )
             if schedule.num_apart:
@@ -288,7 +289,7 @@ def _room_bytes(dq: Tensor) -> int | None:
     return dq.numel() * dq.element_size() if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
 
 
-def _launch(
+def keys_launch(
     inputs: hopper_parts.Inputs,
     stats_row: int,
     options: AttnOptions,
@@ -298,14 +299,18 @@ def _launch(
     store: int,
     grads: tuple[Tensor, Tensor],
     stream: int,
+    arriving: Sequence[Tensor] = (),
 ) -> tuple[Launch, Numbers]:
-    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
+    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out.
+
+    ``arriving``: keys and values that arrive while it runs, if there are any.
+    """
     (q, k, v, dout), (dk, dv) = inputs, grads
     keys, queries = WHOLE_TILE
 
     def make() -> Launch:
         softcap, scale = options.softcap, options.softmax_scale
-        params = BackwardParams(
+        params = (GatedBackwardParams if arriving else BackwardParams)(
             counter=work_counter(q.device, stream).data_ptr(),
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             group=q.shape[1] // plan.packed // k.shape[1], heads_kv=k.shape[1],
@@ -313,8 +318,10 @@ def _launch(
             scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
             log2_packed=plan.log2_packed,
         )  # fmt: skip
-        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
-        maps = (query_box(q, queries, plan), (k, keys), (v, keys), query_box(dout, queries, plan))
+        dims, gated = (q.shape[2], v.shape[2]), bool(arriving)
+        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, dims, softcap > 0, adds_dq, gated)
+        of_keys = ((t, keys) for t in (k, v, *arriving))
+        maps = (query_box(q, queries, plan), *of_keys, query_box(dout, queries, plan))
         return Launch(kernel, 1, params, maps)
 
     num_items = len(schedule.items)
@@ -324,7 +331,8 @@ def _launch(
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
     )  # fmt: skip
     key = (
-        "backward", q.device, stream, q.dtype, options, store, adds_dq, plan.packed, q.shape, k.shape[1:], v.shape[1:],
+        "backward", bool(arriving), q.device, stream, q.dtype, options, store, adds_dq, plan.packed, q.shape, k.shape[1:],
+        v.shape[1:],
         *(t.stride() for t in (*inputs, *grads)),
     )  # fmt: skip
     return prepared(key, make), numbers
@@ -333,10 +341,10 @@ def _launch(
 def _query_target(grad: Tensor, dtype: torch.dtype, adds: bool) -> tuple[int, _Target]:
     """How dq is written, and where to."""
     if grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
-        return _STORE_FLOAT, _Target(is_new=True)
+        return STORE_FLOAT, _Target(is_new=True)
     if grad.dtype == torch.float32:
-        return _ADD_FLOAT if adds else _STORE_FLOAT, _Target()
-    return _ADD_HALF if adds else _STORE_HALF, _Target()
+        return _ADD_FLOAT if adds else STORE_FLOAT, _Target()
+    return _ADD_HALF if adds else STORE_HALF, _Target()
 
 
 def _key_targets(
@@ -346,9 +354,9 @@ def _key_targets(
     fits = all(fits_tensor_map(g) for g in grads)
     if splits == 1 and not adds and fits and grads[0].dtype == grads[1].dtype:
         if grads[0].dtype == dtype:
-            return _STORE_HALF, _Target(), _Target()
+            return STORE_HALF, _Target(), _Target()
         if grads[0].dtype == torch.float32:
-            return _STORE_FLOAT, _Target(), _Target()
+            return STORE_FLOAT, _Target(), _Target()
     return _ADD_FLOAT, *(_sum_target(g, adds) for g in grads)
 
 

@@ -90,14 +90,11 @@ def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
     return RowTiles(hopper_kernels.forward_tile(problem.dims, facts.area / problem.num_rows, packed), packed)
 
 
-def lead_of(problem: Problem, num_arriving: int, tile: tuple[int, int], packed: int, num_sms: int) -> tuple[int, int]:
-    """Blocks that an SM computes until so many keys have arrived; and those of one head, or of packed ones, that all
-    SMs together do.
-    """
+def late_blocks(problem: Problem, num_arriving: int, tile: tuple[int, int], products: float = 2.0) -> float:
+    """Blocks that an SM computes until so many keys have arrived; ``products``: matrix products of a block."""
     row_bytes = 2 * problem.num_heads_kv * sum(problem.dims)
     us = tuning.ARRIVAL_US + num_arriving * row_bytes / tuning.ARRIVAL_BYTES_PER_US
-    late = us * tuning.SM_FLOP_PER_US / (2 * tile[0] * tile[1] * sum(problem.dims))
-    return math.ceil(late), math.ceil(late * num_sms * packed / problem.num_heads)
+    return us * tuning.SM_FLOP_PER_US / (products * tile[0] * tile[1] * sum(problem.dims))
 
 
 def backward_choice(facts: MaskFacts, problem: Problem, deterministic: bool) -> BackwardChoice:

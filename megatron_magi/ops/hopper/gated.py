@@ -6,18 +6,20 @@ The gap keeps tiles from blocks of both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from megatron_magi.cuda.arriving import Arriving, GateParams, part_rows
-from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.choices import MaskFacts, Problem, forward_tiles, lead_of
+from megatron_magi.ops.hopper import tiles as hopper_tiles
+from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, RowTiles, forward_tiles, late_blocks
 from megatron_magi.ops.hopper.params import GatedForwardParams
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.support import (
@@ -32,26 +34,43 @@ from megatron_magi.ops.hopper.support import (
 )
 from megatron_magi.ops.options import AttnOptions
 
-GAP = 256
-"""Numbers between own keys and those that arrive: more than a block."""
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 def first_arriving(num_keys: int) -> int:
     """Number of the first key that arrives, where this rank has so many of its own."""
-    return num_keys + GAP
+    return num_keys + hopper_tiles.GAP
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `forward` takes tensors that lie like these; of a dtype and head dims that the kernels take."""
-    return all(fits_tensor_map(t) for t in (q, k, v))
+def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
+    """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
+    late = late_blocks(problem, num_arriving, tiles.shape, products)
+    lead = math.ceil(late * num_sms * tiles.packed / problem.num_heads)  # blocks of one head, or of packed ones
+    first = first_arriving(problem.num_keys - num_arriving)
+    return Tiling(False, problem.num_rows, *tiles, (first, math.ceil(late), lead))
 
 
-def gated_tiling(facts: MaskFacts, problem: Problem, num_arriving: int, num_sms: int) -> Tiling:
-    """Tiles of a mask whose last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
-    tile, packed = forward_tiles(facts, problem)
-    lead = lead_of(problem, num_arriving, tile, packed, num_sms)
-    return Tiling(False, problem.num_rows, tile, packed, (first_arriving(problem.num_keys - num_arriving), *lead))
+def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_sms: int) -> Tiling:
+    """Tiles of keys, likewise."""
+    products = 5.0 if choice.adds_dq else 4.0
+    late = late_blocks(problem, num_arriving, choice.shape, products)
+    first = first_arriving(problem.num_keys - num_arriving)
+    arriving = first, math.ceil(late), math.ceil(late * num_sms)
+    return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
+
+
+class GateOf(NamedTuple):
+    """What kernels are told of keys that arrive beside addresses: how many they are, and the number of the first."""
+
+    num_rows: int
+    first: int
+
+    def of(self, arriving: Arriving) -> GateParams:
+        """For a call."""
+        return GateParams(
+            arriving.call, arriving.arrived, arriving.broken, arriving.notice, arriving.timeout_ns,
+            self.num_rows, part_rows(self.num_rows), self.first,
+        )  # fmt: skip
 
 
 def bring(arriving: Arriving) -> None:
@@ -76,7 +95,7 @@ def forward(
     """Queues what brings the arriving keys, and the kernel that writes attention to ``out`` and ``lse``.
 
     Args:
-        q, k, v: tensors that `takes` takes.
+        q, k, v: tensors that TMA can read (`support.loadable`).
         arriving: keys and values, at least one row.
         bands: the mask, over keys numbered as above.
         options: of the call.
@@ -109,7 +128,8 @@ class _Pass:
         num_arriving = arriving.tensors[0].shape[0]
         problem = Problem(num_rows, k.shape[0] + num_arriving, num_heads, k.shape[1], dims)
         processors = num_processors(q.device)
-        tiling = gated_tiling(hopper_plan.mask_facts(bands), problem, num_arriving, processors)
+        tiles = forward_tiles(hopper_plan.mask_facts(bands), problem)
+        tiling = row_tiling(problem, tiles, num_arriving, processors)
         tile, packed = tiling.shape, tiling.packed
         self.plan = plan = hopper_plan.device_plan(bands, tiling, q.device)
         work = row_work(plan, num_heads, tile[1], k, v, num_arriving)
@@ -119,9 +139,7 @@ class _Pass:
             tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles,
             **work,
         )  # fmt: skip
-        self._gate = {
-            "num_rows": num_arriving, "part_rows": part_rows(num_arriving), "first": first_arriving(k.shape[0]),
-        }  # fmt: skip
+        self._gate = GateOf(num_arriving, first_arriving(k.shape[0]))
 
         def make() -> Launch:
             softcap, scale = options.softcap, options.softmax_scale
@@ -153,9 +171,6 @@ class _Pass:
             params.out, params.lse = out.data_ptr(), lse.data_ptr()
             params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
-            params.gate = GateParams(
-                arriving.call, arriving.arrived, arriving.broken, arriving.notice, arriving.timeout_ns,
-                **self._gate,
-            )  # fmt: skip
+            params.gate = self._gate.of(arriving)
             arriving.begin(self._stream)
             launch.fire(self._stream, overlaps=True)

@@ -72,25 +72,36 @@ def forward_macros(
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"GROUPS={tile[0] // 64}", f"BLOCK_N={tile[1]}",
         f"STAGES={_forward_stages(tile)}",
         f"Q_STAGES={_query_stages(dims)}", f"STAGED={int(_has_room(dims))}",
-        element(dtype), f"SOFTCAP={int(softcap)}", *(("GATED=1",) if gated else ()),
+        element(dtype), f"SOFTCAP={int(softcap)}", *_if_gated(gated),
     )  # fmt: skip
 
 
-def backward_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> tuple[str, ...]:
-    """What a backward kernel is compiled for."""
+def backward_macros(
+    dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool, gated: bool = False
+) -> tuple[str, ...]:
+    """What a backward kernel is compiled for; ``gated`` as in `forward_macros`."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
+        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}", *_if_gated(gated),
     )  # fmt: skip
 
 
-def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
-    """What a kernel for dq is compiled for."""
+def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False) -> tuple[str, ...]:
+    """What a kernel for dq is compiled for; ``gated`` as in `forward_macros`."""
     stages, stages_v = _QUERIES_STAGES[dims]
     return (
         *_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}",
-        f"STAGED={int(_has_room(dims))}",
+        f"STAGED={int(_has_room(dims))}", *_if_gated(gated),
     )  # fmt: skip
+
+
+def _if_gated(gated: bool) -> tuple[str, ...]:
+    return ("GATED=1",) if gated else ()
+
+
+def finish_keys_macros(dtype: torch.dtype, head_dim: int, gated: bool = False) -> tuple[str, ...]:
+    """What a kernel that finishes dk and dv is compiled for; ``gated`` as in `forward_macros`."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated))
 
 
 def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
@@ -147,10 +158,10 @@ def forward_kernel(
 
 @cache
 def backward_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool, gated: bool = False
 ) -> Kernel:
     """Attention backward: dk and dv, and with ``adds_dq`` dq."""
-    defines = backward_macros(dtype, dims, softcap, adds_dq)
+    defines = backward_macros(dtype, dims, softcap, adds_dq, gated)
     tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
@@ -166,9 +177,11 @@ def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[i
 
 
 @cache
-def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
+def backward_queries_kernel(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False
+) -> Kernel:
     """Attention backward: dq."""
-    defines = queries_macros(dtype, dims, softcap)
+    defines = queries_macros(dtype, dims, softcap, gated)
     stages, stages_v = _QUERIES_STAGES[dims]
     tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
     tiles += 128 * dims[0] if _has_room(dims) else 0  # dq on its way out

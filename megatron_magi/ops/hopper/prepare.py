@@ -23,7 +23,7 @@ from megatron_magi.ops.hopper.choices import (
     query_tiles,
     sums_meet,
 )
-from megatron_magi.ops.hopper.gated import gated_tiling
+from megatron_magi.ops.hopper.gated import row_tiling
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.ops.hopper.schedule import Schedule
 
@@ -137,11 +137,11 @@ def make_tables(
 def make_gated_tables(
     bands: np.ndarray, problem: Problem, num_arriving: int, num_sms: int, planner: str = "auto"
 ) -> tuple[MaskTables, list[np.ndarray]]:
-    """`make_tables` of a forward over keys of which some arrive; ``bands`` and the rest as in `gated.gated_tiling`."""
+    """`make_tables` of a forward over keys of which some arrive; ``bands`` and the rest as in `gated.row_tiling`."""
     digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
     if not problem.num_rows or not num_arriving:
         return MaskTables(digest, facts, (), ()), []
-    tiling = gated_tiling(facts, problem, num_arriving, num_sms)
+    tiling = row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms)
     plan = hopper_plan.make_host_plan(bands, tiling, planner)
     return MaskTables(digest, facts, ((tiling, plan.without_table()),), ()), [plan.table]
 

@@ -27,6 +27,9 @@ Int32Array = NDArray[np.int32]
 EVERYTHING = 1 << 30
 """Past-the-last column of rows behind the end of a tile, whose results nobody reads."""
 
+GAP = 256
+"""Numbers between own columns and those that arrive while a kernel runs: more than a block, so that none has both."""
+
 UNIT = 16
 """Columns that a backward kernel adds gradients of together: those of one warp."""
 
@@ -145,6 +148,20 @@ def local_first(plan: TilePlan, first: int, late: int, lead: int) -> TilePlan:
     leads &= np.cumsum(np.where(leads, plan.costs, 0)) - plan.costs < lead
     order = np.argsort(~leads, kind="stable")
     return replace(plan, tiles=plan.tiles[order], costs=plan.costs[order])
+
+
+def side_by_side(own: TilePlan, arriving: TilePlan, first: int) -> TilePlan:
+    """Tiles of two plans by falling cost; rows of the second are numbered from ``first`` on."""
+    more = arriving.tiles + np.array([first, len(own.passes), len(own.passes), 0], dtype=np.int32)
+    tiles, costs = np.concatenate([own.tiles, more]), np.concatenate([own.costs, arriving.costs])
+    order = np.argsort(-costs, kind="stable")
+    return replace(
+        own,
+        tiles=tiles[order],
+        costs=costs[order],
+        passes=np.concatenate([own.passes, arriving.passes]),
+        bounds=np.concatenate([own.bounds, arriving.bounds]),
+    )
 
 
 def pack_columns(plan: TilePlan, packed: int) -> TilePlan:
