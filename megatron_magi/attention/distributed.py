@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.attention.calls import AttentionCall, describe_row
-from megatron_magi.attention.one_launch import OneLaunch, pays
+from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
@@ -368,6 +368,8 @@ class _Backward:
         self._dv: torch.Tensor | None = None
         # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
         self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
+        # Of gradients of fetched keys, which travel.
+        self._partial_dtype = accumulate_dtype(q.dtype) if call.config.comm.backward_high_precision_reduce else q.dtype
         self._is_local_done = False  # then only reductions add to dk and dv
         self._parts: dict[str, Any] = {}
         if call.sums_meet:
@@ -375,6 +377,9 @@ class _Backward:
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        done = self._run_at_once()
+        if done is not None:
+            return _narrow(done, self._q.dtype)
         for step in self._schedule.backward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
@@ -389,6 +394,15 @@ class _Backward:
         assert not self._fetches and not self._partial
         return _narrow((self._dq, self._dk, self._dv), self._q.dtype)
 
+    def _run_at_once(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """In one launch over all stages, where that is done."""
+        call = self._call
+        if call.one_launch is None or not backward_pays((self._q.shape[2], self._v.shape[2])):
+            return None
+        return call.one_launch.backward(
+            self._dout, (self._q, self._k, self._v), self._lse, self._delta, call.backward_options, self._partial_dtype
+        )
+
     def _attend(self, stage: int) -> None:
         call = self._call
         if stage == 0:
@@ -400,8 +414,7 @@ class _Backward:
         else:
             saved = stage == self._schedule.saved_stage
             k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
-            high_precision = call.config.comm.backward_high_precision_reduce
-            grad_dtype = accumulate_dtype(k.dtype) if high_precision else k.dtype
+            grad_dtype = self._partial_dtype
             is_first, into = False, (None, None)
         if not is_first and self._dq is None:
             self._dq = _zeros(self._q, self._wide)

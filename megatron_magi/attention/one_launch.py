@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -11,10 +12,11 @@ import torch.distributed as dist
 
 from megatron_magi.attention.runtime import joined_cast, joined_transfer
 from megatron_magi.comm.announced import announced_cast, may_announce
-from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.hopper import gated
-from megatron_magi.ops.hopper.support import loadable
+from megatron_magi.ops.hopper import gated, gated_backward
+from megatron_magi.ops.hopper.kernels import WHOLE_DIMS
+from megatron_magi.ops.hopper.support import in_dtype, loadable
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
 from megatron_magi.ops.options import AttnOptions
@@ -31,7 +33,8 @@ class OneLaunch:
         cast: brings the keys of all stages.
         bands: over all keys, as `gated` numbers them.
         group, impl: of the cast.
-        memo, own_memo: where the kernels, with and without keys that arrive, remember what calls have in common.
+        memo, own_memo, backward_memo, own_backward_memo: where the kernels, with and without keys that arrive, remember
+            what calls have in common.
     """
 
     cast: GroupCastArgs
@@ -40,6 +43,8 @@ class OneLaunch:
     impl: str
     memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
     own_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
+    backward_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
+    own_backward_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
 
     @classmethod
     def of(cls, plan: RankPlan, group: dist.ProcessGroup | None, impl: str, device: torch.device) -> OneLaunch:
@@ -78,6 +83,47 @@ class OneLaunch:
         )  # fmt: skip
         return out, lse, max_logits
 
+    def backward(
+        self,
+        dout: torch.Tensor,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        options: AttnOptions,
+        partial: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Gradients of q, in its dtype, and of k and v, in fp32; None as in `forward`.
+
+        Args:
+            dout: of any float dtype.
+            qkv: q, k and v.
+            lse, delta: fp32 ``[num_rows, num_heads]``.
+            options: of the call.
+            partial: dtype of the gradients of fetched keys that travel back.
+        """
+        q, k, v = map(loadable, qkv)
+        arriving = announced_cast([k, v], self.cast, self.group, self.impl)
+        if arriving is None:
+            return None
+        new = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        dk, dv = (new(t, dtype=torch.float32) for t in (k, v))
+        later = [new(t, dtype=partial) for t in arriving.tensors]
+        dout, dq = loadable(in_dtype(dout, q.dtype)), new(q)
+        if self.cast.num_recv and q.shape[0]:
+            gated_backward.backward(
+                (q, k, v, dout), lse, delta, arriving, self.bands, options,
+                grads=(dq, dk, dv), arriving_grads=later, memo=self.backward_memo,
+            )  # fmt: skip
+        else:
+            gated.bring(arriving)  # others need this rank to take part
+            hopper.backward(
+                dout, q, k, v, lse, delta, self.bands, options,
+                grads=(dq, dk, dv), accumulate=False, memo=self.own_backward_memo,
+            )  # fmt: skip
+        into = [dk, dv]
+        group_reduce(later, self.cast, self.group, into=into, impl=self.impl, at_once=True).wait()
+        return dq, dk, dv
+
 
 def joined_bands(plan: RankPlan) -> np.ndarray:
     """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan."""
@@ -87,6 +133,11 @@ def joined_bands(plan: RankPlan) -> np.ndarray:
         tables = [plan.bands[0], *(bd.shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))]
         known = plan.runtime["joined bands"] = own(np.concatenate(tables))
     return known
+
+
+def backward_pays(dims: tuple[int, int]) -> bool:
+    """Whether the backward, too, is one launch where the forward is; ``dims``: of a head of q and k, and of v."""
+    return dims in WHOLE_DIMS
 
 
 def pays(plan: RankPlan, row_bytes: int, impl: str) -> bool:

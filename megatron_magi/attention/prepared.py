@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.one_launch import joined_bands, pays
+from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
 from megatron_magi.attention.runtime import joined_key, joined_transfer, peer_rows
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.config import MagiConfig
@@ -196,8 +196,13 @@ def _prepare_plan(
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
     problems = [Problem(plan.num_rows, count, shape.num_heads_q, shape.num_heads_kv, dims) for count in num_keys]
     sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
+    at_once = None
+    if one_launch and needs_backward and backward_pays(dims):
+        at_once = _backward_use(plan, shape, config, True, sums_meet=True)  # which writes dq in its dtype
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
         use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
+        if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
+            use = at_once
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
         tables.append(table)
         arrays += made
@@ -205,7 +210,7 @@ def _prepare_plan(
         num_arriving = joined_transfer(plan).num_recv
         problem = problems[0]._replace(num_keys=plan.num_rows + num_arriving)
         table, made = make_gated_tables(
-            joined_bands(plan), problem, num_arriving, shape.num_sms, config.dispatch.planner
+            joined_bands(plan), problem, num_arriving, shape.num_sms, at_once, config.dispatch.planner
         )
         tables.append(table)
         arrays += made

@@ -80,14 +80,19 @@ def compare(rank, num_ranks):
         found = []
         for way in (lambda *_: False, distributed.pays):
             plan = make_plan(mask, config, num_ranks).for_rank(rank)
-            with mock.patch.object(distributed, "pays", way), Counted() as counted, torch.no_grad():
-                found.append(distributed_attention(q, k, v, plan, dist.group.WORLD, config=config, **more))
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            with mock.patch.object(distributed, "pays", way), Counted() as counted:
+                out, meta = distributed_attention(*leaves, plan, dist.group.WORLD, config=config, **more)
+                grads = torch.autograd.grad(out, leaves, torch.cos(out.detach().float() * 40).to(out.dtype))
+                found.append(({"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}, meta))
         fetches = sum(t.num_recv for t in plan.transfers) > 0
         assert counted.count == fetches, (i, counted.count)
         gates += fetches
-        (a, meta_a), (b, meta_b) = found
-        scale = a.float().abs().max().clamp(min=1e-3)
-        assert b.isfinite().all() and float((a.float() - b.float()).abs().max() / scale) < 2e-2, i
+        (staged, meta_a), (at_once, meta_b) = found
+        for name, a in staged.items():
+            b, a = at_once[name].float(), a.float()
+            scale = a.abs().max().clamp(min=1e-3)
+            assert b.isfinite().all() and float((a - b).abs().max() / scale) < 2e-2, (i, name)
         torch.testing.assert_close(meta_b.lse, meta_a.lse, atol=2e-3, rtol=1e-3)
         if more["return_max_logits"]:
             torch.testing.assert_close(meta_b.max_logits, meta_a.max_logits, atol=1e-3, rtol=1e-3)

@@ -331,9 +331,8 @@ def keys_launch(
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
     )  # fmt: skip
     key = (
-        "backward", bool(arriving), q.device, stream, q.dtype, options, store, adds_dq, plan.packed, q.shape, k.shape[1:],
-        v.shape[1:],
-        *(t.stride() for t in (*inputs, *grads)),
+        "backward", bool(arriving), q.device, stream, q.dtype, options, store, adds_dq, plan.packed,
+        q.shape, k.shape[1:], v.shape[1:], *(t.stride() for t in (*inputs, *grads)),
     )  # fmt: skip
     return prepared(key, make), numbers
 

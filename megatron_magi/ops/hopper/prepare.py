@@ -23,7 +23,7 @@ from megatron_magi.ops.hopper.choices import (
     query_tiles,
     sums_meet,
 )
-from megatron_magi.ops.hopper.gated import row_tiling
+from megatron_magi.ops.hopper.gated import key_tiling, row_tiling
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.ops.hopper.schedule import Schedule
 
@@ -125,6 +125,47 @@ def make_tables(
             schedules.append((tiling, key, plan.schedule(*key)))
         if not choice.adds_dq:
             _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
+    return _as_tables(digest, facts, plans, schedules)
+
+
+def make_gated_tables(
+    bands: np.ndarray,
+    problem: Problem,
+    num_arriving: int,
+    num_sms: int,
+    backward: BackwardUse | None,
+    planner: str = "auto",
+) -> tuple[MaskTables, list[np.ndarray]]:
+    """`make_tables` of passes in which the last ``num_arriving`` of ``problem.num_keys`` keys arrive.
+
+    Args:
+        bands: over keys numbered as in `gated`.
+        num_sms: streaming multiprocessors of the GPU.
+        problem, backward, planner: as in `make_tables`.
+    """
+    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
+    if not problem.num_rows or not num_arriving:
+        return MaskTables(digest, facts, (), ()), []
+    plans: dict[Tiling, HostPlan] = {}
+    schedules: list[tuple[Tiling, tuple, Schedule]] = []
+    _make(bands, plans, planner, row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms))
+    if backward is not None:
+        choice = backward_choice(facts, problem, backward.deterministic)
+        tiling = key_tiling(problem, choice, num_arriving, backward.num_sms)
+        plan = _make(bands, plans, planner, tiling)
+        apart = most_apart(choice, problem, backward.room_bytes)
+        group = problem.group // choice.packed
+        key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, backward.num_sms, apart)
+        schedules.append((tiling, key, plan.schedule(*key)))
+        if not choice.adds_dq:
+            tiles = query_tiles(problem, choice.packed)
+            _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
+    return _as_tables(digest, facts, plans, schedules)
+
+
+def _as_tables(
+    digest: bytes, facts: MaskFacts, plans: dict[Tiling, HostPlan], schedules: list[tuple[Tiling, tuple, Schedule]]
+) -> tuple[MaskTables, list[np.ndarray]]:
     tables = MaskTables(
         digest,
         facts,
@@ -132,18 +173,6 @@ def make_tables(
         tuple((tiling, key, made.num_apart) for tiling, key, made in schedules),
     )
     return tables, [*(plan.table for plan in plans.values()), *(made.items for *_, made in schedules)]
-
-
-def make_gated_tables(
-    bands: np.ndarray, problem: Problem, num_arriving: int, num_sms: int, planner: str = "auto"
-) -> tuple[MaskTables, list[np.ndarray]]:
-    """`make_tables` of a forward over keys of which some arrive; ``bands`` and the rest as in `gated.row_tiling`."""
-    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
-    if not problem.num_rows or not num_arriving:
-        return MaskTables(digest, facts, (), ()), []
-    tiling = row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms)
-    plan = hopper_plan.make_host_plan(bands, tiling, planner)
-    return MaskTables(digest, facts, ((tiling, plan.without_table()),), ()), [plan.table]
 
 
 def _make(bands: np.ndarray, plans: dict[Tiling, HostPlan], planner: str, tiling: Tiling) -> HostPlan:
