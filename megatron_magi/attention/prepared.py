@@ -202,7 +202,7 @@ def _prepare_plan(
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
         use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
         if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
-            use = at_once
+            use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
         tables.append(table)
         arrays += made
@@ -231,5 +231,5 @@ def _backward_use(
     return BackwardUse(
         deterministic=_is_deterministic(config),
         num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),
-        room_bytes=dq_bytes if writes_dq or sums_meet else None,
+        rooms=(dq_bytes if writes_dq or sums_meet else None,),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.choices import (
+    BackwardChoice,
     MaskFacts,
     Problem,
     backward_choice,
@@ -35,12 +36,13 @@ class BackwardUse:
     Attributes:
         deterministic: bitwise repeatable results.
         num_sms: streaming multiprocessors that it may take.
-        room_bytes: of dq, if its memory is free until dq is written: where dq is new, not added to; else None.
+        rooms: of each way it may be called: bytes of dq, if its memory is free until dq is written: where dq is new,
+            not added to; else None.
     """
 
     deterministic: bool
     num_sms: int
-    room_bytes: int | None
+    rooms: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +121,7 @@ def make_tables(
         tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
         plan = _make(bands, plans, planner, tiling)
         if choice.whole:
-            apart = most_apart(choice, problem, backward.room_bytes)
-            group = problem.group // choice.packed
-            key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, backward.num_sms, apart)
-            schedules.append((tiling, key, plan.schedule(*key)))
+            schedules += _schedules(plan, tiling, problem, choice, backward)
         if not choice.adds_dq:
             _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
     return _as_tables(digest, facts, plans, schedules)
@@ -153,14 +152,21 @@ def make_gated_tables(
         choice = backward_choice(facts, problem, backward.deterministic)
         tiling = key_tiling(problem, choice, num_arriving, backward.num_sms)
         plan = _make(bands, plans, planner, tiling)
-        apart = most_apart(choice, problem, backward.room_bytes)
-        group = problem.group // choice.packed
-        key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, backward.num_sms, apart)
-        schedules.append((tiling, key, plan.schedule(*key)))
+        schedules += _schedules(plan, tiling, problem, choice, backward)
         if not choice.adds_dq:
             tiles = query_tiles(problem, choice.packed)
             _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
     return _as_tables(digest, facts, plans, schedules)
+
+
+def _schedules(
+    plan: HostPlan, tiling: Tiling, problem: Problem, choice: BackwardChoice, use: BackwardUse
+) -> list[tuple[Tiling, tuple, Schedule]]:
+    """Of the kernel that computes dk and dv, one for each way it may be called that has another."""
+    aparts = [most_apart(choice, problem, room) for room in use.rooms]
+    group = problem.group // choice.packed
+    keys = [hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, apart) for apart in aparts]
+    return [(tiling, key, plan.schedule(*key)) for key in dict.fromkeys(keys)]
 
 
 def _as_tables(
