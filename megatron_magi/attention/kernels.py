@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_magi.attention.one_launch import backward_pays
 from megatron_magi.attention.prepared import AttnShape
 from megatron_magi.comm.announced import may_announce
 from megatron_magi.comm.impl import cuda_rows, native
@@ -42,4 +43,6 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     found.append(cuda_rows.sum_source(partial, wide, 16 // wide.itemsize))
     if config.comm.impl in ("auto", "native"):
         found += native.needed_kernels(partial, wide)
+    if may_announce(cp_size, 0, 0, config.comm.impl) and backward_pays(dims):
+        found += [kernel for kernel in native.needed_kernels(partial, partial) if kernel not in found]
     return found

@@ -92,21 +92,22 @@ class OneLaunch:
         options: AttnOptions,
         partial: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Gradients of q, in its dtype, and of k and v, in fp32; None as in `forward`.
+        """Gradients of q, in its dtype, and of k and v, in that which travels; None as in `forward`.
 
         Args:
             dout: of any float dtype.
             qkv: q, k and v.
             lse, delta: fp32 ``[num_rows, num_heads]``.
             options: of the call.
-            partial: dtype of the gradients of fetched keys that travel back.
+            partial: dtype of the parts that ranks have of gradients of k and v: those that travel, and this rank's own,
+                to which they are added, in fp32, and rounded once.
         """
         q, k, v = map(loadable, qkv)
         arriving = announced_cast([k, v], self.cast, self.group, self.impl)
         if arriving is None:
             return None
         new = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-        dk, dv = (new(t, dtype=torch.float32) for t in (k, v))
+        dk, dv = (new(t, dtype=partial) for t in (k, v))
         later = [new(t, dtype=partial) for t in arriving.tensors]
         dout, dq = loadable(in_dtype(dout, q.dtype)), new(q)
         if self.cast.num_recv and q.shape[0]:

@@ -143,3 +143,10 @@ def most_apart(choice: BackwardChoice, problem: Problem, room_bytes: int | None)
         return problem.num_keys  # all of them
     tile_bytes = 2 * 4 * WHOLE_TILE[0] * problem.num_heads_kv * problem.dims[0]
     return max(room_bytes or 0, tuning.SMALL_SUMS_BYTES) // tile_bytes
+
+
+def most_apart_at_once(choice: BackwardChoice, problem: Problem, dq_bytes: int) -> int:
+    """The same of a backward over keys of which some arrive: as many as the backward passes of stages, which take the
+    memory of dq or more.
+    """
+    return max(most_apart(choice, problem, room) for room in (None, dq_bytes))

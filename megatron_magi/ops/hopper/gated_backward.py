@@ -18,7 +18,7 @@ from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
-from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_apart, query_tiles
+from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_apart_at_once, query_tiles
 from megatron_magi.ops.hopper.gated import GateOf, first_arriving, key_tiling, row_tiling
 from megatron_magi.ops.hopper.support import current_stream, may_overlap, num_processors, stream_lock
 from megatron_magi.ops.hopper.tiles import UNIT
@@ -94,7 +94,9 @@ class _Pass:
         self._num_sums = num_heads * rows * dim if choice.adds_dq else 0
         # Sums of dk and dv lie in dq until it is written, if there is room.
         room = dq.numel() * dq.element_size()
-        schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, most_apart(choice, problem, room))
+        schedule = hopper_plan.schedule_of(
+            plan, k.shape[1], group, processors, most_apart_at_once(choice, problem, room)
+        )
         self._num_key_sums = 2 * schedule.num_apart * choice.shape[0] * k.shape[1] * dim
         self._in_dq = self._num_key_sums * 4 <= room
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT

@@ -21,6 +21,7 @@ from megatron_magi.ops.hopper.choices import (
     backward_choice,
     forward_tiles,
     most_apart,
+    most_apart_at_once,
     query_tiles,
     sums_meet,
 )
@@ -121,7 +122,8 @@ def make_tables(
         tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
         plan = _make(bands, plans, planner, tiling)
         if choice.whole:
-            schedules += _schedules(plan, tiling, problem, choice, backward)
+            aparts = [most_apart(choice, problem, room) for room in backward.rooms]
+            schedules += _schedules(plan, tiling, problem, choice, backward, aparts)
         if not choice.adds_dq:
             _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
     return _as_tables(digest, facts, plans, schedules)
@@ -152,7 +154,8 @@ def make_gated_tables(
         choice = backward_choice(facts, problem, backward.deterministic)
         tiling = key_tiling(problem, choice, num_arriving, backward.num_sms)
         plan = _make(bands, plans, planner, tiling)
-        schedules += _schedules(plan, tiling, problem, choice, backward)
+        aparts = [most_apart_at_once(choice, problem, room or 0) for room in backward.rooms]
+        schedules += _schedules(plan, tiling, problem, choice, backward, aparts)
         if not choice.adds_dq:
             tiles = query_tiles(problem, choice.packed)
             _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
@@ -160,10 +163,14 @@ def make_gated_tables(
 
 
 def _schedules(
-    plan: HostPlan, tiling: Tiling, problem: Problem, choice: BackwardChoice, use: BackwardUse
+    plan: HostPlan,
+    tiling: Tiling,
+    problem: Problem,
+    choice: BackwardChoice,
+    use: BackwardUse,
+    aparts: Sequence[int],
 ) -> list[tuple[Tiling, tuple, Schedule]]:
-    """Of the kernel that computes dk and dv, one for each way it may be called that has another."""
-    aparts = [most_apart(choice, problem, room) for room in use.rooms]
+    """Of the kernel that computes dk and dv, one for each of ``aparts`` (`most_apart`) that has another."""
     group = problem.group // choice.packed
     keys = [hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, apart) for apart in aparts]
     return [(tiling, key, plan.schedule(*key)) for key in dict.fromkeys(keys)]
