@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from megatron_magi.attention.calls import AttentionCall, describe_row
 from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
-from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
+from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
+from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
@@ -36,7 +39,7 @@ class _Call:
     """What calls fix that differ in nothing but addresses and content of their tensors.
 
     It is kept with the plan, to which it does not refer: a cycle would keep device memory until the garbage collector
-    runs.
+    runs. Nor does it keep the group, which may end before the plan.
 
     Attributes:
         record, backward_record: what other ranks must mean too.
@@ -48,10 +51,10 @@ class _Call:
 
     schedule: Schedule
     bands: tuple[np.ndarray, ...]
-    casts: tuple[GroupCastArgs, ...]
+    casts: tuple[Args, ...]
     plan_hash: int
     cp_size: int
-    group: dist.ProcessGroup | None
+    group_ref: Callable[[], dist.ProcessGroup | None]
     config: MagiConfig
     module: ModuleType  # the implementation
     forward_options: AttnOptions
@@ -66,6 +69,11 @@ class _Call:
     delta_memo: dict | None
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; None for one."""
+        return self.group_ref()
+
+    @property
     def accumulates(self) -> bool:
         """Whether several stages' partial results meet, and are kept wide until the end."""
         return bool(self.casts)
@@ -77,7 +85,7 @@ def distributed_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     rank_plan: RankPlan,
-    group: dist.ProcessGroup | None,
+    group: Group,
     *,
     config: MagiConfig | None = None,
     sink: torch.Tensor | None = None,
@@ -97,7 +105,7 @@ def distributed_attention(
         k: ``[num_rows, num_heads_kv, head_dim]``, likewise.
         v: ``[num_rows, num_heads_kv, head_dim_v]``, likewise.
         rank_plan: ``plan.for_rank(cp_rank)``.
-        group: the context-parallel group; may be None when the plan is for one rank.
+        group: the context-parallel group, or a mesh; may be None when the plan is for one rank.
         config: implementation choices; defaults when None.
         sink: logits that take part in the softmax without a value: ``[num_sinks, num_heads_q]``
             (layout ``sh``, the same on all ranks) or ``[num_rows, num_sinks, num_heads_q]``
@@ -118,10 +126,12 @@ def distributed_attention(
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = _DEFAULTS if config is None else config
+    group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.setdefault("calls", {})
         call = known.get(key)
+        is_new = call is None
         if call is None:
             _check_inputs(q, k, v, rank_plan, group)
             _check_sink(sink, sink_layout, q)
@@ -133,6 +143,8 @@ def distributed_attention(
             if key is not None:
                 known[key] = call
         _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
+        if is_new:
+            _make_room(k, v, call)
         if call.record.gradient:
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
@@ -149,14 +161,19 @@ def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | 
     for option in options:
         if option is not None and type(option) not in _PLAIN:
             return None
-    # Group and configuration are kept by the call, so that no others can have their identities.
+    # The configuration is kept by the call, so that no other can have its identity.
     return (
-        id(group), id(config), options, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        None if group is None else ref(group), id(config), options,
+        torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
         q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
         k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
         v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
         sink if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad),
     )  # fmt: skip
+
+
+def _no_group() -> None:
+    """Stands for a reference to the group of one rank."""
 
 
 def _make_call(
@@ -183,8 +200,8 @@ def _make_call(
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
-    row_bytes = k.element_size() * (k[:1].numel() + v[:1].numel()) if len(k) else 0
-    one_launch = remembers and pays(plan, row_bytes, config.comm.impl)
+    dims, row_bytes = (q.shape[2], v.shape[2]), k.element_size() * k.shape[1] * (k.shape[2] + v.shape[2])
+    one_launch = remembers and pays(plan, dims, row_bytes, config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
         schedule=plan.schedule,
@@ -192,7 +209,7 @@ def _make_call(
         casts=casts,
         plan_hash=plan.plan_hash,
         cp_size=plan.cp_size,
-        group=group,
+        group_ref=_no_group if group is None else ref(group),
         config=config,
         module=module,
         forward_options=options[0],
@@ -206,10 +223,25 @@ def _make_call(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
             for _ in plan.bands
         ),
-        one_launch=OneLaunch.of(plan, group, config.comm.impl, q.device) if one_launch else None,
+        one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
     )
+
+
+def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
+    """Has collectives get the memory that the stages of both passes take, before anything of the step waits for it."""
+    of_keys, of_gradients = (
+        RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
+    )
+    back = of_gradients if call.record.gradient else None
+    casts = call.casts if call.one_launch is None else (*call.casts, call.one_launch.cast)
+    make_room(casts, of_keys, back, call.group, call.config.comm.impl)
+
+
+def _partial_dtype(k: torch.Tensor, call: _Call) -> torch.dtype:
+    """Of the gradients of fetched keys."""
+    return accumulate_dtype(k.dtype) if call.config.comm.backward_high_precision_reduce else k.dtype
 
 
 def _calls(group: dist.ProcessGroup | None, cp_size: int, config: MagiConfig) -> CallLog | NoCalls:
@@ -316,7 +348,7 @@ class _Forward:
         if self._call.one_launch is not None:
             call = self._call
             done = call.one_launch.forward(
-                self._q, self._k, self._v, self._sink, call.forward_options, call.return_max_logits
+                call.group, self._q, self._k, self._v, self._sink, call.forward_options, call.return_max_logits
             )
             if done is not None:
                 return done
@@ -368,8 +400,6 @@ class _Backward:
         self._dv: torch.Tensor | None = None
         # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
         self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
-        # Of gradients of fetched keys, which travel.
-        self._partial_dtype = accumulate_dtype(q.dtype) if call.config.comm.backward_high_precision_reduce else q.dtype
         self._is_local_done = False  # then only reductions add to dk and dv
         self._parts: dict[str, Any] = {}
         if call.sums_meet:
@@ -400,7 +430,13 @@ class _Backward:
         if call.one_launch is None or not backward_pays((self._q.shape[2], self._v.shape[2])):
             return None
         return call.one_launch.backward(
-            self._dout, (self._q, self._k, self._v), self._lse, self._delta, call.backward_options, self._partial_dtype
+            call.group,
+            self._dout,
+            (self._q, self._k, self._v),
+            self._lse,
+            self._delta,
+            call.backward_options,
+            _partial_dtype(self._k, call),
         )
 
     def _attend(self, stage: int) -> None:
@@ -414,7 +450,7 @@ class _Backward:
         else:
             saved = stage == self._schedule.saved_stage
             k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
-            grad_dtype = self._partial_dtype
+            grad_dtype = _partial_dtype(k, call)
             is_first, into = False, (None, None)
         if not is_first and self._dq is None:
             self._dq = _zeros(self._q, self._wide)

@@ -15,7 +15,7 @@ from megatron_magi.comm.announced import announced_cast, may_announce
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated, gated_backward
-from megatron_magi.ops.hopper.kernels import WHOLE_DIMS
+from megatron_magi.ops.hopper.kernels import WHOLE_DIMS, kernel_dims
 from megatron_magi.ops.hopper.support import in_dtype, loadable
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
@@ -32,14 +32,13 @@ class OneLaunch:
     Attributes:
         cast: brings the keys of all stages.
         bands: over all keys, as `gated` numbers them.
-        group, impl: of the cast.
+        impl: of the cast.
         memo, own_memo, backward_memo, own_backward_memo: where the kernels, with and without keys that arrive, remember
             what calls have in common.
     """
 
     cast: GroupCastArgs
     bands: np.ndarray
-    group: dist.ProcessGroup | None
     impl: str
     memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
     own_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
@@ -47,12 +46,13 @@ class OneLaunch:
     own_backward_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
 
     @classmethod
-    def of(cls, plan: RankPlan, group: dist.ProcessGroup | None, impl: str, device: torch.device) -> OneLaunch:
+    def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
         """For a plan with remote stages."""
-        return cls(joined_cast(plan, device), joined_bands(plan), group, impl)
+        return cls(joined_cast(plan, device), joined_bands(plan), impl)
 
     def forward(
         self,
+        group: dist.ProcessGroup | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -62,7 +62,7 @@ class OneLaunch:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Output, lse and largest logits; None, on all ranks, where rows do not travel so that a kernel can wait."""
         q, k, v = map(loadable, (q, k, v))
-        arriving = announced_cast([k, v], self.cast, self.group, self.impl)
+        arriving = announced_cast([k, v], self.cast, group, self.impl)
         if arriving is None:
             return None
         if not self.cast.num_recv or not q.shape[0]:
@@ -85,6 +85,7 @@ class OneLaunch:
 
     def backward(
         self,
+        group: dist.ProcessGroup | None,
         dout: torch.Tensor,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         lse: torch.Tensor,
@@ -95,6 +96,7 @@ class OneLaunch:
         """Gradients of q, in its dtype, and of k and v, in that which travels; None as in `forward`.
 
         Args:
+            group: of the ranks.
             dout: of any float dtype.
             qkv: q, k and v.
             lse, delta: fp32 ``[num_rows, num_heads]``.
@@ -103,7 +105,7 @@ class OneLaunch:
                 to which they are added, in fp32, and rounded once.
         """
         q, k, v = map(loadable, qkv)
-        arriving = announced_cast([k, v], self.cast, self.group, self.impl)
+        arriving = announced_cast([k, v], self.cast, group, self.impl)
         if arriving is None:
             return None
         new = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
@@ -122,7 +124,7 @@ class OneLaunch:
                 grads=(dq, dk, dv), accumulate=False, memo=self.own_backward_memo,
             )  # fmt: skip
         into = [dk, dv]
-        group_reduce(later, self.cast, self.group, into=into, impl=self.impl, at_once=True).wait()
+        group_reduce(later, self.cast, group, into=into, impl=self.impl, at_once=True).wait()
         return dq, dk, dv
 
 
@@ -141,14 +143,17 @@ def backward_pays(dims: tuple[int, int]) -> bool:
     return dims in WHOLE_DIMS
 
 
-def pays(plan: RankPlan, row_bytes: int, impl: str) -> bool:
+def pays(plan: RankPlan, dims: tuple[int, int], row_bytes: int, impl: str) -> bool:
     """Whether the forward of a plan is one launch where the kernels and the collectives can; the same on all ranks.
 
     Args:
         plan: of this rank.
+        dims: of a head of q and k, and of v; narrower than those of the kernels, they take copies.
         row_bytes: of a row of k and v.
         impl: of the collectives.
     """
     if not plan.degree or plan.schedule.saved_stage is not None or plan.schedule.forward[-1].stage == 0:
         return False  # stages are kept, or are to follow each other without overlap
+    if plan.transfers[0].levels is not None or kernel_dims(dims) != dims:
+        return False
     return may_announce(plan.cp_size, joined_transfer(plan).most_recv, row_bytes, impl)

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
-from megatron_magi.attention.runtime import joined_key, joined_transfer, peer_rows
-from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
+from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.choices import Problem
+from megatron_magi.ops.hopper.choices import Problem, make_problem
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_gated_tables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
+from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.upload import PackedArrays, pack
 
@@ -64,14 +65,14 @@ class _PreparedPlan:
     """
 
     plan: RankPlan
-    casts: tuple[CastFacts, ...]
+    casts: tuple[CastFacts | LevelFacts, ...]
     tables: tuple[MaskTables, ...]
 
     def keep(
         self, left: Iterator[Tensor], device: torch.device, ready: torch.cuda.Event | None, plan_bytes: int
     ) -> None:
         """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
-        casts = [GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts]
+        casts = [uploaded_args(cast, list(islice(left, cast.num_arrays))) for cast in self.casts]
         self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
         if len(casts) > self.plan.degree:
             self.plan.runtime[joined_key(device)] = casts[-1]
@@ -83,27 +84,29 @@ class _PreparedPlan:
             self.plan.runtime.setdefault("tables", []).append(kept)
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedBatch:
-    """Made by `prepare_batch`; can be sent from one process to another."""
+class _Parts(NamedTuple):
+    """Of a `PreparedBatch`."""
 
-    _plans: dict[Hashable, _PreparedPlan]
-    _names: tuple[str, ...]
-    _packed: PackedArrays
+    plans: dict[Hashable, _PreparedPlan]
+    names: tuple[str, ...]
+    packed: PackedArrays
+
+
+class PreparedBatch(Sendable[_Parts]):
+    """Made by `prepare_batch`; can be sent from one process to another."""
 
     @property
     def plans(self) -> dict[Hashable, RankPlan]:
         """This rank's plans by name, such as one for each kind of layer."""
-        return {name: prepared.plan for name, prepared in self._plans.items()}
+        return {name: prepared.plan for name, prepared in self.parts.plans.items()}
 
     @property
     def num_bytes(self) -> int:
         """Bytes that `to` copies."""
-        return self._packed.num_bytes
+        return self.parts.packed.num_bytes
 
-    def pin_memory(self) -> PreparedBatch:
-        """The same in page-locked memory, as data loaders ask for it."""
-        return PreparedBatch(self._plans, self._names, self._packed.pin_memory())
+    def _pinned(self, parts: _Parts) -> _Parts:
+        return parts._replace(packed=parts.packed.pin_memory())
 
     def to(self, device: torch.device | str) -> dict[str, Tensor]:
         """Brings everything to ``device`` and makes the plans ready to run there.
@@ -114,18 +117,18 @@ class PreparedBatch:
         Returns:
             The ``arrays`` of `prepare_batch`, on the device.
         """
-        device = torch.device(device)
-        tensors = self._packed.to(device)
+        device, parts = torch.device(device), self.parts
+        tensors = parts.packed.to(device)
         ready = None
         if tensors and tensors[0].is_cuda:
             device = tensors[0].device  # with its number
             ready = torch.cuda.current_stream(device).record_event()
         # All arrays lie in one block, which lives as long as any of them.
-        num_plans = sum(len(tables.plans) for prepared in self._plans.values() for tables in prepared.tables)
-        plan_bytes = -(-self._packed.num_bytes // max(num_plans, 1))
+        num_plans = sum(len(tables.plans) for prepared in parts.plans.values() for tables in prepared.tables)
+        plan_bytes = -(-parts.packed.num_bytes // max(num_plans, 1))
         left = iter(tensors)
-        named = {name: next(left) for name in self._names}
-        for prepared in self._plans.values():
+        named = {name: next(left) for name in parts.names}
+        for prepared in parts.plans.values():
             prepared.keep(left, device, ready, plan_bytes)
         return named
 
@@ -145,7 +148,7 @@ class PreparedPlans:
     def as_batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
         """A microbatch of these plans."""
         arrays = {} if arrays is None else arrays
-        return PreparedBatch(self._plans, tuple(arrays), pack([*arrays.values(), *self._tables]))
+        return PreparedBatch(_Parts(self._plans, tuple(arrays), pack([*arrays.values(), *self._tables])))
 
 
 def prepare_batch(
@@ -182,25 +185,27 @@ def _prepare_plan(
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
-    row_bytes = shape.dtype.itemsize * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
-    one_launch = shape.num_sms is not None and pays(plan, row_bytes, config.comm.impl)
-    for t in (*plan.transfers, *([plan.joined] if one_launch and plan.joined is not None else ())):
-        facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peer_rows(t)).arrays()
+    dims = shape.head_dim, shape.head_dim_v
+    row_bytes = shape.dtype.itemsize * shape.num_heads_kv * sum(dims)
+    one_launch = shape.num_sms is not None and pays(plan, dims, row_bytes, config.comm.impl)
+    for transfer in (*plan.transfers, *([plan.joined] if one_launch and plan.joined is not None else ())):
+        facts, made = cast_tables(transfer).arrays()
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:
         return _PreparedPlan(plan, tuple(casts), ())
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
-    dims = shape.head_dim, shape.head_dim_v
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
-    problems = [Problem(plan.num_rows, count, shape.num_heads_q, shape.num_heads_kv, dims) for count in num_keys]
+    heads = shape.num_heads_q, shape.num_heads_kv
+    problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
     at_once = None
     if one_launch and needs_backward and backward_pays(dims):
-        at_once = _backward_use(plan, shape, config, True, sums_meet=True)  # which writes dq in its dtype
+        at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
-        use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
+        writes_dq = stage == first == 0
+        use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
             use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
@@ -222,12 +227,12 @@ def _is_deterministic(config: MagiConfig) -> bool:
 
 
 def _backward_use(
-    plan: RankPlan, shape: AttnShape, config: MagiConfig, writes_dq: bool, sums_meet: bool
+    plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, writes_dq: bool, sums_meet: bool
 ) -> BackwardUse:
     """How `megatron_magi.attention.distributed` calls the backward of a stage."""
     assert shape.num_sms is not None
     dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
-    dq_bytes = plan.num_rows * shape.num_heads_q * shape.head_dim * dtype.itemsize
+    dq_bytes = plan.num_rows * shape.num_heads_q * problem.dims[0] * dtype.itemsize
     return BackwardUse(
         deterministic=_is_deterministic(config),
         num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),

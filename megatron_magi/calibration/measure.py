@@ -32,7 +32,7 @@ _BUSY = 20
 
 
 def calibrate() -> Rates:
-    """The rates of the current GPU; of rank 0's, and of what connects the ranks, where there is a process group.
+    """Measures the rates of the current GPU; in a process group of rank 0's, and of what connects the ranks.
 
     Collective over the default group, if there is one.
 

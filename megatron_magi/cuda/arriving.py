@@ -37,7 +37,8 @@ class Arriving(NamedTuple):
         tensors: where the rows will be, ``[num_rows, ...]`` each; they have been allocated on the current stream.
         begin: queues the kernel that brings the rows on a stream, by its raw handle.
         call, arrived, broken, notice: addresses, see `GateParams`.
-        timeout_ns: how long who waits does so before it gives up.
+        timeout_ns: after which who brings them gives up; who waits does after twice as long.
+        overlaps: whether the kernel that waits may start before all rows have come.
     """
 
     tensors: Sequence[Tensor]
@@ -47,6 +48,7 @@ class Arriving(NamedTuple):
     broken: int
     notice: int
     timeout_ns: int
+    overlaps: bool = True
 
 
 def part_rows(num_rows: int) -> int:

@@ -210,6 +210,6 @@ def test_stages_that_are_kept_or_not_overlapped_stay_stages():
         (OverlapConfig(), True), (stages, True), (kept, False), (OverlapConfig(degree=0), False)
     ):  # fmt: skip
         plan = make_plan(mask, MagiConfig(overlap=overlap), 2).for_rank(0)
-        assert one_launch.pays(plan, 4096, "auto") is expected
-    assert not one_launch.pays(make_plan(mask, MagiConfig(), 1).for_rank(0), 4096, "auto")
+        assert one_launch.pays(plan, (128, 128), 4096, "auto") is expected
+    assert not one_launch.pays(make_plan(mask, MagiConfig(), 1).for_rank(0), (128, 128), 4096, "auto")
     assert one_launch.backward_pays((128, 128)) and not one_launch.backward_pays((192, 128))

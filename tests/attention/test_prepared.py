@@ -219,7 +219,7 @@ def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_w
                 q, k, v = tensors(plan.num_rows, SHAPE)
                 out = distributed_attention(q, k, v, plan, None, config=config)[0]
                 torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-        of_last = len(batch._plans[0].tables[0].plans)
+        of_last = len(batch.parts.plans[0].tables[0].plans)
         del batches, batch, plan, out, q, k, v
         for module in (hopper, hopper_backward):
             module._passes.drop(lambda _key: True)

@@ -62,6 +62,16 @@ def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
         assert busy == pytest.approx(BACKWARD_WORK * cost.attend_us(plan.stats().areas[rank]))
 
 
+def test_the_report_names_what_auto_takes():
+    figures = dispatch_figures(MASK, 4)
+    auto = figures[0]
+    named = {f.taken: f.plan for f in figures[1:]}
+    assert "auto takes " + auto.taken in explain_text(MASK, figures, "auto")
+    if auto.taken in named:
+        assert np.array_equal(named[auto.taken].dispatch.chunk_rank, auto.plan.dispatch.chunk_rank)
+    assert list(named) == ["affinity 1.01", "min_heap", "sorted_sequential", "zigzag", "sequential"]
+
+
 def test_the_report_lists_dispatches_and_ranks():
     figures = dispatch_figures(MASK, 4)
     text = explain_text(MASK, figures, "affinity")

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_magi.cuda.arriving import Arriving, GateParams, part_rows
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.lru import LruCache
+from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import tiles as hopper_tiles
@@ -29,6 +30,7 @@ from megatron_magi.ops.hopper.support import (
     num_processors,
     query_box,
     row_work,
+    seen_rows,
     stream_lock,
     work_counter,
 )
@@ -40,6 +42,14 @@ _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 def first_arriving(num_keys: int) -> int:
     """Number of the first key that arrives, where this rank has so many of its own."""
     return num_keys + hopper_tiles.GAP
+
+
+def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, int, int]:
+    """Rows of q, k, v and of the keys and values that arrive up to the last that is seen, at least one of each."""
+    arrives = bands[:, bd.K0] >= first
+    row, own = seen_rows(bands[~arrives])
+    last_row, later = seen_rows(bd.shift_keys(bands[arrives], -first))
+    return max(row, last_row), own, own, later, later
 
 
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
@@ -124,7 +134,7 @@ class _Pass:
     """The kernel over tensors of one layout, for one mask, on one stream."""
 
     def __init__(self, q, k, v, arriving: Arriving, bands, options, out, lse, sink_lse, stream: int) -> None:
-        dims, (num_rows, num_heads, _) = (q.shape[2], v.shape[2]), q.shape
+        dims, num_rows, num_heads = (q.shape[2], v.shape[2]), *q.shape[:2]
         num_arriving = arriving.tensors[0].shape[0]
         problem = Problem(num_rows, k.shape[0] + num_arriving, num_heads, k.shape[1], dims)
         processors = num_processors(q.device)
@@ -136,6 +146,7 @@ class _Pass:
         self._stream, self._lock = stream, stream_lock(q.device, stream)
         self._numbers = Numbers(
             plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin),
+            seen_rows_and_keys(bands, first_arriving(k.shape[0])),
             tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles,
             **work,
         )  # fmt: skip
@@ -173,4 +184,4 @@ class _Pass:
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
             params.gate = self._gate.of(arriving)
             arriving.begin(self._stream)
-            launch.fire(self._stream, overlaps=True)
+            launch.fire(self._stream, arriving.overlaps)

@@ -19,7 +19,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_apart_at_once, query_tiles
-from megatron_magi.ops.hopper.gated import GateOf, first_arriving, key_tiling, row_tiling
+from megatron_magi.ops.hopper.gated import GateOf, first_arriving, key_tiling, row_tiling, seen_rows_and_keys
 from megatron_magi.ops.hopper.support import current_stream, may_overlap, num_processors, stream_lock
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
@@ -101,8 +101,10 @@ class _Pass:
         self._in_dq = self._num_key_sums * 4 <= room
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT
         store = STORE_HALF if dk.dtype == q.dtype else STORE_FLOAT
+        of_inputs = seen_rows_and_keys(bands, first_arriving(len(k)))
+        dims, seen = problem.dims, (*of_inputs, of_inputs[0])
         self._keys, self._keys_numbers = keys_launch(
-            inputs, num_stats, options, choice.adds_dq, plan, schedule, store, (dk, dv), stream, keys
+            inputs, dims, num_stats, options, choice.adds_dq, plan, schedule, seen, store, (dk, dv), stream, keys
         )
         self._finish_keys = self._finish_dq = self._queries = None
         if schedule.num_apart:
@@ -116,7 +118,7 @@ class _Pass:
                 bands, row_tiling(problem, tiles, num_arriving, processors, products=3.0), device
             )
             self._queries, self._queries_numbers = hopper_parts.queries_launch(
-                inputs, num_stats, options, rows_plan, STORE_HALF, dq, stream, keys
+                inputs, dims, num_stats, options, rows_plan, seen, STORE_HALF, dq, stream, keys
             )
             self.num_bytes += rows_plan.num_bytes
         self._num_floats = 2 * self._num_stats + self._num_sums + (0 if self._in_dq else self._num_key_sums)
@@ -142,7 +144,7 @@ class _Pass:
                 params.num_sums, params.num_key_sums = self._num_sums // 4, self._num_key_sums // 4
                 launch.fire(stream, self._overlaps)
             launch = self._keys
-            launch.take(self._keys_numbers, *keys)
+            launch.take(self._keys_numbers, *keys, dout)
             launch.point_maps(*addresses)
             params = launch.params
             params.lse, params.delta, params.dk, params.dv = stats, minus_delta, dk, dv
@@ -150,7 +152,7 @@ class _Pass:
             params.dk_remote, params.dv_remote, params.store_remote = dk_later, dv_later, self._store
             params.gate = gate
             arriving.begin(stream)
-            launch.fire(stream, overlaps=True)
+            launch.fire(stream, arriving.overlaps)
             launch = self._finish_keys
             if launch is not None:
                 with launch.lock:
@@ -166,7 +168,7 @@ class _Pass:
                     launch.fire(stream, self._overlaps)
             launch = self._queries
             if launch is not None:
-                launch.take(self._queries_numbers, *keys)
+                launch.take(self._queries_numbers, *keys, dout)
                 launch.point_maps(*addresses, dq)
                 params = launch.params
                 params.lse, params.delta, params.dq, params.gate = stats, minus_delta, dq, gate

@@ -1,0 +1,88 @@
+"""The sparse Hopper kernels by what they are compiled for, and how queries are cut into their tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_magi.cuda import build, driver
+from megatron_magi.cuda.driver import Kernel
+from megatron_magi.ops.hopper.kernels import element
+from megatron_magi.ops.hopper.sparse_params import SparseTiles
+from megatron_magi.ops.hopper.support import work_counter
+from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+
+DIMS = ((64, 64), (128, 128))
+PIECE = 64
+"""Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
+_BEHIND_ALL = 1 << 30
+
+
+@cache
+def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: int, shared_bytes: int) -> Kernel:
+    image = build.build(f"attention/sm90/{name}.cu", defines)
+    return driver.load_kernel(image, f"ffa_{name}", threads, shared_bytes, device)
+
+
+def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
+    """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
+    defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
+    shared = 2 * dim * 6 * PIECE * groups + 1024  # two stages of q, k and v
+    return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
+
+
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool, adds_keys: bool) -> Kernel:
+    """Backward: dq, and with ``adds_keys`` sums of dk and dv."""
+    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype), f"ADD_KEYS={int(adds_keys)}"
+    # q and dout, two stages of k and v, twice P and dS
+    shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
+    return _load(device, "sparse_backward", defines, 384, shared)
+
+
+def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
+    """Backward: dk and dv, by lists of queries."""
+    # k and v, four stages of q and dout; two fp32 tiles that change hands; row statistics
+    shared = 2 * 10 * PIECE * dim + 8 * PIECE * dim + 4 * 512 + 1024
+    return _load(device, "sparse_backward_keys", (f"HEAD_DIM={dim}", element(dtype)), 384, shared)
+
+
+def small_kernel(device: torch.device, name: str) -> Kernel:
+    """A kernel without macros and shared memory."""
+    return _load(device, name, (), 256, 0)
+
+
+def heads_of_tile(group: int, groups: int) -> int:
+    """Heads of a group whose rows share a tile: the largest power of two that divides the group, and fits."""
+    return min(group & -group, groups * PIECE)
+
+
+def forward_groups(group: int, q_block: int) -> int:
+    """Consumer warpgroups of the forward: one where the queries of a block and their heads fill no more."""
+    return 1 if heads_of_tile(group, 1) * q_block <= PIECE and group & -group <= PIECE else 2
+
+
+def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:
+    """What is loaded of a tensor of queries at once: the tensor, rows and heads."""
+    heads = heads_of_tile(group, 1)
+    return t, PIECE // heads, heads
+
+
+def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups: int = 2) -> SparseTiles:
+    """The tiles of queries, and what a kernel has to know of the pattern beside its lists."""
+    num_rows, heads_kv = q.shape[0], k.shape[1]
+    group = q.shape[1] // heads_kv
+    heads = heads_of_tile(group, groups)
+    query_blocks = num_blocks(num_rows, pattern.q_block)
+    block_tiles = num_blocks(pattern.q_block, groups * PIECE // heads)
+    packs = group // heads
+    return SparseTiles(
+        counter=work_counter(q.device, stream).data_ptr(),
+        num_items=heads_kv * packs * query_blocks * block_tiles, query_blocks=query_blocks, block_tiles=block_tiles,
+        packs=packs, heads_kv=heads_kv, list_heads=pattern.num_lists, query_block=pattern.q_block,
+        key_block=pattern.k_block, key_blocks=num_blocks(k.shape[0], pattern.k_block),
+        num_rows=num_rows, num_keys=k.shape[0],
+        reach=k.shape[0] - num_rows + 1 if pattern.causal else _BEHIND_ALL,
+        log2_heads=heads.bit_length() - 1,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""The sparse Hopper kernels compile without a GPU, fit an SM, and their parameters have the size that C gives them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron_magi.cuda import build
+from megatron_magi.ops.hopper import sparse_kernels, sparse_params
+
+pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
+
+MOST_SHARED_BYTES = 232448
+MOST_SPILLED_BYTES = 32  # by producers that gather rows, once an item
+CPU = torch.device("cpu")
+
+KERNELS = {
+    "sparse_forward": (sparse_kernels.forward_kernel, (2, False), sparse_params.SparseForwardParams),
+    "sparse_forward, single keys": (sparse_kernels.forward_kernel, (2, True), sparse_params.SparseForwardParams),
+    "sparse_forward, few places": (sparse_kernels.forward_kernel, (1, False), sparse_params.SparseForwardParams),
+    "sparse_forward, few places, single keys": (
+        sparse_kernels.forward_kernel,
+        (1, True),
+        sparse_params.SparseForwardParams,
+    ),
+    "sparse_backward": (sparse_kernels.backward_kernel, (False, True), sparse_params.SparseBackwardParams),
+    "sparse_backward, single keys": (sparse_kernels.backward_kernel, (True, True), sparse_params.SparseBackwardParams),
+    "sparse_backward, dq": (sparse_kernels.backward_kernel, (False, False), sparse_params.SparseBackwardParams),
+    "sparse_backward_keys": (sparse_kernels.backward_keys_kernel, (), sparse_params.SparseKeysParams),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_products_or_large_spills(
+    monkeypatch, name, dim
+):
+    make, options, params = KERNELS[name]
+    asked = []
+    monkeypatch.setattr(sparse_kernels, "_load", lambda *args: asked.append(args))
+    make(CPU, torch.bfloat16, dim, *options)
+    ((_, source, defines, threads, shared_bytes),) = asked
+    assert shared_bytes <= MOST_SHARED_BYTES // (2 if threads == 256 else 1)
+    name_in_c, source = params.__name__, f"attention/sm90/{source}.cu"
+    used = -(-params.pad.offset // 64) * 64  # tensor maps are aligned so, and with them the struct
+    checked = f"static_assert(sizeof({name_in_c}) == {used});\n"
+    checked += f"static_assert(sizeof(Shared) <= {shared_bytes});\n"
+    text = build.flatten_source(build.source_root() / source)
+    monkeypatch.setattr(build, "flatten_source", lambda _path: text + checked)
+    _, report = build.compile_kernel(source, defines)
+    assert int(re.search(r"(\d+) bytes spill stores", report).group(1)) <= MOST_SPILLED_BYTES, report
+
+
+def test_the_kernel_that_makes_lists_compiles_without_spills():
+    _, report = build.compile_kernel("attention/sm90/sparse_lists.cu", ())
+    assert re.search(r"(\d+) bytes spill stores", report).group(1) == "0"
