@@ -35,7 +35,7 @@ HEADER = ["mask", "tokens_a_gpu", "ranks", "degree", "fetched_mb", "way", "pass"
 CASES = ["64:8192", "64:32768", "short:8192", "short:32768", "causal:8192", "causal:32768", "window:8192",
          "window:32768"]  # fmt: skip
 WAYS = ("stages", "one launch")
-REPEATS, BLOCKS = 10, 5
+BLOCK_US, BLOCKS = 30_000, 5
 
 
 def mask_of(name: str, total: int, num_ranks: int) -> AttnMask:
@@ -44,22 +44,23 @@ def mask_of(name: str, total: int, num_ranks: int) -> AttnMask:
 
 
 def time_us(run: Callable[[], object]) -> float:
-    """Of a call among calls that follow each other: the least of some blocks of them, of the slowest rank."""
-    times = []
+    """Of a call among calls that follow each other: the median of blocks of them, each that of the slowest rank."""
+    times, repeats = [], 2
     for _ in range(BLOCKS + 1):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             run()
         end.record()
         torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / REPEATS)
-    slowest = torch.tensor([sorted(times[1:])[BLOCKS // 2]], device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+        slowest = torch.tensor([1e3 * start.elapsed_time(end) / repeats], device="cuda")
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        times.append(float(slowest))
+        repeats = max(2, min(50, int(BLOCK_US / times[-1])))
+    return sorted(times[1:])[BLOCKS // 2]
 
 
 def host_us(run: Callable[[], object]) -> float:

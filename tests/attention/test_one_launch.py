@@ -24,6 +24,10 @@ on_gpus = pytest.mark.parametrize(
     [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
 )
 NATIVE = CommConfig(impl="native")
+OPTIONS = [
+    {}, {"heads": (16, 2)}, {"dims": (64, 64)}, {"heads": (2, 2), "dims": (192, 128)},
+    {"dims": (256, 256), "heads": (4, 1)}, {"dtype": torch.float16, "heads": (4, 4)},
+]  # fmt: skip
 
 
 def tensors_of(num_rows, seed, heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16):
@@ -65,15 +69,11 @@ class Counted:
 def compare(rank, num_ranks):
     """One launch and stages, over masks, heads and options."""
     torch.cuda.set_device(rank)
-    options = [
-        {}, {"heads": (16, 2)}, {"dims": (64, 64)}, {"heads": (2, 2), "dims": (192, 128)},
-        {"dims": (256, 256), "heads": (4, 1)}, {"dtype": torch.float16, "heads": (4, 4)},
-    ]  # fmt: skip
     gates = 0
     for i, (mask, degree) in enumerate(masks(num_ranks)):
         config = MagiConfig(overlap=OverlapConfig(degree=degree), comm=NATIVE)
         q, k, v = tensors_of(make_plan(mask, config, num_ranks).for_rank(rank).num_rows, 10 * i + rank,
-                             **options[i % len(options)])  # fmt: skip
+                             **OPTIONS[i % len(OPTIONS)])  # fmt: skip
         more = {"return_max_logits": i % 2 == 0, "softcap": 2.0 * (i % 3 == 1)}
         if i % 4 == 3:
             more["sink"] = torch.randn(2, q.shape[1], device="cuda")
