@@ -200,8 +200,7 @@ def _make_call(
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
-    dims, row_bytes = (q.shape[2], v.shape[2]), k.element_size() * k.shape[1] * (k.shape[2] + v.shape[2])
-    one_launch = remembers and pays(plan, dims, row_bytes, config.comm.impl)
+    one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
         schedule=plan.schedule,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention.runtime import joined_cast, joined_transfer
+from megatron_magi.attention.runtime import joined_cast
 from megatron_magi.comm.announced import announced_cast, may_announce
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.mask import bands as bd
@@ -143,17 +143,16 @@ def backward_pays(dims: tuple[int, int]) -> bool:
     return dims in WHOLE_DIMS
 
 
-def pays(plan: RankPlan, dims: tuple[int, int], row_bytes: int, impl: str) -> bool:
+def pays(plan: RankPlan, dims: tuple[int, int], impl: str) -> bool:
     """Whether the forward of a plan is one launch where the kernels and the collectives can; the same on all ranks.
 
     Args:
         plan: of this rank.
         dims: of a head of q and k, and of v; narrower than those of the kernels, they take copies.
-        row_bytes: of a row of k and v.
         impl: of the collectives.
     """
     if not plan.degree or plan.schedule.saved_stage is not None or plan.schedule.forward[-1].stage == 0:
         return False  # stages are kept, or are to follow each other without overlap
     if plan.transfers[0].levels is not None or kernel_dims(dims) != dims:
         return False
-    return may_announce(plan.cp_size, joined_transfer(plan).most_recv, row_bytes, impl)
+    return may_announce(plan.cp_size, impl)

@@ -186,8 +186,7 @@ def _prepare_plan(
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
     dims = shape.head_dim, shape.head_dim_v
-    row_bytes = shape.dtype.itemsize * shape.num_heads_kv * sum(dims)
-    one_launch = shape.num_sms is not None and pays(plan, dims, row_bytes, config.comm.impl)
+    one_launch = shape.num_sms is not None and pays(plan, dims, config.comm.impl)
     for transfer in (*plan.transfers, *([plan.joined] if one_launch and plan.joined is not None else ())):
         facts, made = cast_tables(transfer).arrays()
         casts.append(facts)

@@ -8,24 +8,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.cast_args import GroupCastArgs
-from megatron_magi.comm.group_collective import MOST_BYTES_OF_MANY, choose_mover
+from megatron_magi.comm.group_collective import choose_mover
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.peers import MAX_RANKS
 from megatron_magi.cuda.arriving import Arriving
 
 
-def may_announce(num_ranks: int, most_recv: int, row_bytes: int, impl: str) -> bool:
-    """Whether `announced_cast` can be meant for rows that travel, as far as that is known without a group.
-
-    Args:
-        num_ranks: of the group.
-        most_recv: rows that any rank receives at most.
-        row_bytes: of all tensors together.
-        impl: as there.
-    """
-    if impl not in ("auto", "native") or not 2 <= num_ranks <= MAX_RANKS:
-        return False
-    return impl == "native" or num_ranks == 2 or most_recv * row_bytes <= MOST_BYTES_OF_MANY
+def may_announce(num_ranks: int, impl: str) -> bool:
+    """Whether `announced_cast` can be meant, as far as that is known without a group; arguments as there."""
+    return impl in ("auto", "native") and 2 <= num_ranks <= MAX_RANKS
 
 
 @torch.no_grad()
