@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.attention import one_launch
+from megatron_magi.attention.runtime import joined_transfer
 from megatron_magi.comm import announced
 from megatron_magi.comm.impl import native
 from megatron_magi.config import MagiConfig, OverlapConfig
@@ -73,7 +74,7 @@ def test_the_mask_over_all_keys_is_the_mask(seed, num_ranks, degree):
     dense = np.pad(dense_mask(mask), (0, plan.dispatch.padded_seqlen - 120))
     for rank in range(num_ranks if plan.degree else 0):
         rank_plan = plan.for_rank(rank)
-        tokens = buffer_tokens(plan, rank, one_launch.joined_transfer(rank_plan))
+        tokens = buffer_tokens(plan, rank, joined_transfer(rank_plan))
         rows, first = plan.dispatch.global_index(rank), gated.first_arriving(rank_plan.num_rows)
         found = dense_bands(one_launch.joined_bands(rank_plan), rank_plan.num_rows, first + len(tokens))
         own, later = found[:, : rank_plan.num_rows], found[:, first:]
@@ -118,7 +119,7 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
     for rank in range(2):
         rank_plan = plan.for_rank(rank)
         bands = one_launch.joined_bands(rank_plan)
-        num_later = one_launch.joined_transfer(rank_plan).num_recv
+        num_later = joined_transfer(rank_plan).num_recv
         num_rows, first = rank_plan.num_rows, gated.first_arriving(rank_plan.num_rows)
         num_keys = first + num_later
         problem = Problem(num_rows, num_rows + num_later, 8, 2, (128, 128))
