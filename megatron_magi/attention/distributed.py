@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_magi.attention.calls import AttentionCall, describe_row
+from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, describe_row
 from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
@@ -24,7 +24,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, check_tensor, make_options
+from megatron_magi.ops.options import AttnOptions, make_options
 from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, Schedule, StepKind
 
@@ -133,8 +133,8 @@ def distributed_attention(
         call = known.get(key)
         is_new = call is None
         if call is None:
-            _check_inputs(q, k, v, rank_plan, group)
-            _check_sink(sink, sink_layout, q)
+            check_inputs(q, k, v, rank_plan, group)
+            check_sinks(sink, sink_layout, q)
             call = _make_call(
                 q, k, v, sink, rank_plan, group, config, sink_layout, softmax_scale, softcap, return_max_logits
             )
@@ -260,41 +260,6 @@ def _agree(
         tensors = dict(zip(("q", "k", "v", "sink", "dout"), (*qkv_sink, dout), strict=True))
         require_finite(tensors, describe_row(plan))
     calls.agree(record, call.plan_hash, always=record.sanity_check)
-
-
-def _check_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RankPlan, group: dist.ProcessGroup | None
-) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-        if x.dim() != 3 or x.shape[0] != plan.num_rows:
-            raise ValueError(
-                f"{name}: expected [{plan.num_rows}, heads, dim], the rows of this rank's shard, got {list(x.shape)}"
-            )
-    check_qkv(q, k, v)
-    if plan.cp_size == 1:
-        return
-    if group is None:
-        raise ValueError(f"group: the plan is for {plan.cp_size} ranks, so a process group is needed")
-    if group.size() != plan.cp_size or group.rank() != plan.cp_rank:
-        raise ValueError(
-            f"group: this process is rank {group.rank()} of {group.size()}, "
-            f"the plan is for rank {plan.cp_rank} of {plan.cp_size}"
-        )
-
-
-def _check_sink(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:
-    dims = {"sh": 2, "ssh": 3}
-    if layout not in dims:
-        raise ValueError(f"sink_layout: expected one of {', '.join(dims)}, got {layout!r}")
-    if sink is None:
-        return
-    check_tensor("sink", sink)
-    if sink.dim() != dims[layout]:
-        raise ValueError(
-            f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}"
-        )
-    check_sink(sink, q)
 
 
 class _DistributedAttention(torch.autograd.Function):

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,79 +24,22 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Started
-from megatron_magi.comm.peer_tables import CHUNK_ROWS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, with_rows
+from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
-MOST_BYTES = 1 << 30
-"""Of a slot, of which a rank has two; what does not fit travels otherwise."""
-_LEAST_BYTES = 16 << 20
-_MAX_CHUNKS = 1 << 16
-_CHUNK_BYTES = 64 << 10  # about what is published together
 BULK_ROW_BYTES = 1024
 """Rows at least as long are read by TMA."""
-_MAX_FITTING = 1024
 _SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
 _NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
-_BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * _MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * _MAX_CHUNKS + MAX_RANKS + 1)
+_BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 1)
 """Bytes into Control of peers.cuh."""
-
-
-class Room:
-    """What fits in the slots of a group, which grow with need. Every rank asks the same, and is told the same.
-
-    Attributes:
-        most_bytes: of a slot.
-    """
-
-    def __init__(self, memory: PeerMemory) -> None:
-        self._memory = memory
-        self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
-        self._failure: str | None = None
-        self.most_bytes = MOST_BYTES
-
-    def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
-        """See `Native.refusal`.
-
-        Raises:
-            RuntimeError: ranks did not come to make room, now or earlier.
-        """
-        if (id(layout), most_rows) in self._fitting:
-            return None
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-        if most_rows is None:
-            return "needs args that were built with peers"
-        if len(layout.sizes) > MOST_TENSORS:
-            return f"moves at most {MOST_TENSORS} tensors at once, got {len(layout.sizes)}"
-        row_bytes = slot_row_bytes(layout)
-        num_bytes = row_bytes * most_rows
-        if num_bytes > self.most_bytes or most_rows > _MAX_CHUNKS << chunk_shift(row_bytes):
-            return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
-        if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
-            wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-            if wanted > self.most_bytes:
-                return f"has no room for {wanted} bytes"
-            before = self._memory.slot_bytes
-            self._fitting.clear()
-            try:
-                reason = self._memory.grow(wanted)
-            except RuntimeError as error:  # ranks no longer know what the others have
-                self._failure = str(error)
-                raise
-            if reason is not None:
-                self.most_bytes = before
-                return f"has no room for {wanted} bytes: {reason}"
-        if len(self._fitting) >= _MAX_FITTING:
-            self._fitting.clear()
-        self._fitting[id(layout), most_rows] = layout
-        return None
 
 
 class Native:
@@ -474,17 +417,6 @@ def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> b
         *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
         units, log2_lanes, row_bytes,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def slot_row_bytes(layout: RowLayout) -> int:
-    """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""
-    return max(-(-sum(layout.sizes) // WIDEST), 1) * WIDEST
-
-
-def chunk_shift(row_bytes: int) -> int:
-    """Log2 of the rows that are published together."""
-    return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)
 
 
 def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Rows]:
