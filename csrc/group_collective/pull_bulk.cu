@@ -101,6 +101,17 @@ DEVICE void announce_rows(const PullParams& p, u32 call, i64 begin, i64 end, i64
     store_release(&p.flags->arrived[part], call);
   }
 }
+
+// Pieces to be stored: each run is announced once it is.
+struct AnnouncedPieces : Pieces {
+  const PullParams& p;
+  u32 call;
+  DEVICE void advance() {
+    const i64 before = at, last = row;
+    Pieces::advance();
+    if (at != before) announce_rows(p, call, last / run * run, last + 1, num_rows);
+  }
+};
 #endif
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
@@ -120,17 +131,12 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     fence_async_proxy();
     Pieces loads(p.peers, static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count,
                  s.units);
-    Pieces stores = loads;
-    Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
 #if ANNOUNCES
-    auto advance = [&] {
-      const i64 run = stores.at, row = stores.row;
-      stores.advance();
-      if (stores.at != run) announce_rows(p, call, row / stores.run * stores.run, row + 1, stores.num_rows);
-    };
+    AnnouncedPieces stores{loads, p, call};
 #else
-    auto advance = [&] { stores.advance(); };
+    Pieces stores = loads;
 #endif
+    Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
     i64 place = loads.any() ? p.places[loads.row] : 0;
     u64 from = 0;
     for (u32 loaded = 0, stored = 0; stores.any(); ++stored) {
@@ -151,10 +157,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
       if (stored == loaded) break;
       barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
       store_piece(s, stores.row, stores.piece, ring + stored % kDepth * kPieceBytes);
-      advance();
+      stores.advance();
     }
     bulk_wait();
-    for (; stores.any(); advance()) store_piece(s, stores.row, stores.piece, 0);  // none, unless a rank failed
+    for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // none, unless a rank failed
   }
   end_pull(p.peers, call);
 }
