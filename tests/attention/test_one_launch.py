@@ -77,13 +77,14 @@ def compare(rank, num_ranks):
         more = {"return_max_logits": i % 2 == 0, "softcap": 2.0 * (i % 3 == 1)}
         if i % 4 == 3:
             more["sink"] = torch.randn(2, q.shape[1], device="cuda")
+        dout = torch.randn(*q.shape[:2], v.shape[2], device="cuda").to(q.dtype)
         found = []
         for way in (lambda *_: False, distributed.pays):
             plan = make_plan(mask, config, num_ranks).for_rank(rank)
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             with mock.patch.object(distributed, "pays", way), Counted() as counted:
                 out, meta = distributed_attention(*leaves, plan, dist.group.WORLD, config=config, **more)
-                grads = torch.autograd.grad(out, leaves, torch.cos(out.detach().float() * 40).to(out.dtype))
+                grads = torch.autograd.grad(out, leaves, dout)
                 found.append(({"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}, meta))
         fetches = sum(t.num_recv for t in plan.transfers) > 0
         assert counted.count == fetches, (i, counted.count)
@@ -92,7 +93,7 @@ def compare(rank, num_ranks):
         for name, a in staged.items():
             b, a = at_once[name].float(), a.float()
             scale = a.abs().max().clamp(min=1e-3)
-            assert b.isfinite().all() and float((a - b).abs().max() / scale) < 2e-2, (i, name)
+            assert b.isfinite().all() and float((a - b).abs().max() / scale) < 1e-2, (i, name)
         torch.testing.assert_close(meta_b.lse, meta_a.lse, atol=2e-3, rtol=1e-3)
         if more["return_max_logits"]:
             torch.testing.assert_close(meta_b.max_logits, meta_a.max_logits, atol=1e-3, rtol=1e-3)
