@@ -2,6 +2,7 @@
 
     python benchmarks/bench_distributed.py [--csv FILE] [--chart FILE] [--traces FOLDER] [--max-seconds S]
                                            [--tokens N ...] [--masks NAME ...] [--ways NAME ...] [--ranks N]
+    torchrun --nproc-per-node N benchmarks/bench_distributed.py ...
     python benchmarks/bench_distributed.py --plot FILE [FILE ...] --chart FILE    (draws results; needs no GPU)
 
 Ways: ``magi``, the default; ``magi_zigzag``, the same kernels and collectives with the dispatch of Megatron; the
@@ -15,6 +16,7 @@ what is there is written. Figures that MagiAttention has published of its own ar
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -154,9 +156,15 @@ def _time_ms(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(
-    case: Case, cluster: Cluster, device: torch.device, ways: Iterable[str], impl: str, traces: Path | None
+    case: Case,
+    cluster: Cluster,
+    device: torch.device,
+    ways: Iterable[str],
+    impl: str = "auto",
+    seconds: float = 0.0,
+    traces: Path | None = None,
 ) -> list[list]:
-    """Rows of the table for one mask, equal on all ranks."""
+    """Rows of the table for one mask, equal on all ranks; timed for about so many seconds, two rounds at least."""
     ready, notes = {}, {}
     for name in ways:
         try:
@@ -165,7 +173,7 @@ def measure(
         except Unsupported as reason:
             notes[name] = str(reason)
     once = sum(map(sum, (turns.take() for turns in ready.values())))
-    rounds = int(np.clip(1500 / once, 2, 8))
+    rounds = int(np.clip(1e3 * seconds / once, 2, 8))
     for turns in ready.values():
         turns.times.clear()
     shuffled = random.Random(0)
@@ -203,7 +211,7 @@ def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> None:
             if float(spent) > options.max_seconds:
                 continue
             case = CASES[name](tokens * num_ranks)
-            rows += measure(case, cluster, device, options.ways, options.impl, options.traces)
+            rows += measure(case, cluster, device, options.ways, options.impl, options.seconds, options.traces)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             if rank == 0:
@@ -221,6 +229,7 @@ def main() -> None:
     parser.add_argument("--plot", nargs="+", help="draw these results; measure nothing")
     parser.add_argument("--traces", type=Path, help="folder for traces that chrome://tracing and Perfetto show")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="start no other mask after so long")
+    parser.add_argument("--seconds", type=float, default=1.5, help="to time one mask, about")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768, 65536], help="tokens a GPU")
     parser.add_argument("--masks", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
@@ -228,11 +237,19 @@ def main() -> None:
     parser.add_argument("--impl", default="auto", help="implementation of slice_attention")
     options = parser.parse_args()
     if not options.plot:
-        num_ranks = options.ranks or torch.cuda.device_count()
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        num_ranks, backend = options.ranks or torch.cuda.device_count(), "nccl" if torch.cuda.is_available() else "gloo"
+        if "LOCAL_RANK" in os.environ:  # torchrun's
+            num_ranks = int(os.environ["WORLD_SIZE"])
+            if backend == "nccl":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group(backend)
         if options.traces:
             options.traces.mkdir(parents=True, exist_ok=True)
         run_ranks(measure_all, num_ranks, options, timeout_s=options.max_seconds + 300, backend=backend)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            if os.environ["RANK"] != "0":
+                return
         for name, rates in PUBLISHED.items():
             print(f"published by MagiAttention, 8 H100, 8k tokens a GPU: {name} {rates[0]} / {rates[1]} TFLOP/s a GPU")
     if options.chart and (options.plot or options.csv):

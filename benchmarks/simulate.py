@@ -1,7 +1,7 @@
 """Attention on 2 to 4,096 GPUs, predicted by the planner; and how far such predictions are from what was measured.
 
     python benchmarks/simulate.py [--csv FILE] [--check-csv FILE] [--chart FILE] [--gpus N ...] [--tokens N ...]
-                                  [--masks NAME ...] [--rates FILE]
+                                  [--masks NAME ...] [--rates FILE] [--from FILE]
 
 Needs no GPU. For each mask and number of GPUs the default dispatch is made, as in training, and its step (forward and
 backward of one layer) predicted from its counts and from measured rates (`megatron_magi.plan.predict`). ``near_mib``
@@ -16,6 +16,7 @@ nothing here was measured on more than four GPUs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -310,6 +311,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
     parser.add_argument("--masks", nargs="*", default=list(MASKS), choices=MASKS)
     parser.add_argument("--rates", help="a calibration; those of an H100 when not given")
+    parser.add_argument("--from", dest="earlier", help="predictions of an earlier run: only checks and draws")
     options = parser.parse_args()
     rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else H100
     checked = check_all(rates)
@@ -319,11 +321,12 @@ def main() -> None:
     if options.check_csv:
         write_csv(options.check_csv, CHECK_HEADER, checked)
     rows = []
-    for tokens in options.tokens:
-        for name in options.masks:
-            for gpus in options.gpus:
-                rows.append(row(name, tokens, gpus, rates))
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+    if options.earlier:
+        rows = [[int(c) if c.isdigit() else c for c in r.values()] for r in read_results(options.earlier)[1]]
+    else:
+        for tokens, name, gpus in itertools.product(options.tokens, options.masks, options.gpus):
+            rows.append(row(name, tokens, gpus, rates))
+            print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
     if options.csv:
         write_csv(options.csv, HEADER, rows)
     if options.chart:

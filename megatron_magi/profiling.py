@@ -183,16 +183,18 @@ def _records(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-_work = threading.local()  # floating-point operations of the pass that runs, by kernel
+_pass_of = threading.local()  # its ``kernels``: name, begin and end of those that the pass under way has launched
 
 
-def _flops(q: torch.Tensor, v: torch.Tensor, bands: Any) -> dict[str, float]:
-    """Of visible pairs, by pass and by those of our kernels that share a pass."""
+def _flops(kernels: list[str], q: torch.Tensor, v: torch.Tensor, bands: Any) -> dict[str, float]:
+    """Of visible pairs, by pass, and by kernel of a pass that has launched ``kernels``."""
     product = 2.0 * float(bd.areas(bands).sum()) * q.shape[1]
     qk, pv = q.shape[2], v.shape[2]
     forward, backward = product * (qk + pv), product * (3 * qk + 2 * pv)
-    return {"forward": forward, "backward": backward, "ffa_forward": forward, "ffa_backward": backward,
-            "ffa_backward_keys": product * 2 * (qk + pv), "ffa_backward_queries": product * qk}  # fmt: skip
+    # Where dq has a kernel of its own, that computes dq, and the others the rest.
+    of_dq = product * qk if "ffa_backward_queries" in kernels else 0.0
+    return {"forward": forward, "backward": backward, "ffa_forward": forward, "ffa_backward": backward - of_dq,
+            "ffa_backward_keys": backward - of_dq, "ffa_backward_queries": of_dq}  # fmt: skip
 
 
 def _pass[F: Callable](name: str, tensors: Callable[..., tuple]) -> Callable[[F], F]:
@@ -207,12 +209,18 @@ def _pass[F: Callable](name: str, tensors: Callable[..., tuple]) -> Callable[[F]
             q, v, bands = tensors(*args)
             if not _records(q.device):
                 return function(*args, **kwargs)
-            _work.flops = flops = _flops(q, v, bands)
-            with _range(f"attention {name}", q.device):
-                begin = _mark(q.device)
-                result = function(*args, **kwargs)
-                _recorder.add("pass", f"attention {name}", begin, _mark(q.device), flops[name])
-            _work.flops = {}
+            kernels = _pass_of.kernels = []
+            try:
+                with _range(f"attention {name}", q.device):
+                    begin = _mark(q.device)
+                    result = function(*args, **kwargs)
+                    end = _mark(q.device)
+            finally:
+                _pass_of.kernels = None
+            flops = _flops([kernel for kernel, *_ in kernels], q, v, bands)
+            _recorder.add("pass", f"attention {name}", begin, end, flops[name])
+            for kernel, *span in kernels:
+                _recorder.add("kernel", kernel, *span, flops.get(kernel, 0.0))
             return result
 
         return timed
@@ -291,8 +299,11 @@ class _TimedKernel:
         with _range(self._name, device):
             begin = _mark(device, stream)
             self._kernel.launch(config, pointers)
-            flops = getattr(_work, "flops", {}).get(self._name, 0.0)
-            _recorder.add("kernel", self._name, begin, _mark(device, stream), flops)
+            end, kernels = _mark(device, stream), getattr(_pass_of, "kernels", None)
+        if kernels is None:
+            _recorder.add("kernel", self._name, begin, end)
+        else:
+            kernels.append((self._name, begin, end))
 
 
 def _say() -> None:

@@ -38,7 +38,10 @@ class Cluster:
         """The ranks of this one's row of ``table``; those of another ``copy`` need not wait for each other."""
         key = table.tobytes(), table.shape, copy
         if key not in self._groups:
-            made = [dist.new_group(row.tolist()) for row in table]
+            options = None
+            if dist.get_backend() == "nccl":  # what is fetched ahead is not to wait for kernels that fill the GPU
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            made = [dist.new_group(row.tolist(), pg_options=options) for row in table]
             self._groups[key] = next(group for group, row in zip(made, table, strict=True) if self.rank in row)
         return self._groups[key]
 

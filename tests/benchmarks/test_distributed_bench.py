@@ -39,7 +39,7 @@ def measured(rank: int, num_ranks: int) -> list[list]:
     del rank
     case = bench_distributed.CASES["short_documents"](96 * num_ranks)
     ways = ("magi", "ring", "double_ring")
-    return bench_distributed.measure(case, Cluster(), torch.device("cpu"), ways, "torch", None)
+    return bench_distributed.measure(case, Cluster(), torch.device("cpu"), ways, "torch")
 
 
 def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
