@@ -29,7 +29,7 @@ from megatron_magi.ops.sparse_attention import block_sparse_attention, index_spa
 
 HEADER = (
     "case", "queries", "keys", "heads", "q_block", "k_block", "keys_seen", "forward_ms", "forward_tflops",
-    "backward_ms", "backward_tflops", "deterministic_ms", "deterministic_tflops", "lists_us",
+    "backward_ms", "backward_tflops", "lists_us",
 )  # fmt: skip
 DENSITIES = (0.05, 0.1, 0.25, 0.5)
 DIM = 128
@@ -37,7 +37,7 @@ DIM = 128
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: ``attend(q, k, v, deterministic=...)`` returns ``(out, meta)``.
+    """What is timed: ``attend(q, k, v)`` returns ``(out, meta)``.
 
     Attributes:
         keys_seen: by a query, on average.
@@ -57,8 +57,8 @@ def uniform(tokens: int, density: float, k_block: int) -> Case:
     shape = (8, tokens // 128, tokens // k_block)
     mask = torch.rand(shape, device="cuda") < density
 
-    def attend(q, k, v, **options):
-        return block_sparse_attention(q, k, v, mask, q_block_size=128, k_block_size=k_block, **options)
+    def attend(q, k, v):
+        return block_sparse_attention(q, k, v, mask, q_block_size=128, k_block_size=k_block)
 
     seen = float(mask.float().mean()) * tokens
     return Case(f"uniform {density:.0%}", (tokens, tokens), (64, 8), (128, k_block), seen, attend, mask)
@@ -69,8 +69,8 @@ def listed_blocks(keys: int, k_block: int) -> Case:
     lists = torch.rand((1, rows, keys // k_block), device="cuda").argsort(-1)[..., :topk]
     lists = lists.sort(-1).values.int()
 
-    def attend(q, k, v, **options):
-        return block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, **options)
+    def attend(q, k, v):
+        return block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block)
 
     return Case("blocks", (rows, keys), (128, 1), (1, k_block), topk * k_block, attend)
 
@@ -81,8 +81,8 @@ def listed_keys(keys: int, topk: int | None) -> Case:
     first = stretch * torch.arange(topk, device="cuda", dtype=torch.int32)
     indices = first + torch.randint(0, stretch, (rows, 1, topk), device="cuda", dtype=torch.int32)
 
-    def attend(q, k, v, **options):
-        return index_sparse_attention(q, k, v, indices, **options)
+    def attend(q, k, v):
+        return index_sparse_attention(q, k, v, indices)
 
     return Case(name, (rows, keys), (128, 1), (1, 1), topk, attend)
 
@@ -90,8 +90,8 @@ def listed_keys(keys: int, topk: int | None) -> Case:
 def dense(tokens: int) -> Case:
     mask = builders.full(tokens)
 
-    def attend(q, k, v, **options):
-        return slice_attention(q, k, v, mask, **options)
+    def attend(q, k, v):
+        return slice_attention(q, k, v, mask)
 
     return Case("dense", (tokens, tokens), (64, 8), (0, 0), tokens, attend)
 
@@ -123,17 +123,15 @@ def measure(case: Case, seconds: float) -> list:
     q, k, v = draw(case.shape[0], case.heads[0]), *(draw(case.shape[1], case.heads[1]) for _ in range(2))
     frozen = [t.detach() for t in (q, k, v)]
     calls: dict[str, Callable[[], object]] = {"forward": lambda: case.attend(*frozen)}
-    modes = {"backward": False} if case.blocks[1] == 1 else {"backward": False, "deterministic": True}
-    for name, mode in modes.items():
-        out, _ = case.attend(q, k, v, deterministic=mode)
-        dout = torch.randn_like(out)
-        calls[name] = lambda out=out, dout=dout: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    out, _ = case.attend(q, k, v)
+    dout = torch.randn_like(out)
+    calls["backward"] = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     if case.mask is not None:
         calls["lists"] = lambda: lists_of_mask(case.mask)
     times, _ = time_together(calls, seconds)
     flops = 4 * case.shape[0] * case.keys_seen * case.heads[0] * DIM
     row: list = [case.name, *case.shape, "{}:{}".format(*case.heads), *case.blocks, round(case.keys_seen, 1)]
-    for name, factor in (("forward", 1.0), ("backward", 2.5), ("deterministic", 2.5)):
+    for name, factor in (("forward", 1.0), ("backward", 2.5)):
         ms = times.get(name, "")
         row += [f"{ms:.4f}", round(factor * flops / ms / 1e9)] if isinstance(ms, float) else [ms, ""]
     lists = times.get("lists", "")

@@ -162,7 +162,7 @@ def model_args(data: Path, layers: str, has_experts: bool) -> list[str]:
     return [*(str(item) for pair in sizes.items() for item in pair), *flags]
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path, layers: str) -> dict[str, Result]:
+def run_jobs(jobs: Sequence[Job], folder: Path, layers: str, as_drawn: Sequence[str]) -> dict[str, Result]:
     """In a rank: trains one job after another. A job that fails on all ranks alike does not end the others."""
     session, results = TrainingSession(), {}
     for job in jobs:
@@ -172,11 +172,12 @@ def run_jobs(jobs: Sequence[Job], folder: Path, layers: str) -> dict[str, Result
         base = model_args(folder / "data" / "text", layers, job.model == "experts")
         weights = folder / f"weights_{job.model}"
         try:
-            if not weights.exists() and job.model not in AS_DRAWN:
+            start = [] if job.model in as_drawn else ["--load", str(weights), "--finetune"]
+            if start and not weights.exists():
                 # Weights that are drawn depend on the parallelism.
                 args = [*base, *MODELS[job.model], "--train-iters", "1", "--lr", "0", "--no-save-optim"]
                 session.run([*args, "--save", str(weights), "--save-interval", "1"])
-            for training in _legs(job, session, base, weights, folder, hooks):
+            for training in _legs(job, session, base, start, folder, hooks):
                 result.losses |= training.losses
             result.sinks = sinks.gradients
         except Exception:  # noqa: BLE001  (the other jobs are to run)
@@ -204,9 +205,8 @@ def write_results(results: dict[str, Result]) -> None:
 
 
 def _legs(
-    job: Job, session: TrainingSession, base: list[str], weights: Path, folder: Path, hooks: list[Callable]
+    job: Job, session: TrainingSession, base: list[str], start: list[str], folder: Path, hooks: list[Callable]
 ) -> list[Training]:
-    start = [] if job.model in AS_DRAWN else ["--load", str(weights), "--finetune"]
     if not job.legs:
         return [session.run([*base, *MODELS[job.model], *job.args, *start], pre_wrap_hooks=hooks)]
     path = folder / f"{job.model}_{job.name}"
@@ -271,7 +271,7 @@ def worker(options: argparse.Namespace) -> None:
     """What torchrun starts."""
     by_key = {f"{job.model}/{job.name}": job for job in JOBS}
     jobs = [by_key[key] for key in options.worker]
-    run_jobs(jobs, options.work, options.layers)
+    run_jobs(jobs, options.work, options.layers, tuple(MODELS) if options.as_drawn else AS_DRAWN)
     sys.stdout.flush()
     os._exit(0)
 
@@ -305,6 +305,7 @@ def launch(
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", __file__, "--out", str(options.out)]
     log = (options.out / f"log_{num_gpus}_{name}.txt").open("w")
     command += ["--work", str(options.work), "--layers", options.layers, "--worker", *keys]
+    command += ["--as-drawn"] if options.as_drawn else []
     return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -434,6 +435,9 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", help="model or model/run; all if not given")
     parser.add_argument("--layers", choices=["te", "local"], default="te")
     parser.add_argument("--reference-gpus", type=int, choices=[0, 1, 2], default=1)
+    parser.add_argument(
+        "--as-drawn", action="store_true", help="no run begins by loading weights: for those without TP, PP and EP"
+    )
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds a launch may take")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -111,6 +111,8 @@ def check(rank: int, num_ranks: int, num_calls: int, device: str = "cuda", impls
             looked_at += 1
         if call % max(num_calls // SAMPLES, 1) == 0:
             memory.append((call, *_memory(device), time.monotonic() - began))
+            if rank == 0:
+                print("  ".join(f"{h}={x:.0f}" for h, x in zip(HEADER[1:], memory[-1], strict=True)), flush=True)
     if before is not None:
         before.wait()
     memory.append((num_calls, *_memory(device), time.monotonic() - began))
@@ -143,8 +145,6 @@ def main() -> None:
     num_ranks = torch.cuda.device_count()
     found = run_ranks(check, num_ranks, options.calls, timeout_s=600.0, backend="nccl")
     rows = [[num_ranks, call, *(f"{x:.1f}" for x in rest)] for call, *rest in found[0]["memory"]]
-    for row in rows:
-        print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)))
     if options.csv:
         write_csv(options.csv, HEADER, rows)
     wrong, checked = sum(r["wrong"] for r in found), found[0]["checked"]

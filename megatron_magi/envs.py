@@ -312,7 +312,7 @@ VARIABLES: dict[str, Variable] = {v.name: v for section in SECTIONS.values() for
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment said when it was read.
+    """The values of the environment when it was read.
 
     Attributes:
         given: the variables that were set, as (name, typed value).

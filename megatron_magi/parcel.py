@@ -12,6 +12,7 @@ import io
 import mmap
 import os
 import pickle
+from collections import deque
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Self
 
@@ -50,15 +51,12 @@ class _Sent(NamedTuple):
     memory: mmap.mmap
 
 
-_sent: list[_Sent] = []  # kept open until they have arrived
+_sent: deque[_Sent] = deque()  # kept open until they have arrived
 
 
 def _send(parcel: Parcel) -> tuple:
     """How multiprocessing sends a parcel."""
-    for sent in [sent for sent in _sent if sent.memory[0]]:
-        _sent.remove(sent)
-        sent.memory.close()
-        os.close(sent.file)
+    _close_arrived()
     block = parcel._tensors.buffer.numpy()
     file, size = os.memfd_create("megatron_magi"), mmap.PAGESIZE + block.nbytes
     os.ftruncate(file, size)
@@ -68,8 +66,24 @@ def _send(parcel: Parcel) -> tuple:
     return _receive, (type(parcel), parcel._data, parcel._tensors.places, os.getpid(), file, size)
 
 
+def _close_arrived() -> None:
+    for _ in range(len(_sent)):
+        try:
+            sent = _sent.popleft()
+        except IndexError:  # another thread looks through them too
+            return
+        if sent.memory[0]:
+            sent.memory.close()
+            os.close(sent.file)
+        else:
+            _sent.append(sent)
+
+
 def _receive(kind: type[Parcel], data: bytes, places: tuple, process: int, file: int, size: int) -> Parcel:
-    own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    try:
+        own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    except OSError as error:
+        raise RuntimeError(f"a parcel from process {process} did not arrive: it has ended, or /proc is shut") from error
     try:
         memory = mmap.mmap(own, size)
     finally:

@@ -33,7 +33,7 @@ def run_blocks(rank, num_ranks, page):
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p) and p not in ("docs/masks.md", *HF_PAGES)])
 def test_examples_run_on_two_ranks(ranks, page):
     names = ranks(2, run_blocks, page)
-    assert {"plan", "stats", "config", "SharedPrompts"} & set(names[0])
+    assert set(names[0]) - {"__name__", "__builtins__"}, "no example has run"
 
 
 def anchors(path):

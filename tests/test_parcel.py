@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -93,3 +94,12 @@ def test_processes_share_the_memory_and_keep_none_that_has_arrived() -> None:
         assert number == size and torch.equal(rows, torch.arange(size))
     del got, arrived, rows
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_sender_that_has_ended_is_named() -> None:
+    data = bytes(ForkingPickler.dumps(Parcel.of(torch.arange(3))))
+    (sent,) = [parcel._sent.pop()]
+    sent.memory.close()
+    os.close(sent.file)
+    with pytest.raises(RuntimeError, match=f"a parcel from process {os.getpid()} did not arrive"):
+        pickle.loads(data)

@@ -69,7 +69,7 @@ def masks() -> list[AttnMask]:
 
 
 def median_us(run: Callable[[], object], calls: int = 3) -> float:
-    """Median time of a call on the GPU, of several that are queued one behind the other while it is busy."""
+    """Median time of a call on the GPU, of several that are queued back to back while it is busy."""
     busy = torch.zeros(1 << 26, device="cuda")
     times = []
     run()

@@ -47,11 +47,10 @@ Args = GroupCastArgs | LevelArgs
 
 _EXCHANGES = {"reference": reference, "all_to_all": all_to_all}
 _IMPLS = (*_EXCHANGES, "native")
-MOST_BYTES_OF_MANY = 16 << 20
-"""Bytes that a rank receives up to which ranks of a group of more than two read each other's memory. On 4 H100s that
-takes the device up to 12 % longer from 8 MB on and the host half as long; at 64 MB NCCL with its packing is 1.3 times
-as fast (``results/group_collective_4gpu.csv``)."""
-_UNKNOWN = (None, None)
+MOST_BYTES_BACK = 16 << 20
+"""Bytes that a rank gives back up to which ranks of a group of more than two read each other's memory in a reduction.
+From 64 MB on 4 H100s NCCL, with its packing and the sum, is 1.2 times as fast; casts are not slower without NCCL
+(``results/group_collective_4gpu.csv``)."""
 
 
 class _Alone:
@@ -77,18 +76,19 @@ class _Way(NamedTuple):
     rank: int
     num_ranks: int = 1
 
-    def mover(self, layout: RowLayout, most_rows: int | None, most_recv: int | None) -> Native | Packed | Hierarchical:
+    def mover(self, layout: RowLayout, most_rows: int | None, back: bool = False) -> Native | Packed | Hierarchical:
         """What moves up to ``most_rows`` rows that a rank publishes; the same on all ranks.
 
         Args:
             layout: of the tensors.
             most_rows: None where it is not known.
-            most_recv: rows that a rank receives at most in the cast, likewise.
+            back: they are partial rows that go back to their owners.
 
         Raises:
             ValueError: ``native`` alone was asked for, and does not take them.
         """
-        if self.packed is not None and self.num_ranks > 2 and (most_recv or 0) * layout.row_bytes > MOST_BYTES_OF_MANY:
+        is_large = back and self.num_ranks > 2 and (most_rows or 0) * layout.row_bytes > MOST_BYTES_BACK
+        if self.packed is not None and is_large:
             return self.packed
         if self.native is not None:
             reason = self.native.refusal(layout, most_rows)
@@ -172,7 +172,7 @@ def group_cast(
         impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
             GPUs), ``native`` (ranks read each other's memory, see `megatron_magi.comm.impl.native`),
             or ``auto``: the first on gloo; on NCCL the last where it can and is faster
-            (`MOST_BYTES_OF_MANY`), else the second. In two levels it is asked for inside a node; between nodes
+            (`MOST_BYTES_BACK`), else the second. In two levels it is asked for inside a node; between nodes
             ``native`` and ``auto`` mean what ``auto`` means without linked GPUs.
 
     Returns:
@@ -189,7 +189,7 @@ def group_cast(
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
     layout = RowLayout.of(tensors)
-    started = way.mover(layout, *(args.most or _UNKNOWN)).cast(tensors, args, layout)
+    started = way.mover(layout, _most(args)).cast(tensors, args, layout)
     return _handle(way, started, started.finish, args, layout)
 
 
@@ -227,7 +227,7 @@ def group_reduce(
     way = _choose(tensors, args, group_of(group), impl)
     _check_reduce(tensors, args, into)
     layout = RowLayout.of(tensors)
-    mover = way.mover(layout, *(2 * (args.most or _UNKNOWN)[1:]))
+    mover = way.mover(layout, _most(args, back=True), back=True)
     if at_once and isinstance(mover, Native) and can_add(layout, into):
         started = mover.add(tensors, args, layout, into)
         return _handle(way, started, started.finish, args, layout, back=True)
@@ -272,7 +272,7 @@ def group_reduce_lse(
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
     layout = RowLayout.of((out, lse))
-    mover = way.mover(layout, *(2 * (args.most or _UNKNOWN)[1:]))
+    mover = way.mover(layout, _most(args, back=True), back=True)
     if isinstance(mover, Hierarchical):
         mover = mover.merging
     started = mover.give_back((out, lse), args, layout)
@@ -301,22 +301,26 @@ def make_room(
         ValueError, RuntimeError: as `group_cast`.
     """
     needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
-    for way, layout, most, most_recv in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
-        way.mover(layout, most, most_recv)
+    for way, layout, most_rows, back in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
+        way.mover(layout, most_rows, back)
 
 
 def _needs(
     args: Args, there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str
-) -> list[tuple[_Way, RowLayout, int | None, int | None]]:
+) -> list[tuple[_Way, RowLayout, int | None, bool]]:
     """The arguments of `_Way.mover` in the calls with ``args``."""
     way = _way(args, group, impl)
     if isinstance(args, LevelArgs):
         groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
         parts = ((args.near, groups.near), (args.relay, groups.relay))
         return [need for part, ranks in parts for need in _needs(part, there, back, ranks, impl)]
-    most_rows, most_recv = args.most or _UNKNOWN
-    needs = [(way, there, most_rows, most_recv)]
-    return needs if back is None else [*needs, (way, back, most_recv, most_recv)]
+    needs = [(way, there, _most(args), False)]
+    return needs if back is None else [*needs, (way, back, _most(args, back=True), True)]
+
+
+def _most(args: Args, back: bool = False) -> int | None:
+    """Rows that any rank publishes, at most; None where that is not known."""
+    return None if args.most is None else args.most[back]
 
 
 def _handle(
@@ -386,8 +390,7 @@ def _choice(way: _Way) -> Choice:
     """What moves the rows of one level."""
 
     def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> Native | Packed | Hierarchical:
-        most_rows, most_recv = args.most or _UNKNOWN
-        return way.mover(layout, most_recv if back else most_rows, most_recv)
+        return way.mover(layout, _most(args, back), back)
 
     return choose
 

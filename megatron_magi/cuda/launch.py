@@ -31,11 +31,11 @@ class Tables(Protocol):
         """Of device memory."""
 
     def hold_for_stream(self) -> None:
-        """What the current stream queues from now on finds the tables there, and keeps their memory as long."""
+        """Makes the current stream wait for the tables, and keeps their memory until it has used them."""
 
 
 class Numbers:
-    """What a launch is told of one mask.
+    """The parameters of a launch that depend on the mask.
 
     Args:
         plan: whose memory the numbers point to; it is kept.

@@ -17,7 +17,7 @@ from megatron_magi.rates import H100
 
 @dataclass(frozen=True)
 class DispatchFigures:
-    """What one dispatch of a mask comes to.
+    """Figures of one dispatch of a mask.
 
     Attributes:
         algorithm: of `DispatchConfig`.
@@ -40,7 +40,7 @@ class DispatchFigures:
 
 
 def dispatch_figures(mask: AttnMask, cp_size: int, config: MagiConfig | None = None) -> list[DispatchFigures]:
-    """Plans ``mask`` for ``cp_size`` ranks in each way there is.
+    """Plans ``mask`` for ``cp_size`` ranks with each dispatch algorithm.
 
     Args:
         mask: of one sequence or one microbatch.
@@ -64,13 +64,18 @@ def _figures(mask: AttnMask, cp_size: int, config: MagiConfig) -> DispatchFigure
     named = candidates(mask, made.chunk_bounds, cp_size, config.dispatch)
     return DispatchFigures(
         algorithm=config.dispatch.algorithm,
-        taken=next(name for name, ranks in named.items() if np.array_equal(ranks, made.chunk_rank)),
+        taken=next(name for name, ranks in named.items() if _same_shards(ranks, made.chunk_rank)),
         plan=plan,
         balance=stats.balance,
         received_rows=received,
         received_bytes=received * cost.row_bytes,
         predicted_us=found[""].step_us,
     )
+
+
+def _same_shards(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether chunks that share a rank in ``a`` do so in ``b``, whichever rank: neighbours are chosen after shards."""
+    return np.unique(np.stack([a, b]), axis=1).shape[1] == len(np.unique(a)) == len(np.unique(b))
 
 
 def explain_text(mask: AttnMask, figures: Sequence[DispatchFigures], chosen: str) -> str:

@@ -106,7 +106,22 @@ def fa2_func_with_sink(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """``flash_attn_func`` with a sink: q, k, v ``[batch_size, seqlen, num_heads, head_dim]``."""
+    """``flash_attn_func`` with a sink. Differentiable.
+
+    Args:
+        q, k, v: fp16 or bf16 ``[batch_size, seqlen, num_heads, head_dim]``.
+        sink: ``[num_sinks, num_heads_q]``, or with ``sink_layout="ssh"`` ``[batch_size, seqlen_q, num_sinks,
+            num_heads_q]``; logits, best in fp32. None for none.
+        others: those of flash-attn.
+
+    Returns:
+        out like q; with ``return_attn_probs`` ``(out, lse, None)``, lse fp32 ``[batch_size, num_heads_q, seqlen_q]``,
+        natural log, the sink in it.
+
+    Raises:
+        ImportError: flash-attn is not installed.
+        ValueError: the sink's shape does not fit; ``return_attn_probs`` beside dropout.
+    """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attend(q, k, v, sink, sink_layout, *options)
 
@@ -149,8 +164,11 @@ def fa2_varlen_func_with_sink(
 ):
     """``flash_attn_varlen_func`` with a sink: q, k, v ``[total_seqlen, num_heads, head_dim]``.
 
+    Otherwise as `fa2_func_with_sink`; a sink by rows is ``[total_seqlen_q, num_sinks, num_heads_q]``, lse
+    ``[num_heads_q, total_seqlen_q]``.
+
     Raises:
-        ValueError: ``block_table`` is given: paged keys have no backward.
+        ValueError: also where ``block_table`` is given: paged keys have no backward.
     """
     if block_table is not None:
         raise ValueError("block_table: not supported")

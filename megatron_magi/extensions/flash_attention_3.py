@@ -101,7 +101,20 @@ def fa3_func_with_sink(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    """``flash_attn_func`` with a sink: q, k, v ``[batch_size, seqlen, num_heads, head_dim]``."""
+    """``flash_attn_func`` with a sink: q, k, v ``[batch_size, seqlen, num_heads, head_dim]``. Differentiable.
+
+    Args:
+        sink, sink_layout: as in `fa2_func_with_sink`.
+        others: those of FlashAttention 3.
+
+    Returns:
+        out like q; with ``return_attn_probs`` ``(out, lse)``, lse fp32 ``[batch_size, num_heads_q, seqlen_q]``, natural
+        log, the sink in it.
+
+    Raises:
+        ImportError: FlashAttention 3 is not installed.
+        ValueError: the sink's shape does not fit; ``qv`` or ``attention_chunk`` is given.
+    """
     descale = (q_descale, k_descale, v_descale)
     options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)
     options += (deterministic, sm_margin, return_attn_probs)
@@ -135,7 +148,11 @@ def fa3_varlen_func_with_sink(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    """``flash_attn_varlen_func`` with a sink: q, k, v ``[total_seqlen, num_heads, head_dim]``."""
+    """``flash_attn_varlen_func`` with a sink: q, k, v ``[total_seqlen, num_heads, head_dim]``.
+
+    Otherwise as `fa3_func_with_sink`; a sink by rows is ``[total_seqlen_q, num_sinks, num_heads_q]``, lse
+    ``[num_heads_q, total_seqlen_q]``.
+    """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descale = (q_descale, k_descale, v_descale)
     options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)

@@ -65,7 +65,20 @@ def fa4_func_with_sink(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """``flash_attn_func`` with a sink: q, k, v ``[batch_size, seqlen, num_heads, head_dim]``."""
+    """``flash_attn_func`` with a sink: q, k, v ``[batch_size, seqlen, num_heads, head_dim]``. Differentiable.
+
+    Args:
+        sink, sink_layout: as in `fa2_func_with_sink`.
+        others: those of FlashAttention 4.
+
+    Returns:
+        out like q; with ``return_attn_probs`` ``(out, lse)``, lse fp32 ``[batch_size, num_heads_q, seqlen_q]``, natural
+        log, the sink in it.
+
+    Raises:
+        ImportError: FlashAttention 4 is not installed.
+        ValueError: the sink's shape does not fit.
+    """
     options = (softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)
     return _attend(q, k, v, sink, sink_layout, *options, {})
 
@@ -88,7 +101,11 @@ def fa4_varlen_func_with_sink(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """``flash_attn_varlen_func`` with a sink: q, k, v ``[total_seqlen, num_heads, head_dim]``."""
+    """``flash_attn_varlen_func`` with a sink: q, k, v ``[total_seqlen, num_heads, head_dim]``.
+
+    Otherwise as `fa4_func_with_sink`; a sink by rows is ``[total_seqlen_q, num_sinks, num_heads_q]``, lse
+    ``[num_heads_q, total_seqlen_q]``.
+    """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     options = (softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from megatron_magi.ops.slice_attention import slice_attention
 __all__ = [
     "DEFAULT_CHUNK_SIZE",
     "AttnMaskSpec",
+    "MagiAttnFunc",
     "MagiState",
     "build_flex_key",
     "get_cp_group",
@@ -69,6 +70,7 @@ class MagiState:
         attn_spec: the mask of the batch for attention functions of this state on one rank; causal when None.
         key: of the batch that was dispatched last, for the same functions on several ranks. The backward of a batch
             comes before the next is prepared, if layers are recomputed.
+        num_functions: of attention, that were made with the state.
     """
 
     enabled: bool = False
@@ -78,6 +80,7 @@ class MagiState:
     domain: str = "llm"
     attn_spec: AttnMaskSpec | None = None
     key: DistAttnRuntimeKey | None = None
+    num_functions: int = field(default=0, compare=False)
 
     @property
     def hf_dispatch(self) -> bool:
@@ -103,12 +106,15 @@ class MagiState:
             device_mesh, pad_id, num_chunks: without effect: the group is the state's, no padding is added.
 
         Raises:
-            ValueError: a custom model on several ranks whose batch is not packed; as these two functions.
+            ValueError: a custom model on several ranks whose batch is not packed, or that has no attention of
+                `make_magi_attn_func`; as these two functions.
         """
         batch = dict(batch)
         tree = batch.pop("prefix_tree", None)
         self.attn_spec = None if tree is None else AttnMaskSpec.prefix_tree(*tree)[0]
         self.key = None
+        if self.custom:
+            _bind(model, self)
         if self.hf_dispatch:
             if self.attn_spec is not None:
                 batch["magi_mask"] = self.attn_spec.mask
@@ -263,23 +269,19 @@ def magi_prepare_vlm(model: Any, batch: dict[str, Any], cp_group: Group) -> tupl
     return batch, None
 
 
-def make_magi_attn_func(softmax_scale: float | None = None, state: MagiState | None = None) -> Callable[..., Tensor]:
-    """Attention for models that take theirs as a function ``attend(q, k, v, ...)``.
+class MagiAttnFunc:
+    """Attention for models that take theirs as a function; made by `make_magi_attn_func`.
 
-    It takes q, k, v ``[num_rows, num_heads, head_dim]`` or ``[batch_size, seqlen, num_heads, head_dim]`` and returns
-    out likewise. Its mask is ``magi_attn_spec`` if the call has one; else that of the batch which ``state`` dispatched;
-    else the documents of ``cu_seqlens`` (or ``cu_seqlens_q``) of the call; else ``state.attn_spec``; else causal.
-    ``window_size`` (left, right) narrows causal documents.
-
-    Args:
+    Attributes:
         softmax_scale: ``head_dim ** -0.5`` when None.
-        state: of the model; without one it attends on one rank.
-
-    Raises:
-        ValueError: in a call: a mask or an option that cannot be expressed.
+        state: of the model, whose batches it attends over; None until one is prepared for the model that has it.
     """
 
-    def attend(
+    def __init__(self, softmax_scale: float | None, state: MagiState | None) -> None:
+        self.softmax_scale, self.state = softmax_scale, state
+
+    def __call__(
+        self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -290,27 +292,65 @@ def make_magi_attn_func(softmax_scale: float | None = None, state: MagiState | N
         window_size: Any = None,
         **options: Any,
     ) -> Tensor:
+        """Attention of q, k, v ``[num_rows, num_heads, head_dim]`` or ``[batch_size, seqlen, num_heads, head_dim]``.
+
+        Its mask is ``magi_attn_spec`` if there is one; else that of the batch which ``state`` dispatched; else the
+        documents of ``cu_seqlens`` or ``cu_seqlens_q``; else ``state.attn_spec``; else causal.
+
+        Args:
+            window_size: (left, right), narrows causal documents; -1 and None for no bound.
+
+        Returns:
+            As q, with the head dim of v.
+
+        Raises:
+            ValueError: a mask or an option that cannot be expressed.
+        """
         for name in options.keys() - _SAID:
             if options[name] is not None:
                 raise ValueError(f"{name}: not supported, got {options[name]!r}")
-        shape = q.shape[:-1]
-        seqlens = [shape[1]] * shape[0] if q.ndim == 4 else [shape[0]]
+        shape, state, window = q.shape[:-1], self.state or MagiState(), _window(window_size)
+        lengths: dict[str, Any] = {"doc_lengths": [shape[1]] * shape[0] if q.ndim == 4 else [shape[0]]}
+        bounds = cu_seqlens if cu_seqlens is not None else cu_seqlens_q
+        spec = magi_attn_spec
+        if bounds is not None:
+            lengths = {"cu_seqlens": bounds.reshape(-1)}
+        elif spec is None:
+            spec = state.attn_spec
         q, k, v = (x.flatten(0, -3) for x in (q, k, v))
-        key = None if state is None else state.key
-        window = _window(window_size)
-        if key is not None and magi_attn_spec is None:
-            out, _ = calc_attn(q, k, v, _window_key(key, window), softmax_scale=softmax_scale)
+        if state.key is not None and magi_attn_spec is None:
+            out, _ = calc_attn(q, k, v, _window_key(state.key, window), softmax_scale=self.softmax_scale)
         else:
-            spec = magi_attn_spec or (None if state is None else state.attn_spec)
-            bounds = cu_seqlens if cu_seqlens is not None else cu_seqlens_q
-            if bounds is not None and magi_attn_spec is None:
-                mask = _documents(window, cu_seqlens=bounds.reshape(-1))
-            else:
-                mask = _documents(window, doc_lengths=seqlens) if spec is None else _spec_mask(spec, window)
-            out, _ = slice_attention(q, k, v, mask, softmax_scale=softmax_scale)
+            mask = _documents(window, **lengths) if spec is None else _spec_mask(spec, window)
+            out, _ = slice_attention(q, k, v, mask, softmax_scale=self.softmax_scale)
         return out.view(*shape, out.shape[-1])
 
-    return attend
+
+def make_magi_attn_func(softmax_scale: float | None = None, state: MagiState | None = None) -> MagiAttnFunc:
+    """Attention for models that take theirs as a function ``attend(q, k, v, ...)``.
+
+    Args:
+        softmax_scale: ``head_dim ** -0.5`` when None.
+        state: of the model. Where it is not known yet, it is found when a batch is prepared for a model whose modules
+            have the function as an attribute; until then it attends on one rank.
+    """
+    if state is not None:
+        state.num_functions += 1
+    return MagiAttnFunc(softmax_scale, state)
+
+
+def _bind(model: Any, state: MagiState) -> None:
+    """Gives the state to the attention functions of a model.
+
+    Raises:
+        ValueError: there are several ranks, and no function that would know.
+    """
+    modules = model.modules() if hasattr(model, "modules") else ()
+    found = [f for module in modules for f in vars(module).values() if isinstance(f, MagiAttnFunc)]
+    for function in found:
+        function.state = state
+    if state.cp_size > 1 and not found and not state.num_functions:
+        raise ValueError("model: has no attention of make_magi_attn_func; give that the state, state=...")
 
 
 def _documents(window: tuple[int, int] | None, **lengths: Any) -> AttnMask:

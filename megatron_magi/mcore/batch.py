@@ -77,14 +77,16 @@ class BatchDispatcher:
         """
         if not isinstance(batch, LoadedBatch):
             batch = LoadedBatch(batch, self.planner.attempt(batch))
-        planned, result = batch.planned, None
-        failure = planned if isinstance(planned, Exception) else None
-        if failure is None:
-            # Before the ranks compare: one that has agreed and then fails would leave the others in their first layer.
-            try:
-                result = self._local(batch.fields, planned)
-            except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
-                failure = error
+        planned, result, failure = None, None, None
+        # Before the ranks compare: one that has agreed and then fails would leave the others in their first layer.
+        try:
+            fields, planned = batch.parts
+            if isinstance(planned, Exception):
+                failure = planned
+            else:
+                result = self._local(fields, planned)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
+            failure = error
         if self._agreement_group is not None:
             fingerprint = FAILED if failure is not None else planned.fingerprint
             agreement = start_agreement(fingerprint, self._agreement_group, "tokens and plan of a microbatch")

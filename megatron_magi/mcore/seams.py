@@ -30,7 +30,7 @@ from megatron_magi.mcore.versions import KNOWN_VERSIONS
 
 @dataclass(frozen=True)
 class Seam:
-    """One place.
+    """One place of Megatron that the adapter changes or relies on.
 
     Attributes:
         target: ``module:name`` or ``module:Class.name``, without ``megatron.`` in front.

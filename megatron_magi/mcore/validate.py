@@ -29,7 +29,7 @@ def check_unused(args: Namespace) -> None:
 
 
 def settle_arguments(args: Namespace) -> list[str]:
-    """Gives up, in place, what only makes things faster and does not fit dispatched tokens.
+    """Turns off, in place, optimizations that do not fit dispatched tokens.
 
     Returns:
         One notice for each option that was changed.

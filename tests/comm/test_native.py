@@ -277,24 +277,25 @@ def test_rows_of_a_slot_have_their_tensors_side_by_side():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_large_transfers_of_several_ranks_are_left_to_nccl_unless_native_is_asked_for(num_ranks):
+def test_large_reductions_of_several_ranks_are_left_to_nccl_unless_native_is_asked_for(num_ranks):
     class Able:
         def refusal(self, layout, most_rows):
             return None
 
     layout, able, packed = RowLayout.make(((8, 128),), (torch.bfloat16,)), Able(), object()
-    most = group_collective.MOST_BYTES_OF_MANY // layout.row_bytes
+    most = group_collective.MOST_BYTES_BACK // layout.row_bytes
     way = group_collective._Way(able, packed, None, 0, num_ranks)
-    assert way.mover(layout, 10 * most, most) is able and way.mover(layout, None, None) is able
-    assert way.mover(layout, most // 3, most + 1) is (able if num_ranks == 2 else packed)
-    assert way._replace(packed=None).mover(layout, most, most + 1) is able
+    assert way.mover(layout, 10 * most) is able and way.mover(layout, None) is able
+    assert way.mover(layout, most, back=True) is able
+    assert way.mover(layout, most + 1, back=True) is (able if num_ranks == 2 else packed)
+    assert way._replace(packed=None).mover(layout, most + 1, back=True) is able
 
 
 @pytest.mark.parametrize("num_groups", range(1, peers.MOST_GROUPS + 1))
 def test_kernels_that_wait_leave_processors_to_those_that_publish_however_many_groups_there_are(num_groups):
     for names in (("pull_rows", "pull_bulk", "pull_sums"), ("publish_rows",)):
         waiting = num_groups * max(native.blocks_of(name, num_groups) for name in names)
-        assert num_groups <= waiting <= native.MOST_WAITING <= 132  # of 264 that a GPU takes at least
+        assert num_groups <= waiting <= native.MOST_WAITING < 132  # of both kinds: less than the 264 that a GPU takes
 
 
 on_gpus = pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_every_name_of_nemo_automodel_is_here_with_its_arguments_or_the_page_say
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
     from megatron_magi.hf import automodel
 
-    assert here == set(automodel.__all__)
+    assert here == set(automodel.__all__) - {"MagiAttnFunc"}
     for name in here:
         owner = getattr(automodel, name)
         if AUTOMODEL[name] is not None:

@@ -114,7 +114,23 @@ def test_a_packed_batch_for_one_rank_is_flat():
     with pytest.raises(ValueError, match=r"^seq_lens_padded: expected documents of 12 tokens"):
         state.prepare_llm_batch(None, {**batch, "seq_lens_padded": lengths[:1]}, is_thd=True)
     with pytest.raises(ValueError, match=r"^is_thd"):
-        MagiState(enabled=True, custom=True, cp_size=2).prepare_llm_batch(None, batch)
+        MagiState(enabled=True, custom=True, cp_size=2, num_functions=1).prepare_llm_batch(None, batch)
+
+
+def test_a_tree_for_a_model_of_transformers_is_its_samples():
+    rows = [torch.cat([torch.arange(*r) for r in own]) for own in AttnMaskSpec.prefix_tree(*TREE)[1]]
+    tokens = torch.randint(0, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
+    positions = torch.zeros(1, 24, dtype=torch.int64)
+    for own in rows:
+        positions[0, own] = torch.arange(len(own))
+    batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "prefix_tree": TREE}
+    model, eager = make_model("llama"), make_model("llama", "eager")
+    _, local = MagiState(enabled=True).prepare_llm_batch(model, batch)
+    assert local.pop("labels")[0, :24].equal(tokens[0]) and "prefix_tree" in batch
+    logits = model(**local, use_cache=False).logits[0]
+    for own in rows:
+        expected = eager(tokens[:, own], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[own], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_images_stay_on_one_rank():
@@ -181,7 +197,7 @@ def losses_of_custom_models(mesh):
         whole = model.of_mask(tokens, torch.arange(24), labels, masks[name]).sum()
         expected = torch.autograd.grad(whole, model.parameters())
         state = setup_magi(Dotted(model__backend__attn="magi"), mesh)
-        attend = make_magi_attn_func(state=state)
+        model.attn_func = attend = make_magi_attn_func(state=state if name == "documents" else None)
         batch = {**batch, "input_ids": tokens[None], "labels": labels[None]}
         local, places = state.make_cp_batch(mesh, batch, is_thd=True, model=model, return_local_indices=True)
         assert torch.equal(local["position_ids"], places) and 0 < len(places) < 24
@@ -209,6 +225,9 @@ def losses_of_custom_models(mesh):
 
 def on_two_ranks(_rank, num_ranks):
     mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("dp", "cp"))
+    state = setup_magi(Dotted(model__backend__attn="magi"), mesh)
+    with pytest.raises(ValueError, match=r"^model: has no attention"):
+        state.prepare_llm_batch(TinyDecoder(), {"input_ids": torch.arange(4)}, is_thd=True)
     with pytest.raises(ValueError, match=r"^cp_group: images"):
         automodel.magi_prepare_vlm(make_model("llama"), {}, mesh["cp"])
     return losses_of_transformers(mesh), losses_of_custom_models(mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_magi.attention import AttnShape
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask.source import LayerMasks, MaskSource
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
+from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import Planner, checksum
 from megatron_magi.upload import PackedArrays
 
@@ -251,3 +253,22 @@ def _one_rank_cannot_place_it(rank: int, num_ranks: int) -> str:
 def test_a_shard_that_one_rank_cannot_place_is_an_error_on_all_ranks(ranks) -> None:
     message = "no room for the shard (on 1 of 2 ranks, first on global rank 1)"
     assert ranks(2, _one_rank_cannot_place_it) == [message] * 2
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple:
+        return int, ("no number",)
+
+
+def _one_rank_cannot_read_it(rank: int, num_ranks: int) -> str:
+    planner = Planner(MagiConfig(), rank, num_ranks, SHAPE, eod=EOD)
+    fields = _batch(1, 64)
+    loaded = LoadedBatch({**fields, "more": Unreadable()} if rank == 1 else fields, planner(fields))
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        BatchDispatcher(planner, dist.group.WORLD).next(iter([pickle.loads(pickle.dumps(loaded))]))
+    return str(error.value)
+
+
+def test_a_batch_that_one_rank_cannot_take_apart_is_an_error_on_all_ranks(ranks) -> None:
+    for message in ranks(2, _one_rank_cannot_read_it):
+        assert message.startswith("invalid literal for int") and message.endswith("first on global rank 1)")

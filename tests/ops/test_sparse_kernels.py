@@ -7,7 +7,7 @@ import torch
 
 from megatron_magi.ops.hopper.sparse_lists import lists_of_mask
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
-from megatron_magi.ops.sparse_attention import index_sparse_attention
+from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
 from tests.ops.sparse_cases import (
     assert_as_good,
@@ -117,10 +117,10 @@ def test_a_mask_becomes_lists_of_its_columns():
             assert torch.equal(lists.entries[head, row, :n].long(), given[head, row].nonzero()[:, 0])
 
 
-def check_backward(x, deterministic=False) -> None:
+def check_backward(x) -> None:
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
-    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, deterministic)
+    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
     for name, got, plain, want in zip(
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):
@@ -134,9 +134,7 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
     num_rows, num_keys, heads, q_block = shape
     for form, lists in (("mask", heads[1]), ("csr", heads[1]), ("lists", 1)):
         pattern = block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal)
-        x = make_case(pattern, num_rows, num_keys, heads)
-        check_backward(x)
-        check_backward(x, deterministic=True)
+        check_backward(make_case(pattern, num_rows, num_keys, heads))
 
 
 @pytest.mark.parametrize("topk", [1, 100, 300, 517])
@@ -169,3 +167,24 @@ def test_deterministic_gradients_of_single_keys_are_refused_by_name():
     out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
     with pytest.raises(ValueError, match=r"^deterministic:"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["blocks", "keys"])
+def test_functions_take_views_and_give_gradients_of_a_sink(form):
+    packed = torch.randn(192, 20, 128, device="cuda", dtype=torch.bfloat16)
+    sink = torch.randn(1, 16, device="cuda")
+    found = []
+    for impl in ("ffa", "reference"):
+        leaves = [packed.clone().requires_grad_(), sink.clone().requires_grad_()]
+        q, k, v = leaves[0].split([16, 2, 2], 1)
+        if form == "blocks":
+            mask = block_pattern("mask", 2, 192, 192, 32, 64, True).tensors[0]
+            out, _ = block_sparse_attention(
+                q, k, v, mask, q_block_size=32, k_block_size=64, causal=True, sink=leaves[1], impl=impl
+            )
+        else:
+            indices = index_pattern(2, 192, 192, 60).tensors[0].transpose(0, 1)
+            out, _ = index_sparse_attention(q, k, v, indices, sink=leaves[1], impl=impl)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for got, want in zip(*found, strict=True):
+        assert float((got - want).float().norm()) <= 2e-2 * float(want.float().norm())

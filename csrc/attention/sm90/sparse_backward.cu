@@ -6,13 +6,15 @@
 // through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q, which the second does.
 // These and dQ of a step run with S of the next, under which the sums are added. dP comes after, in their registers.
 //
-// Compile-time: HEAD_DIM, INDEXED (0 or 1), DTYPE (Bf16 or Fp16), ADD_KEYS (0 or 1: without, dQ alone).
+// That is for lists of single keys. Of blocks the kernel computes dQ alone, and sparse_backward_keys.cu the rest.
+//
+// Compile-time: HEAD_DIM, INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
-constexpr int kStages = 2;
+constexpr int kStages = INDEXED ? 2 : 3;
 using T = DTYPE;
 
 #include "sparse_tiles.cuh"
@@ -26,18 +28,21 @@ struct SparseBackwardParams {
   // [key heads, sum_rows, columns]: sums without the softmax scale. Of every 16 columns, thread t of a row has 2t, 2t +
   // 1, 2t + 8 and 2t + 9 together.
   float *dk_sums, *dv_sums;
-  i64 k_row, k_head, v_row, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
+  int k_row, v_row;                                                               // strides, elements
+  i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
   i64 sum_rows;
   float scale, scale_log2;
 };
+
+constexpr int kKept = INDEXED ? 2 : 1;  // buffers of P and of dS; of blocks nobody reads them
 
 struct Shared {
   alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
   u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u16 probs[2][kGroups][kPlaces][kStep];
-  u16 ds[2][kGroups][kPlaces][kStep];
+  u16 probs[kKept][kGroups][kPlaces][kStep];
+  u16 ds[kKept][kGroups][kPlaces][kStep];
   u64 rows_full, rows_empty;
   u64 full[kStages], empty[kStages];
   StepInfo info[kStages];
@@ -230,33 +235,36 @@ struct Consumer {
   }
 
   // P and dS of the step whose S is the last product under way; both are there for all after a barrier.
-  DEVICE void form_ds(float (&x)[kStep / 2], u32 (&ds)[kStep / 4]) {
+  // `then` is called when S is there.
+  template <typename Then>
+  DEVICE void form_ds(float (&x)[kStep / 2], u32 (&ds)[kStep / 4], Then then) {
     float y[kStep / 2];
     issue_logits(y, Operand(smem_address(s.dout[warpgroup])), Operand(smem_address(s.v[ring.index])));
     buffer.advance();
     wgmma_wait<1>();
     pin(x);
+    then();
     if (INDEXED || flags & kHidesKeys) hide_keys(x, s.info[ring.index]);
     u32 probs[kStep / 4];
 #pragma unroll
     for (int i = 0; i < kStep / 2; ++i) x[i] = exp2_fast(fmaf(x[i], p.scale_log2, -lse[(i >> 1) & 1]));
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i) probs[i] = T::pack(x[2 * i], x[2 * i + 1]);
-    if (ADD_KEYS) store(smem_address(s.probs[buffer.index][warpgroup]), probs);
+    if (INDEXED) store(smem_address(s.probs[buffer.index][warpgroup]), probs);
     wgmma_wait<0>();
     pin(y);
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i)
       ds[i] = T::pack(x[2 * i] * (y[2 * i] - delta[i & 1]), x[2 * i + 1] * (y[2 * i + 1] - delta[i & 1]));
-    if (ADD_KEYS) store(smem_address(s.ds[buffer.index][warpgroup]), ds);
-    if (ADD_KEYS) fence_async_proxy();
+    if (INDEXED) store(smem_address(s.ds[buffer.index][warpgroup]), ds);
+    if (INDEXED) fence_async_proxy();
   }
 
   DEVICE void issue_gradients(float (&dq)[kHeadDim / 2], float (&part)[kHeadDim / 2], const u32 (&ds)[kStep / 4],
                               int stage) {
-    if (ADD_KEYS) named_sync(1, 256);
+    if (INDEXED) named_sync(1, 256);
     issue_dq(dq, ds, Operand(smem_address(s.k[stage]), kStep * 128));
-    if (!ADD_KEYS) return;
+    if (!INDEXED) return;
     const u32 left = warpgroup ? smem_address(s.ds[buffer.index]) : smem_address(s.probs[buffer.index]);
     const u32 right = warpgroup ? smem_address(s.q) : smem_address(s.dout);
     issue_key_gradient(part, Operand(left), Operand(right, kPlaces * 128));
@@ -264,13 +272,11 @@ struct Consumer {
 
   // Keys of the two rows that this thread has of a part; negative for none.
   DEVICE int2 keys_of(int stage) const {
-    if (INDEXED) return make_int2(s.index[stage][row_of_warpgroup], s.index[stage][row_of_warpgroup + 8]);
-    const int first = s.info[stage].keys[0];
-    return first == kNoKey ? make_int2(-1, -1) : make_int2(first + row_of_warpgroup, first + row_of_warpgroup + 8);
+    return make_int2(s.index[stage][row_of_warpgroup], s.index[stage][row_of_warpgroup + 8]);
   }
 
   DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {
-    if (!ADD_KEYS) return;
+    if (!INDEXED) return;
     float* sums = (warpgroup ? p.dk_sums : p.dv_sums) + head_kv * p.sum_rows * kHeadDim + 4 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -319,7 +325,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.f;
       issue_s(x);
-      form_ds(x, ds);
+      form_ds(x, ds, [] {});
       // The loop opens with dS of its step in registers and no product under way: the assembler would serialise all
       // products if one crossed the place where the loop closes.
       while (true) {
@@ -329,26 +335,33 @@ struct Consumer {
           flags = uniform(flags + 1);
         }
         const int now = ring.index;
-        const int2 keys = keys_of(now);
+        const int2 keys = INDEXED ? keys_of(now) : make_int2(-1, -1);
         issue_gradients(dq, part, ds, now);
         ring.advance();
         barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
         issue_s(x);
         flags = uniform(s.info[ring.index].flags);
-        wgmma_wait<1>();
-        pin(dq);
-        pin(ds);
-        pin(part);
-        release(s.empty[now], lane);
-        add_part(part, keys, head_kv);
-        form_ds(x, ds);
+        auto gradients_done = [&] {
+          pin(dq);
+          pin(ds);
+          if (INDEXED) pin(part);
+          release(s.empty[now], lane);
+        };
+        if (INDEXED) {  // registers are scarce: dP takes those of the part
+          wgmma_wait<1>();
+          gradients_done();
+          add_part(part, keys, head_kv);
+          form_ds(x, ds, [] {});
+        } else {
+          form_ds(x, ds, gradients_done);
+        }
       }
-      const int2 keys = keys_of(ring.index);
+      const int2 keys = INDEXED ? keys_of(ring.index) : make_int2(-1, -1);
       issue_gradients(dq, part, ds, ring.index);
       wgmma_wait<0>();
       pin(dq);
       pin(ds);
-      pin(part);
+      if (INDEXED) pin(part);
       release(s.empty[ring.index], lane);
       release(s.rows_empty, lane);
       ring.advance();

@@ -1,11 +1,12 @@
 // Sparse attention backward for sm_90a, dK and dV by lists of the blocks of queries that see a block of keys: one work
-// item is 64 keys of one key head. Nothing is added in device memory, so results repeat bit by bit.
+// item is such a block of keys of one key head. Nothing is added in device memory, so results repeat bit by bit.
 //
 // K and V of the item stay in shared memory, dK and dV in registers. A step is 64 places (sparse_tiles.cuh) of a listed
-// block of queries; two consumer warpgroups take steps in turn, each with sums of its own, on transposed logits as in
-// backward.cu. At the end of the item each hands one of its sums to the other through shared memory.
+// block of queries, on transposed logits as in backward.cu. Of blocks of 128 keys each consumer warpgroup owns 64, and
+// both take every step. Of blocks of 64 keys they take steps in turn, each with sums of its own, and at the end of the
+// item each hands one of its sums to the other through shared memory.
 //
-// Compile-time: HEAD_DIM, DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, K_BLOCK (64 or 128), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "gradients.cuh"
@@ -13,7 +14,10 @@
 
 #define INDEXED 0
 constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
-constexpr int kStages = 4;  // of q and dout: even, so that a warpgroup always finds its own
+constexpr int kStages = 4;  // of q and dout: even, so that a warpgroup that takes every second finds its own
+constexpr int kTileKeys = K_BLOCK;
+constexpr bool kShares = kTileKeys > kStep;    // steps are of both warpgroups
+constexpr int kTurns = kShares ? 1 : kGroups;  // warpgroups that take steps in turn
 using T = DTYPE;
 
 #include "sparse_tiles.cuh"
@@ -32,15 +36,15 @@ struct SparseKeysParams {
 };
 
 struct Shared {
-  alignas(1024) u16 k[kHeadDim / kPanel][kStep][kPanel];
-  u16 v[kHeadDim / kPanel][kStep][kPanel];
+  alignas(1024) u16 k[kHeadDim / kPanel][kTileKeys][kPanel];
+  u16 v[kHeadDim / kPanel][kTileKeys][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kPlaces][kPanel];
   u16 dout[kStages][kHeadDim / kPanel][kPlaces][kPanel];
-  float handed[kGroups][kStep * kHeadDim];
+  float handed[kGroups][kShares ? 4 : kStep * kHeadDim];
   float lse[kStages][kPlaces], delta[kStages][kPlaces];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
-  int4 info[kStages];  // flags, first query, past-the-last query of the block, number of the 64 keys
+  int4 info[kStages];  // flags, first query, past-the-last query of the block, number of the keys
 };
 
 constexpr u32 kBytesK = sizeof(Shared::k);
@@ -60,8 +64,12 @@ struct Loader {
     barrier_wait(smem_address(&s.kv_empty), kv_parity);
     kv_parity ^= 1;
     barrier_expect_bytes(bar, 2 * kBytesK);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kStep * 128, piece * kStep, head_kv, bar);
-    load_panels<kHeadDim / kPanel>(&p.v, smem_address(s.v), kStep * 128, piece * kStep, head_kv, bar);
+    for (int i = 0; i < kTileKeys; i += kPiece) {
+      load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
+                                     bar);
+      load_panels<kHeadDim / kPanel>(&p.v, smem_address(s.v) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
+                                     bar);
+    }
   }
 
   DEVICE u32 announce(int flags, int row, int past_row, int piece) {
@@ -81,9 +89,9 @@ struct Loader {
     ring.advance();
   }
 
-  // Both warpgroups are told, each in its turn.
+  // Both warpgroups are told.
   DEVICE void say(int flags, int piece) {
-    for (int w = 0; w < kGroups; ++w) {
+    for (int w = 0; w < kTurns; ++w) {
       barrier_arrive(announce(flags, 0, 0, piece));
       ring.advance();
     }
@@ -93,10 +101,10 @@ struct Loader {
 DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   const SparseTiles& t = p.tiles;
   Loader loader{p, s};
-  const int pieces = (t.num_keys + kStep - 1) / kStep;
+  const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
   for (int item = blockIdx.x; item < t.num_items;) {
     const int next = gridDim.x + atomicAdd(t.counter, 1);
-    const int head_kv = item / pieces, piece = item - head_kv * pieces, first_key = piece * kStep;
+    const int head_kv = item / pieces, piece = item - head_kv * pieces, first_key = piece * kTileKeys;
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
     const i64 first = t.offsets ? __ldg(t.offsets + list) : list * t.list_step;
     const int count = t.offsets ? __ldg(t.offsets + list + 1) - first : __ldg(t.counts + list);
@@ -110,7 +118,7 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
       for (int pack = head_kv * t.packs; pack < (head_kv + 1) * t.packs; ++pack)
         for (int place = 0; first_row + (place >> t.log2_heads) < past_row; place += kPlaces) {
           const int row = first_row + (place >> t.log2_heads);
-          const bool hides = past_row - row << t.log2_heads < kPlaces || row + t.reach < first_key + kStep;
+          const bool hides = past_row - row << t.log2_heads < kPlaces || row + t.reach < first_key + kTileKeys;
           loader.step(hides ? kHidesKeys : 0, row, past_row, piece, pack, place & (1 << t.log2_heads) - 1,
                       (pack * p.stats_rows + stats_row << t.log2_heads) + place);
         }
@@ -129,7 +137,7 @@ DEVICE void issue_transposed(float (&acc)[kPlaces / 2], const Operand& a, const 
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kHeadDim / 16; ++i)
-    Wgmma<T, kPlaces>::template ss<0, 0>(acc, a.at((i / 4) * kStep * 128 + (i % 4) * 32),
+    Wgmma<T, kPlaces>::template ss<0, 0>(acc, a.at((i / 4) * kTileKeys * 128 + (i % 4) * 32),
                                          b.at((i / 4) * kPlaces * 128 + (i % 4) * 32), i > 0);
   wgmma_commit();
 }
@@ -145,7 +153,7 @@ DEVICE void issue_gradient(float (&acc)[kHeadDim / 2], const u32 (&a)[kPlaces / 
 struct Consumer {
   const SparseKeysParams& p;
   Shared& s;
-  const int warpgroup, lane, key;  // key: first of this thread's, of 64
+  const int warpgroup, lane, key;  // key: first of this thread's, of the item
   int stage;
   u32 parity = 0, kv_parity = 0;
 
@@ -154,19 +162,20 @@ struct Consumer {
         s(s),
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
-        key(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
-        stage(warpgroup) {}
+        key((kShares ? warpgroup * kStep : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
+        stage(kShares ? 0 : warpgroup) {}
 
   DEVICE void advance() {
-    stage += kGroups;
+    stage += kTurns;
     if (stage >= kStages) stage -= kStages, parity ^= 1;
   }
 
   DEVICE void step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], const int4& info) {
     float x[kPlaces / 2], y[kPlaces / 2];
     u32 probs[kPlaces / 4], ds[kPlaces / 4];
-    issue_transposed(x, Operand(smem_address(s.k)), Operand(smem_address(s.q[stage])));
-    issue_transposed(y, Operand(smem_address(s.v)), Operand(smem_address(s.dout[stage])));
+    const u32 own = kShares ? warpgroup * kStep * 128 : 0;
+    issue_transposed(x, Operand(smem_address(s.k) + own), Operand(smem_address(s.q[stage])));
+    issue_transposed(y, Operand(smem_address(s.v) + own), Operand(smem_address(s.dout[stage])));
     const u32 values = smem_address(s.lse[stage]) + lane % 4 * 8;
     float2 two[8];
 #pragma unroll
@@ -178,7 +187,7 @@ struct Consumer {
       const int past = info.z - info.y << p.tiles.log2_heads;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int first = info.w * kStep + key + 8 * r - p.tiles.reach + 1 - info.y;  // query that sees the key
+        const int first = info.w * kTileKeys + key + 8 * r - p.tiles.reach + 1 - info.y;  // query that sees the key
         bounds[r] = make_int2(min(max(first, 0), kPlaces) << p.tiles.log2_heads, past);
       }
       apply_mask(x, 2 * (lane % 4), bounds);
@@ -212,18 +221,21 @@ struct Consumer {
       to[128 * i] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
   }
 
-  DEVICE void finish(float (&acc)[kHeadDim / 2], void* to, i64 row_stride, i64 head_stride, float factor, int piece,
-                     int head_kv) const {
+  DEVICE void take_over(float (&acc)[kHeadDim / 2]) const {
     const float4* from = reinterpret_cast<const float4*>(s.handed[1 - warpgroup]) + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i) {
       const float4 other = from[128 * i];
       acc[4 * i] += other.x, acc[4 * i + 1] += other.y, acc[4 * i + 2] += other.z, acc[4 * i + 3] += other.w;
     }
-    const i64 first = static_cast<i64>(piece) * kStep + key;
+  }
+
+  DEVICE void store(const float (&acc)[kHeadDim / 2], void* to, i64 row_stride, i64 head_stride, float factor,
+                    const int4& info) const {
+    const i64 first = static_cast<i64>(info.w) * kTileKeys + key;
     const bool valid[2] = {first < p.tiles.num_keys, first + 8 < p.tiles.num_keys};
-    store_gradient_as<T, kHeadDim, kStoreHalf>(to, first * row_stride + head_kv * head_stride, 8 * row_stride, valid,
-                                               acc, factor, lane);
+    store_gradient_as<T, kHeadDim, kStoreHalf>(to, first * row_stride + (info.x >> 3) * head_stride, 8 * row_stride,
+                                               valid, acc, factor, lane);
   }
 
   DEVICE void run() {
@@ -247,16 +259,21 @@ struct Consumer {
       }
       kv_parity ^= 1;
       release(s.kv_empty, lane);
-      named_sync(1, 256);  // what was handed over before has been read
-      if (warpgroup)
-        hand_over(dk);
-      else
-        hand_over(dv);
-      named_sync(1, 256);
-      if (warpgroup)
-        finish(dv, p.dv, p.dv_row, p.dv_head, 1.f, info.w, info.x >> 3);
-      else
-        finish(dk, p.dk, p.dk_row, p.dk_head, p.scale, info.w, info.x >> 3);
+      if constexpr (!kShares) {
+        named_sync(1, 256);  // what was handed over before has been read
+        // Not by reference to one of the two, which would put both on the stack.
+        if (warpgroup)
+          hand_over(dk);
+        else
+          hand_over(dv);
+        named_sync(1, 256);
+        if (warpgroup)
+          take_over(dv);
+        else
+          take_over(dk);
+      }
+      if (kShares || !warpgroup) store(dk, p.dk, p.dk_row, p.dk_head, p.scale, info);
+      if (kShares || warpgroup) store(dv, p.dv, p.dv_row, p.dv_head, 1.f, info);
     }
   }
 };
@@ -267,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     init_buffer(s.kv_full, s.kv_empty, 4 * kGroups);
-    init_buffers(s.full, s.empty, 4);
+    init_buffers(s.full, s.empty, 4 * kGroups / kTurns);
     barrier_init_fence();
   }
   __syncthreads();

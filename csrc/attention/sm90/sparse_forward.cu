@@ -5,13 +5,14 @@
 // places. A step has 64 keys a warpgroup: pieces of blocks, which TMA loads, or single keys, which four warps gather.
 // Of tiles of 64 places an SM computes two at a time, in two thread blocks.
 //
-// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), K_STAGES (2 or 3, the latter with one place
+// for queries), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
-constexpr int kStages = 2, kQStages = 2;
+constexpr int kKStages = K_STAGES, kStages = 2, kQStages = 4 - K_STAGES;
 using T = DTYPE;
 
 #include "sparse_tiles.cuh"
@@ -24,21 +25,22 @@ struct SparseForwardParams {
   float* lse;
   float* max_logits;      // of each head as ordered integers, or null
   const float* sink_lse;  // or null
-  i64 k_row, k_head, v_row, v_head, out_row, out_head, lse_row, lse_head, sink_row, sink_head;  // strides, elements
+  int k_row, v_row;       // strides, elements
+  i64 k_head, v_head, out_row, out_head, lse_row, lse_head, sink_row, sink_head;  // strides, elements
   float scale_log2, logit_scale;
 };
 
 struct Shared {
   alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
+  u16 k[kKStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
   u64 q_full[kQStages], q_empty[kQStages];
-  u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  StepInfo info[kStages];
+  u64 k_full[kKStages], k_empty[kKStages], v_full[kStages], v_empty[kStages];
+  alignas(16) StepInfo info[kKStages];
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / (kQStages * kGroups);
-constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
+constexpr u32 kBytesK = sizeof(Shared::v) / kStages;
 
 // ---- producers ----
 
@@ -47,13 +49,19 @@ struct Loader {
   Shared& s;
   const int warp, lane;
   Ring<kQStages> rq;
-  Ring<kStages> rk, rv;
+  Ring<kKStages> rk;
+  Ring<kStages> rv;
   // Values follow the keys of the next step, be it of the next item, for they are used after them.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
   int earlier_index = 0, earlier_head = -1;
   u32 pending = 0;  // barrier of the rows gathered last
 
   DEVICE void queries(const Tile& tile) {
+    if (INDEXED && kQStages == 1) {  // their place is free when the last values of the tile before are there
+      gather_values();
+      drain();
+      earlier_head = -1;
+    }
     if (warp == 0 && lane == 0) {
       const u32 bar = smem_address(&s.q_full[rq.index]);
       barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
@@ -105,12 +113,12 @@ struct Loader {
     rv.advance();
   }
 
-  // Single keys. Rows that were gathered are announced when those after them are under way.
+  // Single keys. Rows that were gathered are announced when those after them are under way, or have to wait.
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
     const u32 bits = __ballot_sync(0xffffffffu, seen);
     index = seen ? index : 0;
-    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+    await_place(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags, earlier);
       set_seen(s.info[rk.index], warp, bits);
@@ -124,10 +132,16 @@ struct Loader {
 
   DEVICE void gather_values() {
     if (earlier_head < 0) return;
-    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    await_place(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
     gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, earlier_index, warp, lane);
     submit(smem_address(&s.v_full[rv.index]));
     rv.advance();
+  }
+
+  DEVICE void await_place(u32 bar, u32 parity) {
+    if (barrier_done(bar, parity)) return;
+    drain();
+    barrier_wait(bar, parity);
   }
 
   DEVICE void submit(u32 bar) {
@@ -137,6 +151,13 @@ struct Loader {
       announce();
     }
     pending = bar;
+  }
+
+  DEVICE void drain() {
+    if (!pending) return;
+    copies_wait<0>();
+    announce();
+    pending = 0;
   }
 
   DEVICE void announce() const {
@@ -149,10 +170,7 @@ struct Loader {
   DEVICE void end() {
     if (INDEXED) {
       gather_values();
-      if (pending) {
-        copies_wait<0>();
-        announce();
-      }
+      drain();
     } else if (lane == 0) {
       load_values();
     }
@@ -303,7 +321,8 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
   auto release = [&](u32 barrier) {
     if (leads) barrier_arrive(barrier);
   };
-  Ring<kStages> rk, rv;
+  Ring<kKStages> rk;
+  Ring<kStages> rv;
   Ring<kQStages> rq;
   // Sums of 32 bits, which stay in uniform registers.
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
@@ -410,10 +429,12 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     init_buffers(s.q_full, s.q_empty, 4 * kGroups);
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < kKStages; ++i) {
       barrier_init(smem_address(&s.k_full[i]), kArrivals);
-      barrier_init(smem_address(&s.v_full[i]), kArrivals);
       barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(smem_address(&s.v_full[i]), kArrivals);
       barrier_init(smem_address(&s.v_empty[i]), 4 * kGroups);
     }
     barrier_init_fence();

@@ -166,7 +166,10 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
 // ---- lists of keys: four warps gather them ----
 
 DEVICE void copy_async(u32 smem, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+  if (kHeadDim == 128)
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -174,18 +177,28 @@ DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Whether a barrier is done with the phase; the same for all lanes.
+DEVICE bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return __all_sync(0xffffffffu, done);
+}
+
 constexpr int kWarpKeys = kStep / 4;  // keys of a step that one warp gathers; lane i holds the number of key i
 
 // Rows of keys or values of a step into swizzled panels.
-DEVICE void gather_rows(u32 smem, const u16* from, i64 row_stride, int index, int warp, int lane) {
+DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, int index, int warp, int lane) {
   constexpr int kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;  // 16 bytes each of a row; rows
   const int chunk = lane % kChunks, first = lane / kChunks;
   const u16* column = from + chunk * 8;
   const u32 to = smem + (chunk / 8 * kStep + warp * kWarpKeys + first) * 128;
 #pragma unroll
   for (int i = 0; i < kWarpKeys; i += kAtOnce) {
-    const i64 row = __shfl_sync(0xffffffffu, index, i + first);
-    copy_async(to + i * 128 + ((chunk % 8 ^ (i + first) % 8) << 4), column + row * row_stride);
+    const int row = __shfl_sync(0xffffffffu, index, i + first);
+    copy_async(to + i * 128 + ((chunk % 8 ^ (i + first) % 8) << 4), column + static_cast<i64>(row) * row_stride);
   }
 }
 

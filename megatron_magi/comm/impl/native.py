@@ -311,9 +311,9 @@ SHAPES = {
 }
 
 
-MOST_WAITING = 96
-"""Blocks that may wait to read, and as many to publish, of all groups of a GPU together: an SM takes two such blocks at
-least, so a third of the GPU is always left for those that others wait for."""
+MOST_WAITING = 128
+"""Blocks that may wait to read, and as many to publish, of all groups of a GPU together: of 132 SMs each takes two such
+blocks at least, so those that others wait for always find room."""
 
 
 def blocks_of(name: str, num_groups: int) -> int:

@@ -1,7 +1,7 @@
 """Backward of sparse attention on Hopper GPUs.
 
-dq is computed tile by tile along lists of keys. dk and dv are added to fp32 sums on the way, in no fixed order; or, of
-blocks, computed by a kernel of their own along lists of queries, and repeat bit by bit.
+dq is computed tile by tile along lists of keys. dk and dv of blocks are computed by a kernel of their own along lists
+of queries, and repeat bit by bit; of single keys they are added to fp32 sums on the way, in no fixed order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from torch import Tensor
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import sparse_kernels as kernels
 from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_queries
-from megatron_magi.ops.hopper.sparse_params import SparseBackwardParams, SparseKeysParams
+from megatron_magi.ops.hopper.sparse_params import SparseBackwardParams, SparseFinishParams, SparseKeysParams
 from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+
+_FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
 
 
 def backward_by_tiles(
@@ -23,15 +25,14 @@ def backward_by_tiles(
     delta: Tensor,
     pattern: SparsePattern,
     softmax_scale: float,
-    adds_keys: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; without ``adds_keys`` dq alone, which repeats."""
+    """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; of a pattern of blocks ``(dq, None)``."""
     q, k, v, dout = tensors
     (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
     stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
     dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
     sum_rows = num_blocks(num_keys, kernels.PIECE) * kernels.PIECE
-    sums = torch.zeros((2, heads_kv, sum_rows if adds_keys else 0, dim), dtype=torch.float32, device=q.device)
+    sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=torch.float32, device=q.device)
 
     def make() -> Launch:
         params = SparseBackwardParams(
@@ -45,10 +46,10 @@ def backward_by_tiles(
         maps = (
             kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
         )  # fmt: skip
-        kernel = kernels.backward_kernel(q.device, q.dtype, dim, indexed, adds_keys)
+        kernel = kernels.backward_kernel(q.device, q.dtype, dim, indexed)
         return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
 
-    launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, adds_keys), make)
+    launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
@@ -57,7 +58,7 @@ def backward_by_tiles(
         params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
         params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
         launch.fire(stream)
-    return dq, (_finished(sums[0], k, softmax_scale), _finished(sums[1], v, 1.0)) if adds_keys else None
+    return dq, _finished(sums, k, v, softmax_scale, stream) if indexed else None
 
 
 def backward_by_keys(
@@ -80,7 +81,7 @@ def backward_by_keys(
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
-        tiles.num_items = heads_kv * num_blocks(num_keys, kernels.PIECE)
+        tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
         params = SparseKeysParams(
             tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
@@ -89,10 +90,10 @@ def backward_by_keys(
         maps = (
             kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
         )  # fmt: skip
-        kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim)
+        kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block)
         return Launch(kernel, grid_size(q.device, tiles.num_items, 0), params, maps)
 
-    launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, True), make)
+    launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
@@ -127,9 +128,23 @@ def _packed_stats(lse: Tensor, delta: Tensor, heads: int, q_block: int, block: i
     return stats
 
 
-def _finished(sums: Tensor, like: Tensor, factor: float) -> Tensor:
-    """A gradient of keys, of its sums as the kernel has them: 2t, 2t + 1, 2t + 8, 2t + 9 of 16 columns together."""
-    grad = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    ordered = sums[:, : like.shape[0]].unflatten(2, (-1, 4, 2, 2)).permute(1, 0, 2, 4, 3, 5)
-    torch.mul(ordered, factor, out=grad.view(ordered.shape))
-    return grad
+def _finished(sums: Tensor, k: Tensor, v: Tensor, softmax_scale: float, stream: int) -> tuple[Tensor, Tensor]:
+    """dk and dv of their sums, fp32 ``[2, num_heads_kv, sum_rows, head_dim]`` as the kernel has them."""
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    num_keys, heads, dim = k.shape
+
+    def make() -> Launch:
+        params = SparseFinishParams(
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+            sum_rows=sums.shape[2], num_rows=num_keys, heads=heads, scale=softmax_scale,
+        )  # fmt: skip
+        blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
+        return Launch(kernels.finish_kernel(k.device, k.dtype, dim), blocks, params)
+
+    launch = prepared(("sparse_finish", k.device, k.dtype, k.shape, softmax_scale), make)
+    with launch.lock:
+        params = launch.params
+        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        launch.fire(stream)
+    return dk, dv

@@ -11,12 +11,14 @@ from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.ops.hopper.kernels import element
 from megatron_magi.ops.hopper.sparse_params import SparseTiles
-from megatron_magi.ops.hopper.support import work_counter
+from megatron_magi.ops.hopper.support import loadable, work_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 DIMS = ((64, 64), (128, 128))
 PIECE = 64
 """Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
+K_STAGES = {False: 2, True: 3}
+"""Stages of keys of the forward, of blocks and of single keys; see docs/kernel_log.md."""
 _BEHIND_ALL = 1 << 30
 
 
@@ -28,29 +30,39 @@ def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: in
 
 def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
     """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
-    defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
-    shared = 2 * dim * 6 * PIECE * groups + 1024  # two stages of q, k and v
+    defines = (
+        f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", f"K_STAGES={K_STAGES[indexed]}",
+        element(dtype),
+    )  # fmt: skip
+    # two stages of values, four of queries and keys together
+    shared = 2 * dim * 6 * PIECE * groups + 1024
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
-def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool, adds_keys: bool) -> Kernel:
-    """Backward: dq, and with ``adds_keys`` sums of dk and dv."""
-    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype), f"ADD_KEYS={int(adds_keys)}"
-    # q and dout, two stages of k and v, twice P and dS
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool) -> Kernel:
+    """Backward: dq, and of single keys sums of dk and dv."""
+    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype)
+    # q and dout, two stages of k and v, twice P and dS; of blocks three stages and little else
     shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
     return _load(device, "sparse_backward", defines, 384, shared)
 
 
-def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
-    """Backward: dk and dv, by lists of queries."""
-    # k and v, four stages of q and dout; two fp32 tiles that change hands; row statistics
-    shared = 2 * 10 * PIECE * dim + 8 * PIECE * dim + 4 * 512 + 1024
-    return _load(device, "sparse_backward_keys", (f"HEAD_DIM={dim}", element(dtype)), 384, shared)
+def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int) -> Kernel:
+    """Backward: dk and dv of blocks of so many keys, by lists of queries."""
+    # k and v, four stages of q and dout; of 64 keys two fp32 tiles that change hands; row statistics
+    shared = 2 * dim * (2 * k_block + 8 * PIECE) + (8 * PIECE * dim if k_block == PIECE else 0) + 4 * 512 + 1024
+    defines = f"HEAD_DIM={dim}", f"K_BLOCK={k_block}", element(dtype)
+    return _load(device, "sparse_backward_keys", defines, 384, shared)
 
 
-def small_kernel(device: torch.device, name: str) -> Kernel:
-    """A kernel without macros and shared memory."""
-    return _load(device, name, (), 256, 0)
+def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ()) -> Kernel:
+    """``sparse_lists`` or ``sparse_finish``."""
+    return _load(device, name, defines, 256, 0)
+
+
+def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
+    """Turns sums of dk and dv into gradients."""
+    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", element(dtype)))
 
 
 def heads_of_tile(group: int, groups: int) -> int:
@@ -61,6 +73,12 @@ def heads_of_tile(group: int, groups: int) -> int:
 def forward_groups(group: int, q_block: int) -> int:
     """Consumer warpgroups of the forward: one where the queries of a block and their heads fill no more."""
     return 1 if heads_of_tile(group, 1) * q_block <= PIECE and group & -group <= PIECE else 2
+
+
+def readable(t: Tensor) -> Tensor:
+    """The tensor as TMA and threads that gather its rows can read it, which have 32 bits for a stride."""
+    t = loadable(t)
+    return t if t.stride(0) < 1 << 31 else t.contiguous()
 
 
 def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:

@@ -25,7 +25,7 @@ class SparseForwardParams(ctypes.Structure):
         ("tiles", SparseTiles),
         ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p),
         ("max_logits", ctypes.c_void_p), ("sink_lse", ctypes.c_void_p),
-        ("k_row", ctypes.c_int64), ("k_head", ctypes.c_int64), ("v_row", ctypes.c_int64), ("v_head", ctypes.c_int64),
+        ("k_row", ctypes.c_int32), ("v_row", ctypes.c_int32), ("k_head", ctypes.c_int64), ("v_head", ctypes.c_int64),
         ("out_row", ctypes.c_int64), ("out_head", ctypes.c_int64),
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("sink_row", ctypes.c_int64), ("sink_head", ctypes.c_int64),
@@ -39,7 +39,7 @@ class SparseBackwardParams(ctypes.Structure):
         ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
         ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p),
-        ("k_row", ctypes.c_int64), ("k_head", ctypes.c_int64), ("v_row", ctypes.c_int64), ("v_head", ctypes.c_int64),
+        ("k_row", ctypes.c_int32), ("v_row", ctypes.c_int32), ("k_head", ctypes.c_int64), ("v_head", ctypes.c_int64),
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64), ("sum_rows", ctypes.c_int64),
@@ -55,6 +55,16 @@ class SparseKeysParams(ctypes.Structure):
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("stats_rows", ctypes.c_int64),
         ("stats_block", ctypes.c_int32), ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float),
+        ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class SparseFinishParams(ctypes.Structure):
+    _fields_ = [
+        ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
+        ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("sum_rows", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32), ("heads", ctypes.c_int32), ("scale", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 

@@ -22,7 +22,6 @@ from megatron_magi.ops.hopper.support import (
     current_stream,
     in_dtype,
     kernels_exist,
-    loadable,
     num_processors,
     why_not,
 )
@@ -72,7 +71,7 @@ def forward(
     if not num_rows or not k.shape[0]:
         lse.fill_(-torch.inf) if sink_lse is None else lse.copy_(sink_lse)
         return out.zero_(), lse, max_logits
-    q, k, v = map(loadable, (q, k, v))
+    q, k, v = map(kernels.readable, (q, k, v))
     stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
     group = num_heads // k.shape[1]
     groups = kernels.forward_groups(group, pattern.q_block)
@@ -133,9 +132,6 @@ def backward(
         )
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    tensors = tuple(loadable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
-    if not deterministic:
-        dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale, True)
-        return dq, *of_keys
-    dq, _ = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale, False)
-    return dq, *backward_by_keys(tensors, lse, delta, pattern, softmax_scale)
+    tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
+    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale)
+    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, softmax_scale))
