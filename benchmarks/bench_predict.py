@@ -5,7 +5,7 @@
     python benchmarks/bench_predict.py --from FILE --fit FILE [--and FILE ...]    # fits rates to what was measured
 
 A step is a forward and a backward pass of some layers, which the host issues one behind the other. Measured is the
-median step over rounds, in each of which every dispatch has its turn; of the slowest rank, in ms a layer. ``over_best``
+median step over rounds, in each of which every dispatch runs; of the slowest rank, in ms a layer. ``over_best``
 says how much longer the chosen dispatch takes than the fastest.
 """
 

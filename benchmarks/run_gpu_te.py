@@ -221,7 +221,7 @@ def _legs(
 
 
 class _Sinks:
-    """Sinks of +-3 by turns, and their gradients of the first iteration, by name of the parameter."""
+    """Sinks of +3 and -3, alternating, and their gradients of the first iteration, by name of the parameter."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, list[float]] = {}

@@ -16,6 +16,7 @@ from megatron_magi.ops.slice_attention import (
     slice_attention_backward,
     slice_attention_forward,
 )
+from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 LENGTHS = (100, 13, 77)
@@ -43,8 +44,28 @@ def main() -> None:
         out.backward(dout)
         assert all(bool(t.grad.isfinite().all()) for t in (q, k, v, sink))
         add_to_results(q, k, v, mask, out, meta.lse, dout, options)
+    sparse()
     torch.cuda.synchronize()
     print("computed")
+
+
+def sparse() -> None:
+    """Lists of blocks and of single keys, by tiles of 64 and 128 places, uneven at all ends."""
+    num_rows, num_keys = 150, 333
+    for dim, (heads_q, heads_kv), q_block in itertools.product((64, 128), ((128, 1), (12, 2)), (1, 20)):
+        shapes = ((num_rows, heads_q), (num_keys, heads_kv), (num_keys, heads_kv))
+        leaves = [torch.randn(*s, dim, device="cuda").bfloat16().requires_grad_() for s in shapes]
+        for k_block in (1, 64, 128):
+            if k_block == 1:
+                indices = torch.randint(-1, num_keys, (num_rows, heads_kv, 140), device="cuda")
+                out, _ = index_sparse_attention(*leaves, indices, impl="ffa", return_max_logits=True)
+            else:
+                mask = torch.rand(heads_kv, -(-num_rows // q_block), -(-num_keys // k_block), device="cuda") < 0.5
+                out, _ = block_sparse_attention(
+                    *leaves, mask, q_block_size=q_block, k_block_size=k_block, causal=True, impl="ffa"
+                )
+            grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
+            assert all(bool(t.isfinite().all()) for t in grads)
 
 
 def add_to_results(q, k, v, mask, out, lse, dout, options) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.runtime import peer_rows
-from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.attention.runtime import cast_tables, uploaded_args
+from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.choices import Problem
+from megatron_magi.ops.hopper.choices import Problem, make_problem
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
@@ -58,7 +58,7 @@ class _PreparedPlan:
     """A `RankPlan` with what its collectives and its stages need beside arrays."""
 
     plan: RankPlan
-    casts: tuple[CastFacts, ...]
+    casts: tuple[CastFacts | LevelFacts, ...]
     tables: tuple[MaskTables, ...]
 
     def keep(
@@ -66,7 +66,7 @@ class _PreparedPlan:
     ) -> None:
         """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
         self.plan.runtime[str(device)] = tuple(
-            GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
+            uploaded_args(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
         )
         # One for the bands of each stage, or none at all.
         for bands, tables in zip(self.plan.bands, self.tables, strict=False):
@@ -175,8 +175,8 @@ def _prepare_plan(
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
-    for t in plan.transfers:
-        facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peer_rows(t)).arrays()
+    for transfer in plan.transfers:
+        facts, made = cast_tables(transfer).arrays()
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:
@@ -185,10 +185,12 @@ def _prepare_plan(
     dims = shape.head_dim, shape.head_dim_v
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
-    problems = [Problem(plan.num_rows, count, shape.num_heads_q, shape.num_heads_kv, dims) for count in num_keys]
+    heads = shape.num_heads_q, shape.num_heads_kv
+    problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
-        use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
+        writes_dq = stage == first == 0
+        use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
         tables.append(table)
         arrays += made
@@ -200,12 +202,12 @@ def _is_deterministic(config: MagiConfig) -> bool:
 
 
 def _backward_use(
-    plan: RankPlan, shape: AttnShape, config: MagiConfig, writes_dq: bool, sums_meet: bool
+    plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, writes_dq: bool, sums_meet: bool
 ) -> BackwardUse:
     """How `megatron_magi.attention.distributed` calls the backward of a stage."""
     assert shape.num_sms is not None
     dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
-    dq_bytes = plan.num_rows * shape.num_heads_q * shape.head_dim * dtype.itemsize
+    dq_bytes = plan.num_rows * shape.num_heads_q * problem.dims[0] * dtype.itemsize
     return BackwardUse(
         deterministic=_is_deterministic(config),
         num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),

@@ -19,7 +19,7 @@ _BUILD = "training.training:build_pretraining_data_loader"
 
 
 class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
-    """What the data loader gives: a microbatch, and what was made of it.
+    """A microbatch as the data loader returns it, and its plan.
 
     A copy is the microbatch alone. Megatron copies what it keeps to replay an iteration, and saves that in checkpoints;
     a microbatch that is replayed is planned again.
@@ -82,7 +82,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def install(planner: Planner) -> None:
-    """Data loaders that Megatron builds from now on plan with ``planner``; loaders of a user's own stay as they are."""
+    """Makes data loaders that Megatron builds from now on plan with ``planner``; a user's own stay as they are."""
     from megatron.core.datasets.utils import Split
     from megatron.training import get_args
 

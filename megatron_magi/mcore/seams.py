@@ -14,7 +14,7 @@ How a target is touched:
 - ``exchanged in specs``: the class is taken out of layer specs, and ours put in.
 
 Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs that capture attention, Mamba
-layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else the user guide lists.
+layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else docs/megatron.md lists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_magi.mcore.versions import KNOWN_VERSIONS
 
 @dataclass(frozen=True)
 class Seam:
-    """One place.
+    """One place of Megatron that the adapter changes or relies on.
 
     Attributes:
         target: ``module:name`` or ``module:Class.name``, without ``megatron.`` in front.

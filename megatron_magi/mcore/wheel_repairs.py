@@ -23,7 +23,7 @@ _SET = "_set_main_param_and_optimizer_states"
 
 
 def install() -> None:
-    """Repair what this process has imported, or will import, of megatron. Idempotent.
+    """Repairs what this process has imported, or will import, of megatron. Idempotent.
 
     To be called after `cpu_device.install`, as it imports megatron.
     """

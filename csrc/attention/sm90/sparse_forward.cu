@@ -1,0 +1,451 @@
+// Sparse attention forward for sm_90a: one work item is a tile of 64 or 128 places (sparse_tiles.cuh), computed
+// completely.
+//
+// As in forward.cu, a producer streams keys and values through shared memory and each consumer warpgroup owns 64
+// places. A step has 64 keys a warpgroup: pieces of blocks, which TMA loads, or single keys, which four warps gather.
+// Of tiles of 64 places an SM computes two at a time, in two thread blocks.
+//
+// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), K_STAGES (2 or 3, the latter with one place
+// for queries), DTYPE (Bf16 or Fp16).
+
+#include "../../common/wgmma.cuh"
+#include "softmax.cuh"
+
+constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
+constexpr int kKStages = K_STAGES, kStages = 2, kQStages = 4 - K_STAGES;
+using T = DTYPE;
+
+#include "sparse_tiles.cuh"
+
+struct SparseForwardParams {
+  TensorMap q, k, v;
+  SparseTiles tiles;
+  const u16 *keys, *values;  // where they are gathered
+  u16* out;
+  float* lse;
+  float* max_logits;      // of each head as ordered integers, or null
+  const float* sink_lse;  // or null
+  int k_row, v_row;       // strides, elements
+  i64 k_head, v_head, out_row, out_head, lse_row, lse_head, sink_row, sink_head;  // strides, elements
+  float scale_log2, logit_scale;
+};
+
+struct Shared {
+  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kPlaces][kPanel];
+  u16 k[kKStages][kHeadDim / kPanel][kStep][kPanel];
+  u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
+  u64 q_full[kQStages], q_empty[kQStages];
+  u64 k_full[kKStages], k_empty[kKStages], v_full[kStages], v_empty[kStages];
+  alignas(16) StepInfo info[kKStages];
+};
+
+constexpr u32 kBytesQ = sizeof(Shared::q) / (kQStages * kGroups);
+constexpr u32 kBytesK = sizeof(Shared::v) / kStages;
+
+// ---- producers ----
+
+struct Loader {
+  const SparseForwardParams& p;
+  Shared& s;
+  const int warp, lane;
+  Ring<kQStages> rq;
+  Ring<kKStages> rk;
+  Ring<kStages> rv;
+  // Values follow the keys of the next step, be it of the next item, for they are used after them.
+  int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
+  int earlier_index = 0, earlier_head = -1;
+  u32 pending = 0;  // barrier of the rows gathered last
+
+  DEVICE void queries(const Tile& tile) {
+    if (INDEXED && kQStages == 1) {  // their place is free when the last values of the tile before are there
+      gather_values();
+      drain();
+      earlier_head = -1;
+    }
+    if (warp == 0 && lane == 0) {
+      const u32 bar = smem_address(&s.q_full[rq.index]);
+      barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
+      barrier_expect_bytes(bar, kGroups * kBytesQ);
+#pragma unroll
+      for (int w = 0; w < kGroups; ++w)
+        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[rq.index][w]), kPlaces * 128,
+                                       tile.first_row + (w * kPlaces >> p.tiles.log2_heads),
+                                       tile.head + (w * kPlaces & (1 << p.tiles.log2_heads) - 1), bar);
+    }
+    rq.advance();
+  }
+
+  DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int head_kv, u32 bar) const {
+    barrier_expect_bytes(bar, kBytesK);
+    const int first[2] = {keys.x, keys.y};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * 128, kStep * 128, first[i] == kNoKey ? 0 : first[i],
+                                     head_kv, bar);
+  }
+
+  DEVICE void describe(const Tile& tile, int flags, const int4& keys) const {
+    StepInfo& info = s.info[rk.index];
+    *reinterpret_cast<int4*>(&info) =
+        make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, 0);
+    if (!INDEXED) *reinterpret_cast<int4*>(info.keys) = keys;
+  }
+
+  // Blocks.
+  DEVICE void step(const Tile& tile, int flags, const int4& keys) {
+    if (lane == 0) {
+      const u32 bar = smem_address(&s.k_full[rk.index]);
+      barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+      describe(tile, flags, keys);
+      load_pieces(&p.k, smem_address(s.k[rk.index]), keys, tile.head_kv, bar);
+      load_values();
+    } else if (earlier_head >= 0) {
+      rv.advance();
+    }
+    rk.advance();
+    earlier = keys, earlier_head = tile.head_kv;
+  }
+
+  DEVICE void load_values() {
+    if (earlier_head < 0) return;
+    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    load_pieces(&p.v, smem_address(s.v[rv.index]), earlier, earlier_head, smem_address(&s.v_full[rv.index]));
+    rv.advance();
+  }
+
+  // Single keys. Rows that were gathered are announced when those after them are under way, or have to wait.
+  DEVICE void step(const Tile& tile, int flags, int index) {
+    const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
+    const u32 bits = __ballot_sync(0xffffffffu, seen);
+    index = seen ? index : 0;
+    await_place(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+    if (lane == 0) {
+      if (warp == 0) describe(tile, flags, earlier);
+      set_seen(s.info[rk.index], warp, bits);
+    }
+    gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
+    submit(smem_address(&s.k_full[rk.index]));
+    rk.advance();
+    gather_values();
+    earlier_index = index, earlier_head = tile.head_kv;
+  }
+
+  DEVICE void gather_values() {
+    if (earlier_head < 0) return;
+    await_place(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, earlier_index, warp, lane);
+    submit(smem_address(&s.v_full[rv.index]));
+    rv.advance();
+  }
+
+  DEVICE void await_place(u32 bar, u32 parity) {
+    if (barrier_done(bar, parity)) return;
+    drain();
+    barrier_wait(bar, parity);
+  }
+
+  DEVICE void submit(u32 bar) {
+    copies_commit();
+    if (pending) {
+      copies_wait<1>();
+      announce();
+    }
+    pending = bar;
+  }
+
+  DEVICE void drain() {
+    if (!pending) return;
+    copies_wait<0>();
+    announce();
+    pending = 0;
+  }
+
+  DEVICE void announce() const {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(pending);
+  }
+
+  // Nobody uses what is computed of the last step.
+  DEVICE void end() {
+    if (INDEXED) {
+      gather_values();
+      drain();
+    } else if (lane == 0) {
+      load_values();
+    }
+    if (lane == 0) {
+      barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+      if (warp == 0) {
+        s.info[rk.index].flags = kNoMoreSteps;
+        barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
+        barrier_arrive(smem_address(&s.q_full[rq.index]));
+      }
+      barrier_arrive(smem_address(&s.k_full[rk.index]));
+    }
+  }
+};
+
+DEVICE void produce(const SparseForwardParams& p, Shared& s, int warp, int lane) {
+  Loader loader{p, s, warp, lane};
+#if INDEXED
+  walk_indices(p.tiles, loader, warp, lane);
+#else
+  if (warp == 0) walk_blocks(p.tiles, loader, lane);
+#endif
+}
+
+// ---- consumers ----
+
+DEVICE void issue_qk(float (&acc)[kStep / 2], const Operand& a, const Operand& b) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 16; ++i)
+    Wgmma<T, kStep>::template ss<0, 0>(acc, a.at((i / 4) * kPlaces * 128 + (i % 4) * 32),
+                                       b.at((i / 4) * kStep * 128 + (i % 4) * 32), i > 0);
+  wgmma_commit();
+}
+
+DEVICE void issue_pv(float (&acc)[kHeadDim / 2], const u32 (&probs)[kStep / 4], const Operand& b) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kStep / 16; ++i) Wgmma<T, kHeadDim>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
+  wgmma_commit();
+}
+
+DEVICE void pack_probs(u32 (&probs)[kStep / 4], const float (&s)[kStep / 2]) {
+#pragma unroll
+  for (int i = 0; i < kStep / 4; ++i) probs[i] = T::pack(s[2 * i], s[2 * i + 1]);
+}
+
+// The logits of this thread by ordinary arithmetic: slow, for the rare steps whose exponentials overflow.
+DEVICE void recompute_logits(float (&s)[kStep / 2], u32 q, u32 k, int row, int lane) {
+#pragma unroll
+  for (int i = 0; i < kStep / 2; ++i) s[i] = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < kHeadDim / 2; ++i) {
+    // Word i of a row, in swizzled panels.
+    const int panel = i / 32, piece = i % 32 / 4, word = i % 4 * 4;
+    u32 a[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      a[r] = load_shared(q + (panel * kPlaces + row + 8 * r) * 128 + ((piece ^ (row % 8)) << 4) + word);
+#pragma unroll
+    for (int j = 0; j < kStep / 4; ++j) {
+      const int key = 8 * (j / 2) + 2 * (lane % 4) + j % 2;
+      const u32 b = load_shared(k + (panel * kStep + key) * 128 + ((piece ^ (key % 8)) << 4) + word);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float& sum = s[4 * (j / 2) + 2 * r + j % 2];
+        sum = fmaf(T::low(a[r]), T::low(b), fmaf(T::high(a[r]), T::high(b), sum));
+      }
+    }
+  }
+  __syncwarp();  // before one thread releases the keys for all
+}
+
+// The two rows of accumulators that a thread has, in a tile.
+struct Rows {
+  int row[2], head[2];
+  DEVICE Rows(int warpgroup, int log2_heads) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int place = warpgroup * kPlaces + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      row[r] = place >> log2_heads, head[r] = place & (1 << log2_heads) - 1;
+    }
+  }
+};
+
+DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2], const Softmax& softmax,
+                   const Rows& rows, int first_row, int head_rows, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = softmax.sum[r];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const bool any = sum > 0.f;
+    float lse = any ? (softmax.reference[r] + log2_fast(sum)) * kLn2 : -kInfinity;
+    float factor = any ? reciprocal_fast(sum) : 0.f;
+    const i64 row = first_row + rows.row[r], head = (head_rows & 0xffff) + rows.head[r];
+    const bool valid = rows.row[r] < head_rows >> 16;
+    if (p.sink_lse && valid) {
+      const float own = lse;
+      lse = log_add(lse, __ldg(p.sink_lse + row * p.sink_row + head * p.sink_head));
+      factor *= weight(own, lse);
+    }
+    if (valid && lane % 4 == 0) p.lse[row * p.lse_row + head * p.lse_head] = lse;
+    if (p.max_logits) {
+      const float top = quad_max(softmax.max[r]);
+      if (valid && lane % 4 == 0 && top > -kInfinity) atomic_max_logit(p.max_logits + head, top * p.logit_scale);
+    }
+    u16* out = p.out + row * p.out_row + head * p.out_head;
+#pragma unroll
+    for (int g = 0; g < kHeadDim / 32; ++g) {
+      u32 word[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* x = acc + 4 * (4 * g + j) + 2 * r;
+        word[j] = T::pack(x[0] * factor, x[1] * factor);
+      }
+      transpose_quad(word, lane);  // now each thread stores 16 bytes
+      if (valid)
+        *reinterpret_cast<uint4*>(out + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  }
+}
+
+// Hides keys of a step that a row does not see.
+DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseTiles& p, const Rows& rows, int lane) {
+  if (INDEXED) {
+    hide_unseen(x, info, lane);
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int past = min(p.num_keys, info.first_row + rows.row[r] + p.reach) - 2 * (lane % 4);
+    u32 hidden = bits_from(past - info.keys[0], kPiece) & 0xffff;
+    if (kPieces > 1) hidden |= bits_from(past - info.keys[1], kPiece) << 16;
+#pragma unroll
+    for (int i = 0; i < kStep / 4; ++i) {
+      float& logit = x[4 * (i / 2) + 2 * r + i % 2];
+      logit = hidden & (1u << i) ? -kInfinity : logit;
+    }
+  }
+}
+
+DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
+  const int lane = threadIdx.x % 32;
+  const Rows rows(warpgroup, p.tiles.log2_heads);
+  u32 leads = lane == 0;
+  keep(leads);
+  auto release = [&](u32 barrier) {
+    if (leads) barrier_arrive(barrier);
+  };
+  Ring<kKStages> rk;
+  Ring<kStages> rv;
+  Ring<kQStages> rq;
+  // Sums of 32 bits, which stay in uniform registers.
+  auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
+  int flags;  // of the step whose logits were computed last
+  float logits[kStep / 2];
+  auto wait_k = [&] { barrier_wait(nth(s.k_full, 8, rk.index), rk.parity); };
+  auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
+  auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index), rq.parity); };
+  auto release_k = [&] {
+    release(nth(s.k_empty, 8, rk.index));
+    rk.advance();
+  };
+  auto release_v = [&] {
+    release(nth(s.v_empty, 8, rv.index));
+    rv.advance();
+  };
+  auto queries = [&] { return nth(s.q, kBytesQ, rq.index * kGroups + warpgroup); };
+  auto keys = [&] { return nth(s.k, kBytesK, rk.index); };
+  auto values = [&] { return Operand(nth(s.v, kBytesK, rv.index), kStep * 128); };
+  auto shape = [&](float (&x)[kStep / 2]) {
+    if (INDEXED || flags & kHidesKeys) hide_keys(x, s.info[rk.index], p.tiles, rows, lane);
+    __syncwarp();  // all have read before one thread releases the step
+  };
+  auto again = [&](float (&x)[kStep / 2]) {
+    recompute_logits(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
+    shape(x);
+  };
+  const bool look = p.max_logits != nullptr;
+
+  wait_k();
+  wait_q();
+  issue_qk(logits, Operand(queries()), Operand(keys()));
+  __syncwarp();
+  flags = uniform(s.info[rk.index].flags);
+  wgmma_wait<0>();
+  pin(logits);
+  while (!(flags & kNoMoreSteps)) {
+    // The logits of an item's first step are there.
+    const int first_row = s.info[rk.index].first_row, head_rows = s.info[rk.index].head_rows;
+    __syncwarp();
+    float out[kHeadDim / 2], rescale[2];
+    u32 probs[kStep / 4];
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
+    Softmax softmax;
+    softmax.reset();
+    shape(logits);
+    softmax.update(logits, p.scale_log2, rescale, look, again);
+    release_k();
+    pack_probs(probs, logits);
+    const Operand q(queries());
+    while (true) {
+      // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
+      // the assembler finds too few registers and serialises the products.
+      if (flags & kLastStep) {
+        if (p.tiles.num_items >= 0) break;
+        flags = uniform(flags + 1);
+      }
+      const Operand k(keys()), v = values();
+      wait_k();
+      issue_qk(logits, q, k);
+      wait_v();
+      issue_pv(out, probs, v);
+      flags = uniform(s.info[rk.index].flags);
+      wgmma_wait<1>();
+      pin(logits);
+      shape(logits);
+      const bool grown = softmax.update(logits, p.scale_log2, rescale, look, again);
+      hold(softmax.sum[0] + softmax.sum[1]);
+      release_k();
+      wgmma_wait<0>();
+      pin(out);
+      pin(probs);
+      release_v();
+      if (grown) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
+      }
+      pack_probs(probs, logits);
+    }
+    release(nth(s.q_empty, 8, rq.index));
+    rq.advance();
+    const Operand v = values();
+    wait_v();
+    issue_pv(out, probs, v);
+    const Operand next_q(queries()), next_k(keys());
+    wait_k();
+    wait_q();
+    issue_qk(logits, next_q, next_k);
+    flags = uniform(s.info[rk.index].flags);
+    wgmma_wait<1>();
+    pin(out);
+    pin(probs);
+    release_v();
+    finish(p, out, softmax, rows, first_row, head_rows, lane);
+    wgmma_wait<0>();
+    pin(logits);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
+    ffa_sparse_forward(const __grid_constant__ SparseForwardParams p) {
+  extern __shared__ __align__(1024) u8 memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x == 0) {
+    init_buffers(s.q_full, s.q_empty, 4 * kGroups);
+    for (int i = 0; i < kKStages; ++i) {
+      barrier_init(smem_address(&s.k_full[i]), kArrivals);
+      barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(smem_address(&s.v_full[i]), kArrivals);
+      barrier_init(smem_address(&s.v_empty[i]), 4 * kGroups);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  await_earlier_kernels();
+  if (threadIdx.x < 128) {
+    registers_shrink<INDEXED ? 56 : 40>();  // together all that the block was launched with
+    produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
+  } else {
+    registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 / kGroups : 0)>();
+    consume(p, s, uniform(threadIdx.x / 128) - 1);
+  }
+}

@@ -1,0 +1,150 @@
+"""Backward of sparse attention on Hopper GPUs.
+
+dq is computed tile by tile along lists of keys. dk and dv of blocks are computed by a kernel of their own along lists
+of queries, and repeat bit by bit; of single keys they are added to fp32 sums on the way, in no fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.ops.hopper import sparse_kernels as kernels
+from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_queries
+from megatron_magi.ops.hopper.sparse_params import SparseBackwardParams, SparseFinishParams, SparseKeysParams
+from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size
+from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+
+_FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
+
+
+def backward_by_tiles(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; of a pattern of blocks ``(dq, None)``."""
+    q, k, v, dout = tensors
+    (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
+    stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
+    dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
+    sum_rows = num_blocks(num_keys, kernels.PIECE) * kernels.PIECE
+    sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=torch.float32, device=q.device)
+
+    def make() -> Launch:
+        params = SparseBackwardParams(
+            tiles=kernels.cut_tiles(q, k, pattern, stream),
+            k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
+            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
+            dq_row=dq.stride(0), dq_head=dq.stride(1), sum_rows=sum_rows,
+            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+        )  # fmt: skip
+        group = num_heads // heads_kv
+        maps = (
+            kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
+        )  # fmt: skip
+        kernel = kernels.backward_kernel(q.device, q.dtype, dim, indexed)
+        return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
+
+    launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream), make)
+    with launch.lock:
+        launch.point_maps(*(t.data_ptr() for t in tensors))
+        params = launch.params
+        lists.point(params.tiles)
+        params.keys, params.values = k.data_ptr(), v.data_ptr()
+        params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
+        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        launch.fire(stream)
+    return dq, _finished(sums, k, v, softmax_scale, stream) if indexed else None
+
+
+def backward_by_keys(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """``(dk, dv)`` of q, k, v, dout, which TMA can load, and a pattern of blocks."""
+    q, k, v, dout = tensors
+    (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
+    group = num_heads // heads_kv
+    stream, lists = current_stream(q.device), lists_of_queries(pattern, num_rows, num_keys)
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    heads = kernels.heads_of_tile(group, 2)
+    unit = max(1, 4 // heads)  # rows of 16 bytes
+    stats_block = num_blocks(pattern.q_block, unit) * unit
+    stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block)
+
+    def make() -> Launch:
+        tiles = kernels.cut_tiles(q, k, pattern, stream)
+        tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
+        params = SparseKeysParams(
+            tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block,
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+        )  # fmt: skip
+        maps = (
+            kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
+        )  # fmt: skip
+        kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block)
+        return Launch(kernel, grid_size(q.device, tiles.num_items, 0), params, maps)
+
+    launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream), make)
+    with launch.lock:
+        launch.point_maps(*(t.data_ptr() for t in tensors))
+        params = launch.params
+        lists.point(params.tiles)
+        params.lse, params.delta = stats[0].data_ptr(), stats[1].data_ptr()
+        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        launch.fire(stream)
+    return dk, dv
+
+
+def _key(name: str, tensors: tuple, stats: tuple, pattern: SparsePattern, *rest: object) -> tuple:
+    q, k, _, _ = tensors
+    return (
+        name, q.device, q.dtype, q.shape, k.shape, *(t.stride() for t in (*tensors, *stats)),
+        pattern.q_block, pattern.k_block, pattern.causal, pattern.num_lists, *rest,
+    )  # fmt: skip
+
+
+def _packed_stats(lse: Tensor, delta: Tensor, heads: int, q_block: int, block: int) -> Tensor:
+    """lse times log2 e, and delta, ``[2, packs, rows, heads]``: ``block`` rows for each ``q_block`` queries.
+
+    There is one tile more than that, for what the last tile reads behind the last row.
+    """
+    num_rows, num_heads = lse.shape
+    rows = num_blocks(num_rows, q_block) * block + kernels.PIECE
+    stats = torch.zeros((2, num_heads // heads, rows, heads), device=lse.device)
+    at = torch.arange(num_rows, device=lse.device)
+    at = at // q_block * block + at % q_block
+    given = lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2_E, delta
+    for to, x in zip(stats, given, strict=True):
+        to.index_copy_(1, at, x.unflatten(1, (-1, heads)).transpose(0, 1))
+    return stats
+
+
+def _finished(sums: Tensor, k: Tensor, v: Tensor, softmax_scale: float, stream: int) -> tuple[Tensor, Tensor]:
+    """dk and dv of their sums, fp32 ``[2, num_heads_kv, sum_rows, head_dim]`` as the kernel has them."""
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    num_keys, heads, dim = k.shape
+
+    def make() -> Launch:
+        params = SparseFinishParams(
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+            sum_rows=sums.shape[2], num_rows=num_keys, heads=heads, scale=softmax_scale,
+        )  # fmt: skip
+        blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
+        return Launch(kernels.finish_kernel(k.device, k.dtype, dim), blocks, params)
+
+    launch = prepared(("sparse_finish", k.device, k.dtype, k.shape, softmax_scale), make)
+    with launch.lock:
+        params = launch.params
+        params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        launch.fire(stream)
+    return dk, dv

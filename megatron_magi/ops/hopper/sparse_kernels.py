@@ -1,0 +1,106 @@
+"""The sparse Hopper kernels by what they are compiled for, and how queries are cut into their tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_magi.cuda import build, driver
+from megatron_magi.cuda.driver import Kernel
+from megatron_magi.ops.hopper.kernels import element
+from megatron_magi.ops.hopper.sparse_params import SparseTiles
+from megatron_magi.ops.hopper.support import loadable, work_counter
+from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+
+DIMS = ((64, 64), (128, 128))
+PIECE = 64
+"""Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
+K_STAGES = {False: 2, True: 3}
+"""Stages of keys of the forward, of blocks and of single keys; see docs/kernel_log.md."""
+_BEHIND_ALL = 1 << 30
+
+
+@cache
+def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: int, shared_bytes: int) -> Kernel:
+    image = build.build(f"attention/sm90/{name}.cu", defines)
+    return driver.load_kernel(image, f"ffa_{name}", threads, shared_bytes, device)
+
+
+def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
+    """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
+    defines = (
+        f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", f"K_STAGES={K_STAGES[indexed]}",
+        element(dtype),
+    )  # fmt: skip
+    # two stages of values, four of queries and keys together
+    shared = 2 * dim * 6 * PIECE * groups + 1024
+    return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
+
+
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool) -> Kernel:
+    """Backward: dq, and of single keys sums of dk and dv."""
+    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype)
+    # q and dout, two stages of k and v, twice P and dS; of blocks three stages and little else
+    shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
+    return _load(device, "sparse_backward", defines, 384, shared)
+
+
+def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int) -> Kernel:
+    """Backward: dk and dv of blocks of so many keys, by lists of queries."""
+    # k and v, four stages of q and dout; of 64 keys two fp32 tiles that change hands; row statistics
+    shared = 2 * dim * (2 * k_block + 8 * PIECE) + (8 * PIECE * dim if k_block == PIECE else 0) + 4 * 512 + 1024
+    defines = f"HEAD_DIM={dim}", f"K_BLOCK={k_block}", element(dtype)
+    return _load(device, "sparse_backward_keys", defines, 384, shared)
+
+
+def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ()) -> Kernel:
+    """``sparse_lists`` or ``sparse_finish``."""
+    return _load(device, name, defines, 256, 0)
+
+
+def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
+    """Turns sums of dk and dv into gradients."""
+    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", element(dtype)))
+
+
+def heads_of_tile(group: int, groups: int) -> int:
+    """Heads of a group whose rows share a tile: the largest power of two that divides the group, and fits."""
+    return min(group & -group, groups * PIECE)
+
+
+def forward_groups(group: int, q_block: int) -> int:
+    """Consumer warpgroups of the forward: one where the queries of a block and their heads fill no more."""
+    return 1 if heads_of_tile(group, 1) * q_block <= PIECE and group & -group <= PIECE else 2
+
+
+def readable(t: Tensor) -> Tensor:
+    """The tensor as TMA and threads that gather its rows can read it, which have 32 bits for a stride."""
+    t = loadable(t)
+    return t if t.stride(0) < 1 << 31 else t.contiguous()
+
+
+def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:
+    """What is loaded of a tensor of queries at once: the tensor, rows and heads."""
+    heads = heads_of_tile(group, 1)
+    return t, PIECE // heads, heads
+
+
+def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups: int = 2) -> SparseTiles:
+    """The tiles of queries, and what a kernel has to know of the pattern beside its lists."""
+    num_rows, heads_kv = q.shape[0], k.shape[1]
+    group = q.shape[1] // heads_kv
+    heads = heads_of_tile(group, groups)
+    query_blocks = num_blocks(num_rows, pattern.q_block)
+    block_tiles = num_blocks(pattern.q_block, groups * PIECE // heads)
+    packs = group // heads
+    return SparseTiles(
+        counter=work_counter(q.device, stream).data_ptr(),
+        num_items=heads_kv * packs * query_blocks * block_tiles, query_blocks=query_blocks, block_tiles=block_tiles,
+        packs=packs, heads_kv=heads_kv, list_heads=pattern.num_lists, query_block=pattern.q_block,
+        key_block=pattern.k_block, key_blocks=num_blocks(k.shape[0], pattern.k_block),
+        num_rows=num_rows, num_keys=k.shape[0],
+        reach=k.shape[0] - num_rows + 1 if pattern.causal else _BEHIND_ALL,
+        log2_heads=heads.bit_length() - 1,
+    )  # fmt: skip

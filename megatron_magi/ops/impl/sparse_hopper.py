@@ -1,0 +1,137 @@
+"""Sparse attention on Hopper GPUs: the kernels ``csrc/attention/sm90/sparse_*``.
+
+Takes fp16 and bf16, head dims 64 and 128. Lists are read on the device alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_magi.cuda.launch import Launch, prepared
+from megatron_magi.ops.hopper import sparse_kernels as kernels
+from megatron_magi.ops.hopper.sparse_backward import backward_by_keys, backward_by_tiles
+from megatron_magi.ops.hopper.sparse_lists import lists_of
+from megatron_magi.ops.hopper.sparse_params import SparseForwardParams
+from megatron_magi.ops.hopper.support import (
+    LOG2_E,
+    check_support,
+    current_stream,
+    in_dtype,
+    kernels_exist,
+    num_processors,
+    why_not,
+)
+from megatron_magi.ops.sparse_pattern import SparsePattern
+
+logger = logging.getLogger(__name__)
+
+
+def is_supported(q: Tensor, v: Tensor) -> bool:
+    """Whether both passes take tensors like these."""
+    return kernels_exist(q.device, q.dtype, (q.shape[2], v.shape[2]), kernels.DIMS)
+
+
+def say_why_not(q: Tensor, v: Tensor) -> None:
+    """Logs why tensors on a GPU are left to the definition, each reason once."""
+    _warn_once(q.device, q.dtype, (q.shape[2], v.shape[2]))
+
+
+@cache
+def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    reason = why_not(device, dtype, dims, kernels.DIMS)
+    logger.warning("sparse attention falls back to the dense definition, slow and large: %s", reason)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+    *,
+    sink_lse: Tensor | None,
+    return_max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(out, lse, max_logits)`` of checked arguments; see `sparse_reference.forward`.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported.
+    """
+    check_support(q, (q.shape[2], v.shape[2]), kernels.DIMS)
+    num_rows, num_heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+    max_logits = lse.new_full((num_heads,), -torch.inf) if return_max_logits else None
+    if sink_lse is not None:
+        sink_lse = sink_lse.expand(num_rows, num_heads)
+    if not num_rows or not k.shape[0]:
+        lse.fill_(-torch.inf) if sink_lse is None else lse.copy_(sink_lse)
+        return out.zero_(), lse, max_logits
+    q, k, v = map(kernels.readable, (q, k, v))
+    stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
+    group = num_heads // k.shape[1]
+    groups = kernels.forward_groups(group, pattern.q_block)
+
+    def make() -> Launch:
+        params = SparseForwardParams(
+            tiles=kernels.cut_tiles(q, k, pattern, stream, groups),
+            k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
+            out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
+            scale_log2=softmax_scale * LOG2_E, logit_scale=softmax_scale,
+        )  # fmt: skip
+        if sink_lse is not None:
+            params.sink_row, params.sink_head = sink_lse.stride()
+        kernel = kernels.forward_kernel(q.device, q.dtype, dim, groups, indexed)
+        maps = (kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE))
+        # Of the kernel with one warpgroup two blocks run on an SM.
+        grid = min(params.tiles.num_items, num_processors(q.device) * (3 - groups))
+        return Launch(kernel, grid, params, maps)
+
+    key = (
+        "sparse_forward", q.device, stream, q.dtype, softmax_scale, pattern.q_block, pattern.k_block,
+        pattern.causal, pattern.num_lists, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        None if sink_lse is None else sink_lse.stride(),
+    )  # fmt: skip
+    launch = prepared(key, make)
+    with launch.lock:
+        launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr())
+        params = launch.params
+        lists.point(params.tiles)
+        params.keys, params.values = k.data_ptr(), v.data_ptr()
+        params.out, params.lse = out.data_ptr(), lse.data_ptr()
+        params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
+        params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
+        launch.fire(stream)
+    return out, lse, max_logits
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    pattern: SparsePattern,
+    softmax_scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``; see `sparse_reference.backward`.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported; deterministic results of lists of single keys.
+    """
+    check_support(q, (q.shape[2], v.shape[2]), kernels.DIMS)
+    if deterministic and pattern.k_block == 1:
+        raise ValueError(
+            "deterministic: kernels add gradients of single keys in no fixed order; use impl 'reference', or blocks"
+        )
+    if not q.shape[0] or not k.shape[0]:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
+    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale)
+    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, softmax_scale))

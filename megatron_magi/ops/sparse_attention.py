@@ -1,0 +1,229 @@
+"""Attention in which each block of queries, or each query, sees the keys of a list of its own.
+
+Tensors are ``thd`` as in `megatron_magi.ops.slice_attention`; values must be finite. Patterns are tensors on the
+device of q, may differ from call to call and are never copied to the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
+from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.options import check_qkv, check_sink, make_options
+from megatron_magi.ops.slice_attention import row_delta
+from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, index_pattern
+
+IMPLS = {
+    "reference": "megatron_magi.ops.impl.sparse_reference",
+    "ffa": "megatron_magi.ops.impl.sparse_hopper",
+}
+"""Implementations by name: modules with `forward` and `backward`, imported when first used."""
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor | tuple[Tensor, Tensor],
+    *,
+    q_block_size: int,
+    k_block_size: int,
+    causal: bool = False,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, AttnForwardMeta]:
+    """Attention in which each block of queries sees a list of blocks of keys. Autograd; can be compiled.
+
+    Args:
+        q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64; kernels take fp16 and bf16.
+        k, v: ``[num_tokens_k, num_heads_kv, head_dim]``; num_heads_kv divides num_heads_q. Kernels take head_dim 64
+            and 128.
+        blocks: which blocks of keys a block of queries sees, for each key head or, with 1 list or without the first
+            dimension, for all. One of three forms, on the device of q:
+
+            - a mask, bool ``[num_heads_kv, num_q_blocks, num_k_blocks]``;
+            - lists of one length, int ``[num_heads_kv, num_q_blocks, topk]``; -1 is passed over;
+            - CSR, a tuple of offsets, int ``[num_heads_kv, num_q_blocks + 1]``, and numbers of blocks, int ``[n]``:
+              those of block i lie at ``offsets[i]`` to ``offsets[i + 1]``.
+
+            The order of a list is free. A block that a list names twice counts twice. Numbers behind the last block
+            are a ValueError on a CPU, and passed over on a GPU.
+        q_block_size: queries of a block, 1 to 128. The last block may be short.
+        k_block_size: keys of a block, 64 or 128. The last block may be short.
+        causal: of the listed keys, query i sees those up to ``i + num_tokens_k - num_tokens_q``.
+        sink: as in `megatron_magi.slice_attention`.
+        softmax_scale: ``1 / sqrt(head_dim)`` when None.
+        return_max_logits: fill ``meta.max_logits``.
+        deterministic: bitwise repeatable gradients. Of blocks they always are; of lists of single keys kernels refuse
+            it in the backward.
+        impl: ``auto``, ``reference`` (dense) or ``ffa`` (Hopper kernels); one that is named never falls back.
+
+    Returns:
+        ``(out, meta)``: out ``[num_tokens_q, num_heads_q, head_dim]`` in the dtype of q; ``meta.lse`` ``[num_tokens_q,
+        num_heads_q]`` and ``meta.max_logits`` ``[num_heads_q]``, fp32 (fp64 for fp64 inputs). Queries that see nothing
+        get out 0, lse -inf (or the sink's).
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+    """
+    check_qkv(q, k, v)
+    pattern = block_pattern(blocks, q, k, q_block_size, k_block_size, causal)
+    return _attend(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+
+
+def index_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, AttnForwardMeta]:
+    """Attention in which each query sees a list of single keys. Autograd; can be compiled.
+
+    Args:
+        indices: int ``[num_tokens_q, num_heads_kv, topk]``, or ``[num_tokens_q, 1, topk]`` for all key heads: numbers
+            of keys in any order; -1 is passed over. A key that a list names twice counts twice. Numbers behind the last
+            key are a ValueError on a CPU, and passed over on a GPU.
+        q, k, v, sink, softmax_scale, return_max_logits, deterministic, impl: as in `block_sparse_attention`.
+
+    Returns:
+        ``(out, meta)`` as `block_sparse_attention`.
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+    """
+    check_qkv(q, k, v)
+    pattern = index_pattern(indices, q, k)
+    return _attend(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: SparsePattern,
+    sink: Tensor | None,
+    softmax_scale: Any,
+    return_max_logits: bool,
+    deterministic: bool,
+    impl: str,
+) -> tuple[Tensor, AttnForwardMeta]:
+    if sink is not None:
+        check_sink(sink, q)
+    for name, value in (("return_max_logits", return_max_logits), ("deterministic", deterministic)):
+        if value is not True and value is not False:
+            raise ValueError(f"{name}: expected True or False, got {value!r}")
+    if not isinstance(impl, str) or impl not in ("auto", *IMPLS):
+        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
+    if torch.compiler.is_compiling():
+        scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    else:
+        options = make_options(q, softmax_scale, 0.0, deterministic, 0)
+        scale, deterministic = options.softmax_scale, options.deterministic
+    out, lse, max_logits = _forward_operator(
+        q, k, v, sink, list(pattern.tensors), pattern.q_block, pattern.k_block, pattern.causal,
+        return_max_logits, scale, deterministic, impl,
+    )  # fmt: skip
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
+
+
+def _module(impl: str, q: Tensor, v: Tensor) -> ModuleType:
+    """The module that computes: the one asked for, or for ``auto`` the best that takes such tensors."""
+    if impl == "auto":
+        impl = "reference"
+        if q.device.type == "cuda":
+            kernels = importlib.import_module(IMPLS["ffa"])
+            if kernels.is_supported(q, v):
+                return kernels
+            kernels.say_why_not(q, v)
+    return importlib.import_module(IMPLS[impl])
+
+
+# Two operators: torch.compile sees these alone, and autograd too. max_logits and dsink are empty where they are not
+# asked for, as operators return no None.
+_PATTERN = "Tensor[] pattern, int q_block, int k_block, bool causal"
+_OPTIONS = "float softmax_scale, bool deterministic, str impl"
+
+
+@torch.library.custom_op(
+    "megatron_magi::sparse_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_PATTERN}, bool return_max_logits, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _forward_operator(
+    q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits, softmax_scale, deterministic, impl
+):
+    dtype = accumulate_dtype(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse, max_logits = _module(impl, q, v).forward(
+            q, k, v, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
+            sink_lse=None if sink is None else sink_lse(sink, dtype), return_max_logits=return_max_logits,
+        )  # fmt: skip
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
+
+
+@_forward_operator.register_fake
+def _(q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits, *_options):
+    dtype = accumulate_dtype(q.dtype)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=dtype)
+    return out, lse, q.new_empty(q.shape[1] if return_max_logits else 0, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "megatron_magi::sparse_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, {_PATTERN}, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_operator(
+    dout, q, k, v, sink, out, lse, pattern, q_block, k_block, causal, softmax_scale, deterministic, impl
+):
+    with torch.autocast(q.device.type, enabled=False):
+        delta = row_delta(dout, out)
+        dq, dk, dv = _module(impl, q, v).backward(
+            dout, q, k, v, lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
+            deterministic,
+        )  # fmt: skip
+    return dq, dk, dv, lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta)
+
+
+@_backward_operator.register_fake
+def _(dout, q, k, v, sink, out, lse, *_rest):
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    return dq, dk, dv, lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+
+
+def _keep_for_backward(ctx, inputs, output):
+    q, k, v, sink, pattern, q_block, k_block, causal, _, *options = inputs
+    out, lse, _ = output
+    ctx.save_for_backward(q, k, v, sink, out, lse, *pattern)
+    ctx.numbers = (q_block, k_block, causal, *options)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _operator_backward(ctx, dout, _dlse, _dmax_logits):
+    q, k, v, sink, out, lse, *pattern = ctx.saved_tensors
+    grads = (None,) * 4
+    if dout is not None:
+        grads = _backward_operator(dout, q, k, v, sink, out, lse, pattern, *ctx.numbers)
+    return *grads[:3], None if sink is None else grads[3], [None] * len(pattern), *[None] * 7
+
+
+_forward_operator.register_autograd(_operator_backward, setup_context=_keep_for_backward)

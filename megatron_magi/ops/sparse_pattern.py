@@ -1,0 +1,144 @@
+"""Which keys a query sees, as lists or a mask of blocks that may live on a GPU and change with every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_magi.mask.documents import int_at_least
+
+_INTEGERS = (torch.int32, torch.int64)
+K_BLOCKS = (64, 128)
+MAX_Q_BLOCK = 128
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePattern:
+    """A checked pattern of visible keys.
+
+    Attributes:
+        tensors: one of ``(mask,)``, bool ``[lists, num_q_blocks, num_k_blocks]``; ``(entries,)``, int ``[lists,
+            num_q_blocks, width]``; ``(offsets, entries)``, int ``[lists, num_q_blocks + 1]`` and ``[n]``. ``lists`` is
+            num_heads_kv, or 1 for all. An entry is the number of a block of keys; one that is no such number, as -1,
+            is passed over; one that is given twice counts twice.
+        q_block, k_block: tokens of a block; a ``k_block`` of 1 means lists of single keys.
+        causal: query i sees no key behind ``i + num_keys - num_rows``.
+    """
+
+    tensors: tuple[Tensor, ...]
+    q_block: int
+    k_block: int
+    causal: bool
+
+    @property
+    def num_lists(self) -> int:
+        """Key heads with lists of their own, or 1."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it is a mask."""
+        return self.tensors[0].dtype == torch.bool
+
+
+def num_blocks(tokens: int, block: int) -> int:
+    """Blocks of so many tokens; the last may be short."""
+    return -(-tokens // block)
+
+
+def block_pattern(blocks: Any, q: Tensor, k: Tensor, q_block: int, k_block: int, causal: bool) -> SparsePattern:
+    """Checks the arguments of `block_sparse_attention`.
+
+    Raises:
+        ValueError: one is wrong; the message begins with its name.
+    """
+    q_block = int_at_least(q_block, "q_block_size", 1)
+    if q_block > MAX_Q_BLOCK:
+        raise ValueError(f"q_block_size: expected at most {MAX_Q_BLOCK}, got {q_block}")
+    if k_block not in K_BLOCKS:
+        raise ValueError(f"k_block_size: expected one of {K_BLOCKS}, got {k_block!r}")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal: expected True or False, got {causal!r}")
+    rows, columns = num_blocks(q.shape[0], q_block), num_blocks(k.shape[0], k_block)
+    if isinstance(blocks, tuple):
+        tensors = _checked_csr(blocks, rows, q, k)
+    else:
+        is_mask = isinstance(blocks, Tensor) and blocks.dtype == torch.bool
+        what = f"[{rows}, {columns if is_mask else 'topk'}]"
+        tensors = (_checked_lists("blocks", blocks, rows, columns if is_mask else None, what, q, k),)
+    _check_entries("blocks", tensors, columns)
+    return SparsePattern(tensors, q_block, int(k_block), causal)
+
+
+def index_pattern(indices: Any, q: Tensor, k: Tensor) -> SparsePattern:
+    """Checks the argument of `index_sparse_attention`.
+
+    Raises:
+        ValueError: it is wrong; the message begins with its name.
+    """
+    if isinstance(indices, Tensor):
+        if indices.ndim != 3 or indices.dtype not in _INTEGERS:
+            raise ValueError(
+                f"indices: expected int32 or int64 [num_tokens, num_heads_kv, topk], got {indices.dtype} "
+                f"{list(indices.shape)}"
+            )
+        indices = indices.transpose(0, 1)
+    what = f"[{q.shape[0]}, {k.shape[1]} or 1, topk]"
+    tensors = (_checked_lists("indices", indices, q.shape[0], None, what, q, k),)
+    _check_entries("indices", tensors, k.shape[0])
+    return SparsePattern(tensors, 1, 1, False)
+
+
+def _checked_lists(name: str, x: Any, rows: int, columns: int | None, what: str, q: Tensor, k: Tensor) -> Tensor:
+    """``[lists, rows, columns]``, of a tensor that may lack the first dimension."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor, or for blocks a tuple of two, got {type(x).__name__}")
+    if x.dtype not in (torch.bool, *_INTEGERS):
+        raise ValueError(f"{name}: expected bool, int32 or int64, got {x.dtype}")
+    _check_device(name, x, q)
+    lists = x[None] if x.ndim == 2 else x
+    if lists.ndim != 3 or lists.shape[0] not in (1, k.shape[1]) or lists.shape[1] != rows:
+        raise ValueError(f"{name}: expected shape {what}, or with num_heads_kv lists each, got {list(x.shape)}")
+    if columns is not None and lists.shape[2] != columns:
+        raise ValueError(f"{name}: expected a mask of {rows} x {columns} blocks, got {list(x.shape)}")
+    return lists
+
+
+def _checked_csr(blocks: tuple, rows: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    if len(blocks) != 2 or not all(isinstance(x, Tensor) for x in blocks):
+        raise ValueError("blocks: expected a tensor, or a tuple of two: offsets and numbers of blocks")
+    offsets, entries = blocks
+    if offsets.dtype not in _INTEGERS or entries.dtype not in _INTEGERS:
+        raise ValueError(f"blocks: expected int32 or int64, got {offsets.dtype} and {entries.dtype}")
+    _check_device("blocks", offsets, q)
+    _check_device("blocks", entries, q)
+    offsets = offsets[None] if offsets.ndim == 1 else offsets
+    if offsets.ndim != 2 or offsets.shape[0] not in (1, k.shape[1]) or offsets.shape[1] != rows + 1:
+        raise ValueError(
+            f"blocks: expected offsets [{rows + 1}] or [{k.shape[1]}, {rows + 1}], got {list(blocks[0].shape)}"
+        )
+    if entries.ndim != 1:
+        raise ValueError(f"blocks: expected numbers of blocks in one dimension, got {list(entries.shape)}")
+    on_host = offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and bool(
+        (offsets[:, 0] < 0).any() or (offsets.diff() < 0).any() or (offsets[:, -1] > entries.shape[0]).any()
+    ):
+        raise ValueError(f"blocks: offsets must not fall, from 0 on and up to {entries.shape[0]}")
+    return offsets, entries
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+
+
+def _check_entries(name: str, tensors: tuple[Tensor, ...], columns: int) -> None:
+    """Numbers behind the last block are mistakes; of tensors on a GPU nobody looks, for that would wait for it."""
+    entries = tensors[-1]
+    if entries.dtype == torch.bool or entries.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if entries.numel() and int(entries.max()) >= columns:
+        raise ValueError(f"{name}: expected numbers below {columns}, got {int(entries.max())}")

@@ -1,0 +1,103 @@
+"""Patterns, inputs and references for the tests of sparse attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_magi.ops.impl import sparse_reference
+from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
+from megatron_magi.testing.error_budget import assert_within_budget
+from tests.ops.ffa_cases import SUM_OF_A_HEAD
+
+
+@dataclass
+class Case:
+    """Tensors of one case, and the pattern."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    pattern: SparsePattern
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[2] ** -0.5
+
+    def cast(self, dtype: torch.dtype) -> Case:
+        return Case(*(t.to(dtype) for t in (self.q, self.k, self.v, self.dout)), self.pattern)
+
+
+def make_case(pattern, num_rows, num_keys, heads=(16, 2), dim=128, dtype=torch.bfloat16, seed=0) -> Case:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    q, dout = draw(num_rows, heads[0], dim), draw(num_rows, heads[0], dim)
+    return Case(q, draw(num_keys, heads[1], dim), draw(num_keys, heads[1], dim), dout, pattern)
+
+
+def random_mask(generator, lists, num_rows, num_keys, q_block, k_block, density=0.5) -> torch.Tensor:
+    """A mask of blocks in which some rows see nothing and some see all."""
+    shape = (lists, num_blocks(num_rows, q_block), num_blocks(num_keys, k_block))
+    mask = torch.rand(shape, generator=generator) < density
+    kind = torch.randint(0, 6, shape[:2], generator=generator)
+    mask[kind == 0] = False
+    mask[kind == 1] = True
+    return mask
+
+
+def csr_of_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and numbers of blocks."""
+    ends = mask.sum(-1).flatten().cumsum(0)
+    offsets = torch.cat([ends.new_zeros(1), ends])
+    rows = mask.shape[1]
+    at = torch.arange(rows + 1) + rows * torch.arange(mask.shape[0])[:, None]
+    return offsets[at].to(torch.int32), mask.nonzero()[:, 2].to(torch.int32)
+
+
+def lists_with_gaps(mask: torch.Tensor, generator) -> torch.Tensor:
+    """Lists of one length in random order, with -1 among them."""
+    columns = torch.arange(mask.shape[2]).expand(mask.shape)
+    entries = torch.where(mask, columns, -1)
+    order = torch.rand(mask.shape, generator=generator).argsort(-1)
+    return entries.gather(2, order).to(torch.int32)
+
+
+def to_cuda(pattern: SparsePattern) -> SparsePattern:
+    return SparsePattern(tuple(t.cuda() for t in pattern.tensors), pattern.q_block, pattern.k_block, pattern.causal)
+
+
+def exact_forward(x: Case, sink_lse=None):
+    x = x.cast(torch.float64)
+    sink_lse = None if sink_lse is None else sink_lse.double()
+    return sparse_reference.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=True)
+
+
+def exact_backward(x: Case):
+    out, lse, _ = exact_forward(x)
+    x = x.cast(torch.float64)
+    delta = (x.dout * out).sum(-1)
+    return sparse_reference.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
+
+
+def plain_attention(x: Case):
+    """``(out, dq, dk, dv)`` by torch operations in the dtype of q: how far rounding alone goes."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
+    group = x.q.shape[1] // x.k.shape[1]
+    q, k, v = leaves[0].transpose(0, 1), *(t.repeat_interleave(group, 1).transpose(0, 1) for t in leaves[1:])
+    counts = sparse_reference.multiplicity(x.pattern, x.q.shape[0], x.k.shape[0])
+    counts = counts.repeat_interleave(x.q.shape[1] // counts.shape[0], 0)
+    logits = ((q @ k.transpose(1, 2)) * x.scale).float() + counts.clamp_min(1).float().log()
+    p = torch.softmax(logits.masked_fill(counts == 0, -1e4), -1).masked_fill(counts == 0, 0)
+    out = (p.to(x.q.dtype) @ v).transpose(0, 1)
+    return out, *torch.autograd.grad(out, leaves, x.dout)
+
+
+def assert_as_good(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """The error is within the budget of low precision; see `tests.ops.ffa_cases.assert_as_good`."""
+    terms = exact.double().abs().clamp_min(SUM_OF_A_HEAD)
+    assert_within_budget(name, got, plain, exact, terms=terms, elementwise=False)

@@ -1,0 +1,202 @@
+"""Sparse attention as a function: its meaning against dense attention, gradients, arguments, compiled functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.ops.hopper.sparse_lists import lists_of_queries
+from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+from megatron_magi.ops.sparse_pattern import SparsePattern
+from tests.ops.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
+
+
+def tensors(num_rows, num_keys, heads=(4, 2), dim=8, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    shapes = [(num_rows, heads[0], dim), (num_keys, heads[1], dim), (num_keys, heads[1], dim)]
+    return [torch.randn(shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def dense_attention(q, k, v, visible, sink=None):
+    """``(out, lse)`` of a mask ``[num_heads_kv or 1, num_rows, num_keys]``, head by head."""
+    outs, lses = [], []
+    for head in range(q.shape[1]):
+        head_kv = head // (q.shape[1] // k.shape[1])
+        logits = q[:, head] @ k[:, head_kv].t() / q.shape[2] ** 0.5
+        logits = logits.masked_fill(~visible[head_kv if len(visible) > 1 else 0], -torch.inf)
+        if sink is not None:
+            logits = torch.cat([logits, sink[:, head].expand(len(q), -1)], 1)
+        seen = (logits > -torch.inf).any(1)
+        p = torch.softmax(logits[seen], 1)[:, : len(k)]
+        outs.append(q.new_zeros(q.shape[0], q.shape[2]).index_put((seen,), p @ v[:, head_kv]))
+        lses.append(logits.logsumexp(1))
+    return torch.stack(outs, 1), torch.stack(lses, 1)
+
+
+def expanded(mask, q_block, k_block, num_rows, num_keys, causal):
+    row, key = torch.arange(num_rows), torch.arange(num_keys)
+    visible = mask[:, row // q_block][:, :, key // k_block]
+    return visible & (key <= row[:, None] + num_keys - num_rows) if causal else visible
+
+
+def assert_same(got, want, inputs):
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1].lse, want[1])
+    weights = torch.linspace(-1, 1, got[0].numel(), dtype=torch.float64).view(got[0].shape)
+    for a, b in zip(*(torch.autograd.grad((x[0] * weights).sum(), inputs) for x in (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 200))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes, st.integers(1, 20), st.sampled_from([64, 128]), st.sampled_from([(4, 2), (3, 1), (2, 2)]),
+    st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["mask", "csr", "lists"]), st.integers(0, 999),
+)  # fmt: skip
+def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
+    shape, q_block, k_block, heads, causal, per_head, has_sink, form, seed
+):
+    num_rows, num_keys = shape
+    gen = torch.Generator().manual_seed(seed)
+    mask = random_mask(gen, heads[1] if per_head else 1, num_rows, num_keys, q_block, k_block)
+    blocks = {"mask": lambda: mask, "csr": lambda: csr_of_mask(mask), "lists": lambda: lists_with_gaps(mask, gen)}[
+        form
+    ]()
+    inputs = tensors(num_rows, num_keys, heads, seed=seed)
+    sink = torch.randn(2, heads[0], dtype=torch.float64, generator=gen).requires_grad_() if has_sink else None
+    got = block_sparse_attention(*inputs, blocks, q_block_size=q_block, k_block_size=k_block, causal=causal, sink=sink)
+    visible = expanded(mask, q_block, k_block, num_rows, num_keys, causal)
+    if bool(visible.any()):
+        assert_same(got, dense_attention(*inputs, visible, sink), [*inputs, *([sink] if has_sink else [])])
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes, st.integers(1, 30), st.sampled_from([(4, 2), (3, 1)]), st.booleans(), st.integers(0, 999))
+def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, topk, heads, per_head, seed):
+    num_rows, num_keys = shape
+    gen = torch.Generator().manual_seed(seed)
+    lists = heads[1] if per_head else 1
+    indices = torch.rand(num_rows, lists, num_keys, generator=gen).argsort(-1)[..., :topk]
+    indices = indices.masked_fill(torch.rand(indices.shape, generator=gen) < 0.3, -1)
+    inputs = tensors(num_rows, num_keys, heads, seed=seed)
+    got = index_sparse_attention(*inputs, indices.to(torch.int32))
+    visible = torch.zeros(lists, num_rows, num_keys + 1, dtype=torch.bool)
+    visible.scatter_(2, indices.transpose(0, 1).where(indices.transpose(0, 1) >= 0, num_keys), True)
+    if bool(visible[..., :-1].any()):
+        assert_same(got, dense_attention(*inputs, visible[..., :-1]), inputs)
+
+
+@pytest.mark.parametrize("lists", [1, 3])
+@pytest.mark.parametrize("form", ["csr", "lists"])
+def test_lists_turned_around_name_the_queries_that_see_a_block(form, lists):
+    gen = torch.Generator().manual_seed(lists)
+    mask = random_mask(gen, lists, 100, 1000, 10, 64)
+    tensors = csr_of_mask(mask) if form == "csr" else (lists_with_gaps(mask, gen),)
+    turned = lists_of_queries(SparsePattern(tensors, 10, 64, False), 100, 1000)
+    for i, rows in enumerate(mask.transpose(1, 2).flatten(0, 1)):
+        found = turned.entries[turned.offsets[i] : turned.offsets[i + 1]]
+        assert torch.equal(found.long(), rows.nonzero()[:, 0])
+
+
+def test_a_key_that_is_listed_twice_counts_twice():
+    q, k, v = tensors(3, 5)
+    twice = torch.tensor([[[1, 1, 4]]] * 3)
+    out, meta = index_sparse_attention(q, k, v, twice)
+    wanted, wanted_lse = dense_attention(q, *(x[[1, 1, 4]] for x in (k, v)), torch.ones(1, 3, 3, dtype=torch.bool))
+    assert_same((out, meta), (wanted, wanted_lse), [q, k, v])
+
+
+def test_rows_that_see_nothing_are_zero_and_largest_logits_are_of_what_is_seen():
+    q, k, v = tensors(6, 128)
+    mask = torch.zeros(2, 2, 2, dtype=torch.bool)
+    mask[1, 0, 1] = True
+    out, meta = block_sparse_attention(q, k, v, mask, q_block_size=3, k_block_size=64, return_max_logits=True)
+    assert bool((out[3:] == 0).all()) and bool((out[:, :2] == 0).all()) and bool((meta.lse[3:] == -torch.inf).all())
+    logits = torch.einsum("qhd,kd->hqk", q[:3, 2:], k[64:128, 1]) / 8**0.5
+    torch.testing.assert_close(meta.max_logits[2:], logits.amax((1, 2)).detach())
+    assert bool((meta.max_logits[:2] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("shape", [(0, 10), (10, 0)])
+def test_no_queries_or_no_keys_are_no_mistake(shape):
+    q, k, v = tensors(*shape)
+    mask = torch.zeros(-(-shape[0] // 4), -(-shape[1] // 64), dtype=torch.bool)
+    out, meta = block_sparse_attention(q, k, v, mask, q_block_size=4, k_block_size=64)
+    assert out.shape == q.shape and bool((out == 0).all()) and bool((meta.lse == -torch.inf).all())
+
+
+MASK = torch.ones(3, 2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("blocks", {"blocks": MASK[:2]}),
+        ("blocks", {"blocks": MASK[:, :1]}),
+        ("blocks", {"blocks": MASK.float()}),
+        ("blocks", {"blocks": MASK.expand(3, 3, 2)}),
+        ("blocks", {"blocks": [[0]]}),
+        ("blocks", {"blocks": torch.tensor([[0], [1], [2]])}),
+        ("blocks", {"blocks": (torch.tensor([0, 1, 2]), torch.tensor([0, 1]))}),
+        ("blocks", {"blocks": (torch.tensor([0, 2, 1, 2]), torch.tensor([0, 1]))}),
+        ("blocks", {"blocks": (torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1]))}),
+        ("blocks", {"blocks": (torch.tensor([0, 1, 2, 2]), torch.tensor([0.0, 1.0]))}),
+        ("q_block_size", {"q_block_size": 0}),
+        ("q_block_size", {"q_block_size": 129}),
+        ("k_block_size", {"k_block_size": 32}),
+        ("causal", {"causal": 1}),
+        ("sink", {"sink": torch.zeros(1, 3)}),
+        ("softmax_scale", {"softmax_scale": -1.0}),
+        ("return_max_logits", {"return_max_logits": 2}),
+        ("deterministic", {"deterministic": None}),
+        ("impl", {"impl": "fa3"}),
+        ("impl", {"impl": "ffa"}),
+        ("q", {"q": torch.zeros(10, 4)}),
+    ],
+)
+def test_what_is_wrong_is_named(name, changed):
+    q, k, v = tensors(10, 100)
+    arguments = {"q": q, "k": k, "v": v, "blocks": MASK, "q_block_size": 4, "k_block_size": 64, **changed}
+    with pytest.raises(ValueError, match=rf"^{name}:"):
+        block_sparse_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        torch.zeros(10, 3, 2, dtype=torch.int64),
+        torch.zeros(9, 2, 2, dtype=torch.int64),
+        torch.zeros(10, 2, dtype=torch.int64),
+        torch.zeros(10, 2, 2),
+        torch.full((10, 2, 2), 100),
+        None,
+    ],
+)
+def test_indices_that_are_wrong_are_named(indices):
+    with pytest.raises(ValueError, match=r"^indices:"):
+        index_sparse_attention(*tensors(10, 100), indices)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_functions_are_one_graph_for_all_patterns():
+    def step(q, k, v, mask, indices):
+        out, meta = block_sparse_attention(q * 2, k, v, mask, q_block_size=4, k_block_size=64, return_max_logits=True)
+        other, _ = index_sparse_attention(out, k, v, indices)
+        return other + 1, meta.lse, meta.max_logits
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    inputs = tensors(10, 100)
+    gen = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        mask = torch.rand(3, 2, generator=gen) < 0.7
+        indices = torch.randint(-1, 100, (10, 1, 8), generator=gen)
+        want, got = step(*inputs, mask, indices), compiled(*inputs, mask, indices)
+        for a, b in zip(want, got, strict=True):
+            torch.testing.assert_close(a, b)
+        for a, b in zip(*(torch.autograd.grad(x[0].square().sum(), inputs) for x in (want, got)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

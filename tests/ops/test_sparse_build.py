@@ -1,0 +1,57 @@
+"""The sparse Hopper kernels compile without a GPU, fit an SM, and their parameters have the size that C gives them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron_magi.cuda import build
+from megatron_magi.ops.hopper import sparse_kernels, sparse_params
+
+pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
+
+MOST_SHARED_BYTES = 232448
+MOST_SPILLED_BYTES = 32  # by producers that gather rows, once an item
+CPU = torch.device("cpu")
+
+KERNELS = {
+    "sparse_forward": (sparse_kernels.forward_kernel, (2, False), sparse_params.SparseForwardParams),
+    "sparse_forward, single keys": (sparse_kernels.forward_kernel, (2, True), sparse_params.SparseForwardParams),
+    "sparse_forward, few places": (sparse_kernels.forward_kernel, (1, False), sparse_params.SparseForwardParams),
+    "sparse_forward, few places, single keys": (
+        sparse_kernels.forward_kernel,
+        (1, True),
+        sparse_params.SparseForwardParams,
+    ),
+    "sparse_backward, single keys": (sparse_kernels.backward_kernel, (True,), sparse_params.SparseBackwardParams),
+    "sparse_backward, dq": (sparse_kernels.backward_kernel, (False,), sparse_params.SparseBackwardParams),
+    "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64,), sparse_params.SparseKeysParams),
+    "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128,), sparse_params.SparseKeysParams),
+}
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_products_or_large_spills(monkeypatch, name):
+    make, options, params = KERNELS[name]
+    asked = []
+    monkeypatch.setattr(sparse_kernels, "_load", lambda *args: asked.append(args))
+    make(CPU, torch.bfloat16, 128, *options)
+    ((_, source, defines, threads, shared_bytes),) = asked
+    assert shared_bytes <= MOST_SHARED_BYTES // (2 if threads == 256 else 1)
+    name_in_c, source = params.__name__, f"attention/sm90/{source}.cu"
+    used = -(-params.pad.offset // 64) * 64  # tensor maps are aligned so, and with them the struct
+    checked = f"static_assert(sizeof({name_in_c}) == {used});\n"
+    checked += f"static_assert(sizeof(Shared) <= {shared_bytes});\n"
+    text = build.flatten_source(build.source_root() / source)
+    monkeypatch.setattr(build, "flatten_source", lambda _path: text + checked)
+    _, report = build.compile_kernel(source, defines)
+    for what in ("spill stores", "stack frame"):
+        assert int(re.search(rf"(\d+) bytes {what}", report).group(1)) <= MOST_SPILLED_BYTES, report
+
+
+@pytest.mark.parametrize("name", ["sparse_lists", "sparse_finish"])
+def test_small_sparse_kernels_compile_without_spills(name):
+    _, report = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16"))
+    assert re.search(r"(\d+) bytes spill stores", report).group(1) == "0"

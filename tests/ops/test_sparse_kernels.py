@@ -1,0 +1,190 @@
+"""The sparse Hopper kernels against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_magi.ops.hopper.sparse_lists import lists_of_mask
+from megatron_magi.ops.impl import sparse_hopper, sparse_reference
+from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+from megatron_magi.ops.sparse_pattern import SparsePattern
+from tests.ops.sparse_cases import (
+    assert_as_good,
+    csr_of_mask,
+    exact_backward,
+    exact_forward,
+    lists_with_gaps,
+    make_case,
+    plain_attention,
+    random_mask,
+    to_cuda,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+# queries, keys, heads, queries of a block
+SHAPES = [
+    (8, 1000, (128, 1), 1),
+    (300, 517, (16, 2), 128),
+    (333, 700, (7, 7), 64),
+    (100, 130, (12, 2), 5),
+    (70, 3000, (64, 1), 2),
+    (5, 64, (256, 1), 1),
+    (257, 1024, (32, 4), 16),
+]
+
+
+def block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal, seed=0) -> SparsePattern:
+    generator = torch.Generator().manual_seed(seed)
+    mask = random_mask(generator, lists, num_rows, num_keys, q_block, k_block)
+    tensors = {
+        "mask": lambda: (mask,),
+        "csr": lambda: csr_of_mask(mask),
+        "lists": lambda: (lists_with_gaps(mask, generator),),
+    }
+    return to_cuda(SparsePattern(tensors[form](), q_block, k_block, causal))
+
+
+def index_pattern(lists, num_rows, num_keys, topk, seed=0) -> SparsePattern:
+    """Keys in random order, some lists cut short, some empty, -1 among them."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand((lists, num_rows, num_keys), generator=generator).argsort(-1)[..., :topk]
+    kept = torch.randint(-topk // 4, 2 * topk, (lists, num_rows, 1), generator=generator)
+    order = order.where(
+        (torch.arange(order.shape[-1]) < kept) & (torch.rand(order.shape, generator=generator) < 0.9), -1
+    )
+    return to_cuda(SparsePattern((order.to(torch.int32),), 1, 1, False))
+
+
+def check_forward(x, sink_lse=None) -> None:
+    out, lse, top = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=True)
+    want, want_lse, want_top = exact_forward(x, sink_lse)
+    if sink_lse is None:
+        assert_as_good("out", out, plain_attention(x)[0], want)
+    else:
+        plain = sparse_reference.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=False)
+        torch.testing.assert_close(out, plain[0], atol=2e-2, rtol=2e-2)
+    empty = want_lse == -torch.inf
+    assert bool((out[empty] == 0).all()) and bool((lse[empty] == -torch.inf).all())
+    torch.testing.assert_close(lse[~empty].double(), want_lse[~empty], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(top.double(), want_top, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["mask", "csr", "lists"])
+@pytest.mark.parametrize("k_block", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_block_sparse_forward_matches_fp64(shape, k_block, form, causal):
+    num_rows, num_keys, heads, q_block = shape
+    for lists in (1, heads[1]):
+        pattern = block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal)
+        check_forward(make_case(pattern, num_rows, num_keys, heads))
+
+
+@pytest.mark.parametrize("topk", [1, 100, 128, 300, 517])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_index_sparse_forward_matches_fp64(shape, topk):
+    num_rows, num_keys, heads, _ = shape
+    for lists in (1, heads[1]):
+        check_forward(make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_compiled_forward_matches_fp64(dim, dtype):
+    for pattern in (block_pattern("mask", 2, 200, 900, 16, 64, True), index_pattern(2, 200, 900, 200)):
+        x = make_case(pattern, 200, 900, (32, 2), dim, dtype)
+        check_forward(x)
+        check_forward(x, torch.randn(32, device="cuda"))
+        check_forward(x, torch.randn(200, 32, device="cuda"))
+
+
+def test_logits_that_overflow_exponentials_are_computed_anew():
+    for pattern in (block_pattern("mask", 1, 64, 2000, 8, 64, False), index_pattern(1, 64, 2000, 700)):
+        x = make_case(pattern, 64, 2000, (16, 1))
+        x.k[1000:] *= 300.0
+        check_forward(x)
+
+
+def test_a_mask_becomes_lists_of_its_columns():
+    mask = torch.rand((3, 77, 1030), device="cuda") < 0.1
+    for given in (mask, mask.transpose(1, 2)):
+        lists = lists_of_mask(given)
+        assert torch.equal(lists.counts, given.sum(-1, dtype=torch.int32))
+        for head, row in ((0, 0), (1, 50), (2, 76)):
+            n = int(lists.counts[head, row])
+            assert torch.equal(lists.entries[head, row, :n].long(), given[head, row].nonzero()[:, 0])
+
+
+def check_backward(x) -> None:
+    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
+    for name, got, plain, want in zip(
+        ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
+    ):
+        assert_as_good(name, got, plain, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("k_block", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
+    num_rows, num_keys, heads, q_block = shape
+    for form, lists in (("mask", heads[1]), ("csr", heads[1]), ("lists", 1)):
+        pattern = block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal)
+        check_backward(make_case(pattern, num_rows, num_keys, heads))
+
+
+@pytest.mark.parametrize("topk", [1, 100, 300, 517])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_index_sparse_gradients_match_fp64(shape, topk):
+    num_rows, num_keys, heads, _ = shape
+    for lists in (1, heads[1]):
+        check_backward(make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_compiled_backward_matches_fp64(dim, dtype):
+    for pattern in (block_pattern("mask", 2, 200, 900, 16, 64, True), index_pattern(2, 200, 900, 200)):
+        check_backward(make_case(pattern, 200, 900, (32, 2), dim, dtype))
+
+
+def test_deterministic_gradients_of_blocks_repeat_bit_by_bit():
+    pattern = block_pattern("lists", 2, 300, 2000, 16, 64, True)
+    x = make_case(pattern, 300, 2000, (32, 2))
+    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    runs = [sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, pattern, x.scale, True) for _ in range(20)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+def test_deterministic_gradients_of_single_keys_are_refused_by_name():
+    x = make_case(index_pattern(1, 20, 50, 10), 20, 50, (16, 1))
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
+    with pytest.raises(ValueError, match=r"^deterministic:"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["blocks", "keys"])
+def test_functions_take_views_and_give_gradients_of_a_sink(form):
+    packed = torch.randn(192, 20, 128, device="cuda", dtype=torch.bfloat16)
+    sink = torch.randn(1, 16, device="cuda")
+    found = []
+    for impl in ("ffa", "reference"):
+        leaves = [packed.clone().requires_grad_(), sink.clone().requires_grad_()]
+        q, k, v = leaves[0].split([16, 2, 2], 1)
+        if form == "blocks":
+            mask = block_pattern("mask", 2, 192, 192, 32, 64, True).tensors[0]
+            out, _ = block_sparse_attention(
+                q, k, v, mask, q_block_size=32, k_block_size=64, causal=True, sink=leaves[1], impl=impl
+            )
+        else:
+            indices = index_pattern(2, 192, 192, 60).tensors[0].transpose(0, 1)
+            out, _ = index_sparse_attention(q, k, v, indices, sink=leaves[1], impl=impl)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for got, want in zip(*found, strict=True):
+        assert float((got - want).float().norm()) <= 2e-2 * float(want.float().norm())
