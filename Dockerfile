@@ -7,10 +7,10 @@
 
 FROM python:3.12-slim-bookworm AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# Triton compiles a few lines of C when it first launches a kernel.
+# Triton compiles a few lines of C when it first launches a kernel, torch.compile C++ for what runs on the CPU.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/venv/bin:$PATH
 
@@ -30,9 +30,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
 FROM dependencies AS layers
 ARG TE_VERSION=
 ARG MAX_JOBS=2
-# hadolint ignore=DL3008
 RUN --mount=type=cache,target=/root/.cache/uv if [ -n "${TE_VERSION}" ]; then \
-      apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; \
       site=/opt/venv/lib/python3.12/site-packages; \
       install() { uv pip install --python /opt/venv/bin/python "$@"; }; \
       install numpy setuptools wheel packaging ninja; \
@@ -46,20 +44,18 @@ RUN --mount=type=cache,target=/root/.cache/uv if [ -n "${TE_VERSION}" ]; then \
 
 # What changes often: this package, with its kernels, and its planner, which is C++.
 FROM dependencies AS package
-# hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY setup.py README.md LICENSE ./
 COPY csrc csrc
 COPY megatron_magi megatron_magi
 RUN uv build --wheel --no-build-isolation --python /opt/venv/bin/python --out-dir /dist \
-    && uv pip install --no-deps --target /package /dist/*.whl \
-    && test -d /package/megatron_magi/prebuilt && ls /package/megatron_magi/plan/_solver*.so \
-    /package/megatron_magi/ops/hopper/_tiles*.so
+    && uv pip install --no-deps --python /opt/venv/bin/python --prefix /package /dist/*.whl \
+    && test -x /package/bin/magi && installed=/package/lib/python3.12/site-packages/megatron_magi \
+    && test -d "$installed/prebuilt" && ls "$installed"/plan/_solver*.so "$installed"/ops/hopper/_tiles*.so
 
 FROM base
 RUN useradd --create-home --uid 1000 magi
 COPY --from=layers /opt/venv /opt/venv
-COPY --from=package /package /opt/venv/lib/python3.12/site-packages
+COPY --from=package /package /opt/venv
 WORKDIR /workspace
 RUN chown magi:magi /workspace
 COPY pretrain_scripts pretrain_scripts

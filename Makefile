@@ -15,13 +15,14 @@ EXTRAS := megatron hf demo
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
-.PHONY: help setup demo slurm-demo test lint format clean
+.PHONY: help setup demo slurm-demo test lint docs format clean
 
 help:
 	@echo "make demo    pretrain a small GPT twice, stock and with --attention-backend magi, and compare"
 	@echo "make slurm-demo  train on a Slurm cluster of two nodes on this machine, interrupt it, compare (needs slurm-wlm)"
 	@echo "make test    run the CPU test suite (PYTEST_ARGS=... for more arguments)"
-	@echo "make lint    check style and the direction of imports"
+	@echo "make lint    check style, the direction of imports, and the documents' links"
+	@echo "make docs    build the documents as a site, in build/site"
 	@echo "make format  apply the style"
 	@echo "make setup   only set up .venv"
 	@echo "make clean   remove what make and the tools made, .venv included"
@@ -49,13 +50,17 @@ test: setup
 CXX_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.hpp' '*.h')
 SHELL_SOURCES = $(shell git ls-files '*.sh' '*.sbatch')
 
-lint: setup
+lint: setup docs
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/lint-imports
 	$(if $(CXX_SOURCES),.venv/bin/clang-format --dry-run --Werror $(CXX_SOURCES))
 	$(if $(SHELL_SOURCES),.venv/bin/shellcheck --external-sources $(SHELL_SOURCES))
 	.venv/bin/hadolint Dockerfile
+
+# Strict: a link, an anchor or a picture that is not there is an error. Needs no network.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 format: setup
 	.venv/bin/ruff check --fix

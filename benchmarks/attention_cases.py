@@ -44,10 +44,11 @@ class Case:
 
 def log_uniform_lengths(total: int, low: int, high: int, seed: int = 0) -> tuple[int, ...]:
     """Document lengths that add up to ``total``, log-uniform in ``[low, high]``; the last is cut to fit."""
-    rng, lengths = np.random.default_rng(seed), []
-    while sum(lengths) < total:
+    rng, lengths, left = np.random.default_rng(seed), [], total
+    while left > 0:
         lengths.append(int(np.exp(rng.uniform(np.log(low), np.log(high)))))
-    lengths[-1] -= sum(lengths) - total
+        left -= lengths[-1]
+    lengths[-1] += left
     return tuple(n for n in lengths if n)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 Row = Mapping[str, str]
 
 COLORS = {
-    "cudnn": "#8c8c8c", "flex": "#b8a13c", "ffa": "#c8372d", "fa3": "#3b6fb6", "fa4": "#5aa3a0", "magi": "#8a5fb0",
+    "cudnn": "#8c8c8c", "cudnn_flex": "#c9c9c9", "flex": "#b8a13c", "ffa": "#c8372d", "fa3": "#3b6fb6",
+    "fa4": "#5aa3a0", "magi": "#8a5fb0",
 }  # fmt: skip
 TITLES = {
-    "cudnn": "cuDNN", "flex": "FlexAttention", "ffa": "FFA", "fa3": "FlashAttention-3", "fa4": "FA4",
-    "magi": "MagiAttention",
+    "cudnn": "cuDNN", "cudnn_flex": "cuDNN flex", "flex": "FlexAttention", "ffa": "FFA", "fa3": "FlashAttention-3",
+    "fa4": "FA4", "magi": "MagiAttention",
 }  # fmt: skip
 MASK_TITLES = {
     "full": "full", "causal": "causal", "varlen_full": "varlen full", "varlen_causal": "varlen causal",

@@ -18,6 +18,8 @@ from attention_cases import Case, Shape
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_magi.mask import AttnMask
+from megatron_magi.mask import bands as bd
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 
 
@@ -191,6 +193,26 @@ class MagiAttention(Provider):
         return self._call(q, k, v, *self._ranges, disable_fwd_atomic_reduction=self._once)[0]
 
 
+class CuDNNFlex(Provider):
+    """cuDNN frontend's flexible attention: any mask of key intervals, planned once."""
+
+    def _prepare(self, case: Case) -> None:
+        module = _import_one(("cudnn.flex_attention",))
+        self._call = module.flex_attn_func
+        q, k, v = (self._arrange(t).contiguous() for t in (self.problem.q, self.problem.k, self.problem.v))
+        ends = torch.from_numpy(interval_ends(case.mask)[None]).to(q.device)
+        self._plan = module.create_mask_plan(ends, q, k, v, build_backward=True)
+
+    def _arrange(self, t: Tensor) -> Tensor:
+        return t[None]
+
+    def _restore(self, t: Tensor) -> Tensor:
+        return t[0]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._call(q, k, v, mask_plan=self._plan)
+
+
 class Flex(_HeadsFirst):
     """FlexAttention, compiled for the length, with a block mask of the same mask."""
 
@@ -219,6 +241,7 @@ class Flex(_HeadsFirst):
 
 PROVIDERS: dict[str, type[Provider]] = {
     "cudnn": CuDNN,
+    "cudnn_flex": CuDNNFlex,
     "flex": Flex,
     "ffa": FFA,
     "fa3": FlashAttention3,
@@ -226,6 +249,26 @@ PROVIDERS: dict[str, type[Provider]] = {
     "magi": MagiAttention,
 }
 """By name, in the order of tables and charts."""
+
+
+def interval_ends(mask: AttnMask) -> np.ndarray:
+    """What each query sees as ends of intervals of keys, ascending, int32 ``[2 * n + 1, num_tokens]``.
+
+    Row q sees ``[0, ends[0, q])``, ``[ends[1, q], ends[2, q])`` and so on.
+    """
+    bands = mask.bands
+    band, row = bd.expand(bands[:, bd.Q0], bands[:, bd.Q1] - bands[:, bd.Q0])
+    spans = np.stack(bd.row_bounds(bands[band], row), axis=1)
+    spans, row = bd.merge_ranges(spans, row)
+    at_zero = spans[:, 0] == 0
+    place = np.arange(len(row)) - np.searchsorted(row, row)  # of a span among those of its row
+    has_zero = np.zeros(mask.total_seqlen_q, dtype=np.int64)
+    has_zero[row[at_zero]] = 1
+    place = place + 1 - has_zero[row]
+    ends = np.zeros((2 * int(place.max(initial=0)) + 1, mask.total_seqlen_q), dtype=np.int32)
+    ends[2 * place, row] = spans[:, 1]
+    ends[2 * place[~at_zero] - 1, row[~at_zero]] = spans[~at_zero, 0]
+    return np.maximum.accumulate(ends, axis=0)  # intervals that a row does not have are empty
 
 
 def visibility(case: Case, device: torch.device | str) -> Callable[..., Tensor]:

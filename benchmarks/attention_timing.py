@@ -1,4 +1,4 @@
-"""Device time of several calls that take turns, each queued whole before the device begins with it."""
+"""Device time of several calls that are interleaved, each queued whole before the device begins with it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def attempt[T](call: Callable[..., T], *args: object) -> tuple[T | None, str]:
     return None, text
 
 
-class Turns:
+class Slots:
     """One call's samples.
 
     Before each, the L2 cache is flushed and the device kept busy for as long as the host takes to queue the call, as
     in a training step, where the host runs ahead. A sample where it was too slow for that makes the next delay longer.
-    In a turn the call is repeated, and its first half not counted: a long call before it leaves the device at its limit
+    In a slot the call is repeated, and its first half not counted: a long call before it leaves the device at its limit
     of power, with lower clocks, a short one with higher.
     """
 
@@ -54,14 +54,14 @@ class Turns:
         self._last_ms = 0.0
 
     def warm_up(self) -> float:
-        """Milliseconds that a turn takes, about."""
+        """Milliseconds that a slot takes, about."""
         self._sample()  # whatever is made when it is first called is made
         while not self._sample()[1] and self._delay_ms < _MAX_DELAY_MS:
             pass
         return self._last_ms * self._count()
 
     def take(self) -> None:
-        """A turn."""
+        """A slot."""
         count = self._count()
         self._samples += [self._sample() for _ in range(count)][count // 2 :]
 
@@ -92,26 +92,26 @@ class Turns:
 def time_together(calls: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float | str], set[str]]:
     """Median device times in milliseconds by name, or the error of a call that fails; calls that wait for the device.
 
-    The calls take turns, so that the temperature is the same for all, each round in an order of its own, so that none
+    Slots of the calls are interleaved, so that all have the same temperature, each round in another order, so that none
     always follows the hottest. A call that waits for the device cannot be queued: its time is that of the host too.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    turns = {name: Turns(call, flush) for name, call in calls.items()}
+    slots = {name: Slots(call, flush) for name, call in calls.items()}
     failed: dict[str, float | str] = {}
     spent = 0.0
-    for name, turn in turns.items():
-        took, error = attempt(turn.warm_up)
+    for name, slot in slots.items():
+        took, error = attempt(slot.warm_up)
         if error:
             failed[name] = error
         spent += took or 0.0
     rounds = max(2, min(_MOST_ROUNDS, int(1e3 * seconds / max(spent, 1e-3))))
     shuffled = random.Random(0)
     for _ in range(rounds):
-        for name in shuffled.sample(list(turns), len(turns)):
+        for name in shuffled.sample(list(slots), len(slots)):
             if name not in failed:
-                _, error = attempt(turns[name].take)
+                _, error = attempt(slots[name].take)
                 if error:
                     failed[name] = error
-    found = {name: turn.summary() for name, turn in turns.items() if name not in failed}
+    found = {name: slot.summary() for name, slot in slots.items() if name not in failed}
     times: dict[str, float | str] = {name: ms for name, (ms, _) in found.items()}
     return times | failed, {name for name, (_, waits) in found.items() if waits}

@@ -6,7 +6,7 @@
 Every figure is TFLOP/s of the mask's area (forward 4 * area * heads * head_dim, backward 2.5 times that) and its
 ratio to cuDNN through torch, measured in the same run: to the same mask for full and causal, else to cuDNN's dense rate
 of the same length. What is timed is what the device does for the whole call that a user of a library makes, the L2
-cache flushed before it; all providers take turns. The host's time is not in it: see bench_attention_costs.py. First
+cache flushed before it; providers are interleaved. The host's time is not in it: see bench_attention_costs.py. First
 each provider's output and gradients are compared with fp64; one that is wrong is not timed. Peers take part
 where they can be imported: `flash_attn_interface`, `flash_attn.cute`, `magi_attention`.
 """
@@ -35,7 +35,7 @@ LENGTHS = (8192, 32768, 2048, 16384, 131072, 1024, 4096, 65536)
 """In the order of what a run that is out of time should have measured first."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_YARDSTICK_LENGTH = 32768
-"""Up to it cuDNN's dense pass takes its turn with every mask; a longer one is measured once a length."""
+"""Up to it cuDNN's dense pass runs with every mask; a longer one is measured once a length."""
 Rates = tuple[float, float]
 
 

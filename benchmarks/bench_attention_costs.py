@@ -1,7 +1,7 @@
 """What the Hopper kernels cost beside their speed: options, the host, memory, the first use.
 
 Each line is a quantity, its value and what it should stay below:
-deterministic results and `sm_margin=8` as ratios to the default in the same turns, the host's time of a call with
+deterministic results and `sm_margin=8` as ratios to the default in the same slots, the host's time of a call with
 a known mask and with a new one, memory beside the results, and the time until an uncached and a cached kernel is ready.
 
 Usage: python benchmarks/bench_attention_costs.py --lengths 8192 32768 --csv costs.csv

@@ -1,145 +1,259 @@
-"""Distributed attention on the GPUs of one machine: what overlap hides, and what balance gains.
+"""Distributed attention on the GPUs of one machine, beside other ways of context parallelism over the same kernels.
 
-    python benchmarks/bench_distributed.py [--csv FILE] [--tokens N] [--impl IMPL]
+    python benchmarks/bench_distributed.py [--csv FILE] [--chart FILE] [--traces FOLDER] [--max-seconds S]
+                                           [--tokens N ...] [--masks NAME ...] [--ways NAME ...] [--ranks N]
+    torchrun --nproc-per-node N benchmarks/bench_distributed.py ...
+    python benchmarks/bench_distributed.py --plot FILE [FILE ...] --chart FILE    (draws results; needs no GPU)
 
-For each mask and each way to spread its tokens: time of a forward and of a backward pass (the
-slowest rank, median), the same with the communication not overlapped, the communication alone,
-and the rate over all ranks. `zigzag` is the dispatch of Megatron and TransformerEngine, run
-through the same kernels and collectives, so the difference is what dispatch is worth.
+Ways: ``magi``, the default; ``magi_zigzag``, the same kernels and collectives with the dispatch of Megatron; the
+baselines of `baselines`. All take turns in one run, in another order each round. A time is that of the slowest rank,
+median over the rounds, of a pass of a whole call with the host ahead; rates are of visible pairs for each GPU.
+``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
+run beside them, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over
+what is there is written. Figures that MagiAttention has published of its own are shown beside, and named so.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Callable
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_dispatch import Case, zigzag
+from attention_cases import MASKS, Case
+from baselines import BASELINES, Cluster, Unsupported
+from baselines.base import num_tokens
+from bench_dispatch import Case as Packed
+from bench_dispatch import zigzag
+from distributed_charts import draw, read_rows
 from provenance import write_csv
+from trace_overlap import hidden_share
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.attention.runtime import plan_casts
-from megatron_magi.comm.group_collective import group_cast
 from megatron_magi.config import AttendConfig, CostModel, MagiConfig, OverlapConfig
-from megatron_magi.mask import AttnMask
-from megatron_magi.mask.builders import causal
-from megatron_magi.plan import Plan, make_plan
+from megatron_magi.mask import builders
+from megatron_magi.plan import make_plan
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
-HEADER = ["mask", "tokens", "ranks", "dispatch", "degree", "balance", "max_fetch", "forward_ms", "forward_serial_ms",
-          "fetch_ms", "forward_tflops", "backward_ms", "backward_serial_ms", "backward_tflops"]  # fmt: skip
-REPEATS = 10
+HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_a_gpu", "backward_ms",
+          "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
+WAYS = ("magi", "magi_zigzag", *BASELINES)
+PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
+"""TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
+GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
+_AHEAD_MS = 3.0
 
 
-def plans(mask: AttnMask, num_ranks: int, config: MagiConfig) -> dict[str, Plan]:
-    """The plans that are compared, by the name of their dispatch."""
-    fixed = zigzag(mask.total_seqlen_q, num_ranks)
+def _packed(count: int) -> Callable[[int], Case]:
+    def make(total: int) -> Case:
+        lengths = tuple(int(n) for n in Packed(total, count, 1).lengths(0))
+        return Case(f"documents_{count}", builders.varlen(doc_lengths=lengths, causal=True), True, doc_lengths=lengths)
 
-    def named(algorithm: str) -> MagiConfig:
-        return dataclasses.replace(config, dispatch=dataclasses.replace(config.dispatch, algorithm=algorithm))
-
-    return {
-        "zigzag": make_plan(mask, config, num_ranks, fixed),
-        **{name: make_plan(mask, named(name), num_ranks) for name in ("min_heap", "affinity", "auto")},
-    }
+    return make
 
 
-def median_ms(run: Callable[[], object]) -> float:
-    """Median time of the slowest rank; ranks start together."""
-    times = []
-    for i in range(REPEATS + 2):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor([start.elapsed_time(end)], device="cuda")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if i >= 2:
-            times.append(float(slowest))
-    return float(np.median(times))
+CASES: dict[str, Callable[[int], Case]] = {
+    "full": MASKS["full"],
+    "causal": MASKS["causal"],
+    "documents_8": _packed(8),
+    "documents_64": _packed(64),
+    "short_documents": lambda total: replace(MASKS["short_causal"](total), name="short_documents"),
+    "window": MASKS["window"],
+    "block_causal": MASKS["block_causal"],
+}
+"""By name, a function from the number of tokens of all GPUs to the case."""
 
 
-def measure(rank: int, num_ranks: int, name: str, mask: AttnMask, config: MagiConfig) -> list[list]:
-    """Rows of the table for one mask, equal on all ranks."""
-    rows = []
-    serial = dataclasses.replace(config, overlap=dataclasses.replace(config.overlap, degree=0))
-    serial_plans = plans(mask, num_ranks, serial)
-    for dispatch, plan in plans(mask, num_ranks, config).items():
-        generator = torch.Generator("cuda").manual_seed(rank)
-        n = plan.dispatch.shard_lengths[rank]
-        shapes = [(n, HEADS_Q, HEAD_DIM), (n, HEADS_KV, HEAD_DIM), (n, HEADS_KV, HEAD_DIM), (n, HEADS_Q, HEAD_DIM)]
-        q, k, v, dout = (
-            torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_(i < 3)
-            for i, s in enumerate(shapes)
+class Way(NamedTuple):
+    """A way, ready for one mask on one rank: its tokens, and attention of them."""
+
+    num_rows: int
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
+    """A way by its name.
+
+    Raises:
+        Unsupported: it cannot do the mask, or not on so many ranks.
+    """
+    if not name.startswith("magi"):
+        ready = BASELINES[name](case, cluster, HEADS_KV, impl)
+        return Way(num_tokens(ready.runs), ready.attend)
+    cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
+    config = MagiConfig(overlap=OverlapConfig(cost=cost), attend=AttendConfig(impl=impl))
+    dispatch = zigzag(case.length, cluster.num_ranks) if name == "magi_zigzag" else None
+    plan = make_plan(case.mask, config, cluster.num_ranks, dispatch).for_rank(cluster.rank)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)[0]
+
+    return Way(plan.num_rows, attend)
+
+
+class Turns:
+    """The passes of one way over random tensors, and their times."""
+
+    def __init__(self, way: Way, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(dist.get_rank())
+        heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
+        *self._leaves, self._dout = (
+            torch.randn(
+                way.num_rows, n, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator
+            ).requires_grad_(i < 3)
+            for i, n in enumerate(heads)
         )
-        forward, backward = [], []
-        for p, c in ((plan, config), (serial_plans[dispatch], serial)):
-            rank_plan = p.for_rank(rank)
+        self._attend, self.times = way.attend, []
 
-            def run(rank_plan=rank_plan, c=c, q=q, k=k, v=v) -> torch.Tensor:
-                return distributed_attention(q, k, v, rank_plan, dist.group.WORLD, config=c)[0]
+    def passes(self) -> None:
+        """A forward and a backward."""
+        torch.autograd.grad(self._attend(*self._leaves), self._leaves, self._dout)
 
-            forward.append(median_ms(run))
-            out = run()
+    def take(self) -> tuple[float, float]:
+        """Milliseconds of a forward and of a backward, on the slowest rank; noted too."""
+        out = None
 
-            def run_backward(out=out, dout=dout, q=q, k=k, v=v) -> None:
-                torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        def forward() -> None:
+            nonlocal out
+            out = self._attend(*self._leaves)
 
-            backward.append(median_ms(run_backward))
-        casts = plan_casts(plan.for_rank(rank), q.device)
+        device = self._dout.device
+        times = [
+            _time_ms(forward, device),
+            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device),
+        ]
+        slowest = torch.tensor(times, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        self.times.append(tuple(slowest.tolist()))
+        return self.times[-1]
 
-        def fetch(casts=casts, k=k, v=v) -> None:
-            for cast in casts:
-                group_cast([k, v], cast, dist.group.WORLD).wait()
 
-        stats = plan.stats()
-        flops = 4.0 * mask.area * HEADS_Q * HEAD_DIM
+def _time_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Of this rank, from where its device begins to where it is done; the host queues the work before."""
+    if device.type == "cpu":
+        dist.barrier()
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(int(_AHEAD_MS * 2e6))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(
+    case: Case,
+    cluster: Cluster,
+    device: torch.device,
+    ways: Iterable[str],
+    impl: str = "auto",
+    seconds: float = 0.0,
+    traces: Path | None = None,
+) -> list[list]:
+    """Rows of the table for one mask, equal on all ranks; timed for about so many seconds, two rounds at least."""
+    ready, notes = {}, {}
+    for name in ways:
+        try:
+            ready[name] = Turns(make_way(name, case, cluster, impl), device)
+            ready[name].take()  # compiles kernels, makes communicators
+        except Unsupported as reason:
+            notes[name] = str(reason)
+    once = sum(map(sum, (turns.take() for turns in ready.values())))
+    rounds = int(np.clip(1e3 * seconds / once, 2, 8))
+    for turns in ready.values():
+        turns.times.clear()
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffled.sample(list(ready), len(ready)):
+            ready[name].take()
+    head, flops = [case.name, case.length // cluster.num_ranks, cluster.num_ranks], 4.0 * case.mask.area
+    flops *= HEADS_Q * HEAD_DIM / cluster.num_ranks
+    rows = []
+    for name in ways:
+        if name in notes:
+            rows.append([*head, name, *[""] * 6, notes[name]])
+            continue
+        forward, backward = (statistics.median(times) for times in zip(*ready[name].times, strict=True))
+        trace = traces and traces / f"{case.name}_{head[1]}_{name}_{cluster.rank}.json"
+        comm = torch.tensor(hidden_share(ready[name].passes, trace), device=device)
+        dist.all_reduce(comm)
+        comm_ms, hidden_ms = (comm / cluster.num_ranks).tolist()
+        share = f"{hidden_ms / comm_ms:.3f}" if comm_ms else ""
         rows.append([
-            name, mask.total_seqlen_q, num_ranks, dispatch, stats.degree, f"{stats.balance:.3f}",
-            f"{max(stats.received_rows) / mask.total_seqlen_q:.3f}", f"{forward[0]:.2f}", f"{forward[1]:.2f}",
-            f"{median_ms(fetch):.2f}", f"{flops / forward[0] / 1e9:.0f}", f"{backward[0]:.2f}", f"{backward[1]:.2f}",
-            f"{2.5 * flops / backward[0] / 1e9:.0f}",
+            *head, name, f"{forward:.3f}", f"{flops / forward / 1e9:.0f}", f"{backward:.3f}",
+            f"{2.5 * flops / backward / 1e9:.0f}", f"{comm_ms:.3f}", share, "",
         ])  # fmt: skip
     return rows
 
 
-def measure_all(rank: int, num_ranks: int, masks: dict[str, AttnMask], impl: str) -> list[list]:
-    """All rows."""
-    cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
-    config = MagiConfig(overlap=OverlapConfig(cost=cost), attend=AttendConfig(impl=impl))
-    rows = []
-    for name, mask in masks.items():
-        rows += measure(rank, num_ranks, name, mask, config)
-        if rank == 0:
-            for row in rows[-4:]:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-    return rows
+def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> None:
+    """Measures until the time is over; rank 0 prints and writes."""
+    begin, cluster, rows = time.monotonic(), Cluster(), []
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    for tokens in options.tokens:
+        for name in options.masks:
+            spent = torch.tensor([time.monotonic() - begin], device=device)
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if float(spent) > options.max_seconds:
+                continue
+            case = CASES[name](tokens * num_ranks)
+            rows += measure(case, cluster, device, options.ways, options.impl, options.seconds, options.traces)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if rank == 0:
+                for row in rows[-len(options.ways) :]:
+                    print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True) if c != ""), flush=True)
+                if options.csv:
+                    write_csv(options.csv, HEADER, rows)
 
 
 def main() -> None:
-    """Measures on all GPUs of the machine."""
+    """Measures on the GPUs of the machine, or draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="also write the rows to this file")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens a rank")
+    parser.add_argument("--csv", help="also write the rows to this file, after each mask")
+    parser.add_argument("--chart", help="draw the rates to this PNG")
+    parser.add_argument("--plot", nargs="+", help="draw these results; measure nothing")
+    parser.add_argument("--traces", type=Path, help="folder for traces that chrome://tracing and Perfetto show")
+    parser.add_argument("--max-seconds", type=float, default=600.0, help="start no other mask after so long")
+    parser.add_argument("--seconds", type=float, default=1.5, help="to time one mask, about")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768, 65536], help="tokens a GPU")
+    parser.add_argument("--masks", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ranks", type=int, default=0, help="GPUs; all of the machine when not given")
     parser.add_argument("--impl", default="auto", help="implementation of slice_attention")
     options = parser.parse_args()
-    num_ranks = torch.cuda.device_count()
-    total = options.tokens * num_ranks
-    masks = {
-        "causal": causal(total),
-        "documents_8": Case(total, 8, num_ranks).mask(0),
-        "documents_64": Case(total, 64, num_ranks).mask(0),
-    }
-    rows = run_ranks(measure_all, num_ranks, masks, options.impl, timeout_s=300.0, backend="nccl")[0]
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+    if not options.plot:
+        num_ranks, backend = options.ranks or torch.cuda.device_count(), "nccl" if torch.cuda.is_available() else "gloo"
+        if "LOCAL_RANK" in os.environ:  # torchrun's
+            num_ranks = int(os.environ["WORLD_SIZE"])
+            if backend == "nccl":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group(backend)
+        if options.traces:
+            options.traces.mkdir(parents=True, exist_ok=True)
+        run_ranks(measure_all, num_ranks, options, timeout_s=options.max_seconds + 300, backend=backend)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            if os.environ["RANK"] != "0":
+                return
+        for name, rates in PUBLISHED.items():
+            print(f"published by MagiAttention, 8 H100, 8k tokens a GPU: {name} {rates[0]} / {rates[1]} TFLOP/s a GPU")
+    if options.chart and (options.plot or options.csv):
+        draw(options.chart, *read_rows(options.plot or [options.csv]), {"8192": PUBLISHED})
 
 
 if __name__ == "__main__":

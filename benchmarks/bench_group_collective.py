@@ -1,11 +1,13 @@
 """group_cast and group_reduce on the GPUs of one machine: rows of keys and values that every rank needs of every other.
 
-    python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...]
+    python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...] [--ranks-per-node N]
 
 Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; beside them NCCL's
 ``nccl_all_to_all`` and ``nccl_all_gather`` on bytes that lie packed already, and where a reduction is meant without it.
 Bytes are those that a rank receives of the others, or gets back. Times are of the slowest rank: on the device, the host
-being ahead (median of some, each the mean of a few calls), and of a call that the host waits for.
+being ahead (median of some, each the mean of a few calls), and of a call that the host waits for. With N neighbours
+taken for a node the same exchange in two levels is measured too, as ``two_levels``; ``far_bytes`` are those that a rank
+sends to other nodes. On one machine these go over the same links as the others.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ import torch
 import torch.distributed as dist
 from provenance import write_csv
 
-from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
+from megatron_magi.attention.runtime import cast_tables
+from megatron_magi.comm.group_collective import GroupCastArgs, LevelArgs, group_cast, group_reduce
 from megatron_magi.comm.peer_tables import PeerRows
+from megatron_magi.plan import Transfer
+from megatron_magi.plan.hierarchy import Pieces, two_levels
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_KV, HEAD_DIM = 8, 128
 ROW_BYTES = 2 * HEADS_KV * HEAD_DIM * 2  # a key and a value in bf16
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
-HEADER = ["operation", "way", "ranks", "bytes", "device_us", "gb_a_s", "call_us", "host_us"]
+HEADER = ["operation", "way", "ranks", "bytes", "device_us", "gb_a_s", "call_us", "host_us", "far_bytes"]
 AHEAD_CYCLES = 8_000_000
 """Of the clock: some milliseconds, in which the host queues what is measured."""
 
@@ -40,6 +45,24 @@ def exchange_args(rank: int, num_ranks: int, num_rows: int) -> GroupCastArgs:
     buffer_rows = np.concatenate([first * num_rows + np.arange(num_rows) for first in firsts])
     peers = PeerRows(rows, buffer_rows, num_rows, num_rows * (num_ranks - 1))
     return GroupCastArgs.build(rows, splits, splits, None, "cuda", peers)
+
+
+def level_args(
+    pieces: Pieces, rank: int, num_ranks: int, ranks_per_node: int, device: torch.device | str = "cuda"
+) -> LevelArgs:
+    """The same in two levels."""
+    levels = two_levels(pieces, rank, num_ranks, ranks_per_node)
+    nothing = np.zeros(0, dtype=np.int64)
+    transfer = Transfer(nothing, (), (), None, nothing, nothing, 0, 0, levels)
+    return LevelArgs.build(cast_tables(transfer), device)
+
+
+def exchange_pieces(num_ranks: int, num_rows: int) -> Pieces:
+    """`exchange_args` of all ranks."""
+    src, dst = (x.reshape(-1) for x in np.indices((num_ranks, num_ranks)))
+    src, dst = src[src != dst], dst[src != dst]
+    place = (src - (src > dst)) * num_rows
+    return Pieces(src, dst, np.zeros_like(src), np.full_like(src, num_rows), place)
 
 
 def slowest(value: float) -> float:
@@ -76,7 +99,9 @@ def measure(run: Callable[[], object], num_bytes: int) -> tuple[float, float, fl
     return float(np.median(device)), float(np.median(alone)), float(np.median(host))
 
 
-def ways(rank: int, num_ranks: int, num_bytes: int) -> dict[tuple[str, str], Callable[[], object]]:
+def ways(
+    rank: int, num_ranks: int, num_bytes: int, ranks_per_node: int | None
+) -> dict[tuple[str, str], Callable[[], object]]:
     """What is measured, by operation and way."""
     num_rows = num_bytes // ROW_BYTES // (num_ranks - 1)
     args = exchange_args(rank, num_ranks, num_rows)
@@ -98,19 +123,30 @@ def ways(rank: int, num_ranks: int, num_bytes: int) -> dict[tuple[str, str], Cal
     result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, into=into, impl="native").wait()
     result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
     result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
+    if ranks_per_node is not None:
+        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, ranks_per_node)
+        result["cast", "two_levels"] = lambda: group_cast([k, v], levels).wait()
+        result["reduce", "two_levels"] = lambda: group_reduce([dk, dv], levels, into=into).wait()
     return result
 
 
-def measure_all(rank: int, num_ranks: int, sizes: list[int]) -> list[list]:
+def far_bytes(way: str, num_bytes: int, num_ranks: int, ranks_per_node: int | None) -> int:
+    """Bytes that a rank sends to other nodes."""
+    per_node = ranks_per_node or num_ranks
+    others = num_ranks // per_node - 1 if way == "two_levels" else num_ranks - per_node
+    return num_bytes // (num_ranks - 1) * others
+
+
+def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: int | None) -> list[list]:
     """Rows of the table, equal on all ranks."""
     rows = []
     for num_bytes in sizes:
-        for (operation, way), run in ways(rank, num_ranks, num_bytes).items():
+        for (operation, way), run in ways(rank, num_ranks, num_bytes, ranks_per_node).items():
             device, call, host = measure(run, num_bytes)
             rate = num_bytes / device / 1e3
-            rows.append(
-                [operation, way, num_ranks, num_bytes, f"{device:.1f}", f"{rate:.1f}", f"{call:.1f}", f"{host:.1f}"]
-            )
+            times = [f"{x:.1f}" for x in (device, rate, call, host)]
+            far = far_bytes(way, num_bytes, num_ranks, ranks_per_node)
+            rows.append([operation, way, num_ranks, num_bytes, *times, far])
             if rank == 0:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
     return rows
@@ -121,9 +157,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="also write the rows to this file")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes that a rank receives")
+    parser.add_argument("--ranks-per-node", type=int, help="also measure in two levels, with so many GPUs for a node")
     options = parser.parse_args()
     num_ranks = torch.cuda.device_count()
-    rows = run_ranks(measure_all, num_ranks, options.sizes, timeout_s=300.0, backend="nccl")[0]
+    rows = run_ranks(measure_all, num_ranks, options.sizes, options.ranks_per_node, timeout_s=300.0, backend="nccl")[0]
     if options.csv:
         write_csv(options.csv, HEADER, rows)
 

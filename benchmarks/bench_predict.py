@@ -2,9 +2,10 @@
 
     python benchmarks/bench_predict.py --csv FILE [--rates FILE] [--tokens N ...]    # measures
     python benchmarks/bench_predict.py --from FILE [--rates FILE] [--csv FILE] [--chart FILE]    # predicts anew
+    python benchmarks/bench_predict.py --from FILE --fit FILE [--and FILE ...]    # fits rates to what was measured
 
 A step is a forward and a backward pass of some layers, which the host issues one behind the other. Measured is the
-median step over rounds, in each of which every dispatch has its turn; of the slowest rank, in ms a layer. ``over_best``
+median step over rounds, in each of which every dispatch runs; of the slowest rank, in ms a layer. ``over_best``
 says how much longer the chosen dispatch takes than the fastest.
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +33,9 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, dispatch_from_chunks, make_plan
 from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
-from megatron_magi.plan.predict import Prediction
+from megatron_magi.plan.counts import count
+from megatron_magi.plan.predict import Prediction, predict
+from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.rates import Rates
 from megatron_magi.testing.spawn import run_ranks
 
@@ -40,6 +45,10 @@ HEADER = ["mask", "tokens_a_gpu", "ranks", "dispatch", "measured_ms", "forward_m
 MASKS = ("causal", "full", "documents_8", "documents_64", "short_documents", "window", "block_causal")
 OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM))
 Row = dict[str, str]
+FITTED = ("forward_tflops", "backward_tflops", "tile_columns", "tile_rows", "forward_us", "backward_us",
+          "collective_us", "gbytes_per_s", "hidden", "host_forward_us", "host_backward_us", "host_stage_forward_us",
+          "host_stage_backward_us", "host_one_way_us")  # fmt: skip
+"""Rates that `fit` changes; memory is as `calibrate` measures it, links between nodes are as assumed."""
 
 
 def make_mask(name: str, total: int, num_ranks: int) -> AttnMask:
@@ -120,7 +129,7 @@ def with_predictions(rows: list[Row], rates: Rates) -> Iterator[list]:
         mask = make_mask(name, int(tokens) * int(ranks), int(ranks))
         _, by_way = predicted(mask, int(ranks), rates)
         chosen = fastest(by_way)
-        mine = [row for row in rows if (row["mask"], row["tokens_a_gpu"]) == (name, tokens)]
+        mine = [row for row in rows if (row["mask"], row["tokens_a_gpu"], row["ranks"]) == (name, tokens, ranks)]
         times = {row["dispatch"]: float(row["measured_ms"]) for row in mine}
         over = times[chosen] / min(times.values())
         for row in mine:
@@ -129,6 +138,58 @@ def with_predictions(rows: list[Row], rates: Rates) -> Iterator[list]:
                 *(row[field] for field in HEADER[:6]), f"{found.step_us / 1e3:.4f}", f"{found.forward_us / 1e3:.4f}",
                 int(found.step_us > found.device_us), int(row["dispatch"] == chosen), f"{over:.3f}",
             ]  # fmt: skip
+
+
+def fit(rows: list[Row], rates: Rates) -> Rates:
+    """The rates that predict what was measured, in logarithms, and choose among it with the least regret.
+
+    One rate after another is raised or lowered for as long as that helps, by steps that become finer.
+    """
+    cases = []
+    for name, tokens, ranks in dict.fromkeys((row["mask"], row["tokens_a_gpu"], row["ranks"]) for row in rows):
+        mask, config = make_mask(name, int(tokens) * int(ranks), int(ranks)), DispatchConfig(rates=rates)
+        bounds = chunk_bounds(mask.total_seqlen_q, int(ranks), config)
+        found = candidates(mask, bounds, int(ranks), config)
+        key = (name, tokens, ranks)
+        times = {row["dispatch"]: row for row in rows if (row["mask"], row["tokens_a_gpu"], row["ranks"]) == key}
+        cases.append({
+            way: (count(mask, bounds, found[way], int(ranks), rates.ranks_per_node),
+                  int(sum_by_rank(found[way], np.diff(bounds), int(ranks)).max()),
+                  float(row["measured_ms"]), float(row["forward_ms"]))
+            for way, row in times.items() if way in found
+        })  # fmt: skip
+
+    def loss(rates: Rates) -> float:
+        errors, regrets = [], []
+        for case in cases:
+            by_way = {way: predict(counts, rows, rates, OVERLAP) for way, (counts, rows, *_) in case.items()}
+            for way, (*_, step_ms, forward_ms) in case.items():
+                errors.append(np.log(by_way[way].step_us / step_ms / 1e3))
+                if step_ms > 4:  # else the host, not the GPU, may have been what was measured
+                    errors.append(np.log(by_way[way].forward_us / forward_ms / 1e3) / 2)
+            regrets.append(case[fastest(by_way)][2] / min(c[2] for c in case.values()) - 1)
+        # What the measurements do not tell stays as it was.
+        moved = [np.log((getattr(rates, name) + 1e-9) / (getattr(before, name) + 1e-9)) for name in FITTED]
+        return float(
+            np.mean(np.square(errors))
+            + np.mean(np.square(np.maximum(0, np.array(regrets) - 0.01)))
+            + 1e-3 * np.mean(np.square(moved))
+        )
+
+    before = rates
+    best = loss(rates)
+    for step in (1.3, 1.1, 1.03, 1.01):
+        improved = True
+        while improved:
+            improved = False
+            for name, factor in itertools.product(FITTED, (step, 1 / step)):
+                value = getattr(rates, name) * factor
+                changed = replace(rates, **{name: min(1.0, value) if name == "hidden" else value})
+                now = loss(changed)
+                if now < best * (1 - 1e-4):
+                    rates, best, improved = changed, now, True
+        print(f"steps of {step}: {best:.6f}", flush=True)
+    return replace(rates, **{name: float(f"{getattr(rates, name):.3g}") for name in FITTED})
 
 
 def draw(rows: list[list], path: str) -> None:
@@ -173,24 +234,33 @@ def measure_all(rank: int, num_ranks: int, sizes: list[int], rates: Rates) -> li
     return rows
 
 
+def _read(text: str) -> list[Row]:
+    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+
+
 def main() -> None:
     """Measures, or reads what was measured; predicts, and says how good the choices are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="also write the rows to this file")
     parser.add_argument("--from", dest="measured", help="a file of an earlier run: nothing is measured")
+    parser.add_argument("--fit", help="with --from: writes the rates that explain it best to this file, and ends")
+    parser.add_argument("--and", dest="more", nargs="*", default=[], help="with --fit: files of other runs")
     parser.add_argument("--rates", help="a calibration; that of this machine, or of its kind of GPU, when not given")
     parser.add_argument("--chart", help="write the chart to this file")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
     options = parser.parse_args()
     rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else present_rates()
     head = ""
+    if options.fit:
+        measured = [row for path in (options.measured, *options.more) for row in _read(Path(path).read_text())]
+        Path(options.fit).write_text(fit(measured, rates).to_json())
+        return
     if options.measured:
         text = Path(options.measured).read_text()
         head = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#") and "predicted" not in line)
         now = provenance()
         head += f"# predicted: {now['command']}, commit {now['commit']}, rates of {rates.device}\n"
-        lines = [line for line in text.splitlines() if not line.startswith("#")]
-        rows = list(csv.DictReader(lines))
+        rows = _read(text)
     else:
         num_ranks = torch.cuda.device_count()
         found = run_ranks(measure_all, num_ranks, options.tokens, rates, timeout_s=400.0, backend="nccl")[0]

@@ -37,6 +37,7 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.embedding = torch.nn.Embedding(vocabulary, hidden)
+        torch.nn.init.normal_(self.embedding.weight, std=hidden**-0.5)  # logits of about 1, as losses are compared
         sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 8), "down": (4, 1)}
         self.layers = torch.nn.ModuleList(
             torch.nn.ModuleDict(
@@ -164,8 +165,8 @@ def main(argv: list[str] | None = None) -> list[tuple]:
     for ratio in RATIOS:
         rows.append(compare(model, args, ratio))
         print(*(f"{value:>18}" for value in rows[-1]), sep="", flush=True)
-    if args.csv:
-        write_csv(args.csv, HEADER, rows)
+        if args.csv:
+            write_csv(args.csv, HEADER, rows)
     return rows
 
 

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from bench_dispatch import Case
@@ -182,38 +181,10 @@ def measure(
     ]  # fmt: skip
 
 
-def soak(rank: int, num_ranks: int, num_steps: int) -> None:
-    """Many steps with a new mask each: memory of device and host after 1 % of them and at the end, of each rank."""
-    config, tokens = MagiConfig(), 1024
-    shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
-
-    def plan_of(seed: int) -> RankPlan:
-        return make_plan(make_mask("8", tokens * num_ranks, num_ranks, seed), config, num_ranks).for_rank(rank)
-
-    steps, process, begin = Steps(rank, plan_of(0).num_rows, 1, config), psutil.Process(), time.perf_counter()
-    loader = DataLoader(
-        Masks(plan_of, shape, config, num_steps), batch_size=None, num_workers=4, pin_memory=True,
-        multiprocessing_context="fork",
-    )  # fmt: skip
-    for step, batch in enumerate(loader, start=1):
-        batch.to(torch.device("cuda", rank))
-        steps.run(batch.plans["full"])
-        if step in (num_steps // 100, num_steps // 2, num_steps):
-            torch.cuda.synchronize()
-            device_mb, host_mb = torch.cuda.memory_allocated() >> 20, process.memory_info().rss >> 20
-            print(
-                f"rank {rank}: step {step}: device {device_mb} MB (reserved {torch.cuda.memory_reserved() >> 20}), "
-                f"host {host_mb} MB, {time.perf_counter() - begin:.0f} s",
-                flush=True,
-            )
-
-
 def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespace) -> None:
     """Prints all rows, and writes them."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
-    if options.soak:
-        soak(rank, num_ranks, options.soak)
     rows = []
     for case, comm in itertools.product(options.cases, options.comm):
         name, tokens = case.split(":")
@@ -235,7 +206,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--comm", nargs="*", default=["auto"], help="implementations of group_cast and group_reduce")
-    parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="first so many steps, to watch memory")
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

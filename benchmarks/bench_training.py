@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_training.py --out DIR [--lengths 8192 32768] [--masks causal ...]
 
-{magi, TE p2p, TE a2a, TE all-gather} x {one causal document, packed documents, window with sink} x tokens a GPU,
-through Megatron's own trainer, all in one launch on the same GPUs, which hold one sequence together (CP only). Figures
+{magi, TE p2p, TE a2a, TE all-gather, on four GPUs or more TE a2a+p2p} x {one causal document, packed documents, window
+with sink} x tokens a GPU, through Megatron's own trainer, all in one launch on the same GPUs, which hold one sequence
+together (CP only). Figures
 are of steps, not of attention: milliseconds (median of the second half), tokens/s/GPU, model TFLOP/s/GPU (6 operations
 a parameter and token, 12 a visible pair, head and dimension; nothing is recomputed), largest memory of a rank, loss of
 the last step, and how many times faster magi is than the best of TE's ways.
@@ -16,7 +17,7 @@ during the first, slow step.
 Documents have log-normal lengths (median 1,000, sigma 1.5) in multiples of 2 * CP, as TE's ring needs them, so that TE
 pads nothing. Where TE cannot do a mask its nearest equivalent runs, and the column `ran` names it:
 
-- window with sink: p2p has neither windows nor sinks (full attention runs), all-gather has no sinks.
+- window with sink: p2p and a2a+p2p have neither windows nor sinks (full attention runs), all-gather has no sinks.
 
 `--profile` adds one step under torch's profiler to each run, after those that are timed: where its time goes.
 """
@@ -44,12 +45,14 @@ from training_session import Training, TrainingSession
 NUM_LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 16, 2048, 8192, 16, 4, 128, 32000
 WINDOW = 1024
 MASKS = ("causal", "documents", "window_sink")
-PROVIDERS = {"magi": (), "te_p2p": ("p2p",), "te_a2a": ("a2a",), "te_all_gather": ("all_gather",)}
+PROVIDERS = {"magi": (), "te_p2p": ("p2p",), "te_a2a": ("a2a",), "te_all_gather": ("all_gather",),
+             "te_a2a_p2p": ("a2a+p2p",)}  # fmt: skip
 WINDOW_ARGS = ("--window-size", f"{WINDOW - 1},0", "--window-attn-skip-freq", "2")
 SINK_ARGS = ("--softmax-type", "learnable")
 NEAREST = {
     ("window_sink", "te_p2p"): ("causal", "full attention, no sink"),
     ("window_sink", "te_all_gather"): ("window", "window without sink"),
+    ("window_sink", "te_a2a_p2p"): ("causal", "full attention, no sink"),
 }
 """What runs where TE cannot do the mask: its mask and its name."""
 
@@ -121,7 +124,10 @@ def run_args(run: Run) -> list[str]:
     }
     if run.provider == "magi":
         return [*masks[run.mask], "--attention-backend", "magi"]
-    return [*masks[run.ran[0]], "--cp-comm-type", *PROVIDERS[run.provider]]
+    args = [*masks[run.ran[0]], "--cp-comm-type", *PROVIDERS[run.provider]]
+    if run.provider == "te_a2a_p2p":
+        args += ["--hierarchical-context-parallel-sizes", "2", str(_world_size() // 2)]
+    return args
 
 
 def visible_pairs(run: Run, training: Training, steps: slice) -> float:
@@ -271,7 +277,9 @@ def _main_rank() -> bool:
 def bench(options: argparse.Namespace) -> list[Run]:
     """All runs, one after another; in every rank."""
     session, runs = TrainingSession(), []
-    todo = [Run(m, n, p) for n in options.lengths for m in options.masks for p in options.providers]
+    providers = [p for p in options.providers if p != "te_a2a_p2p" or _world_size() % 4 == 0]
+    wanted = options.runs or [(m, p) for m in options.masks for p in providers]
+    todo = [Run(m, n, p) for n in options.lengths for m, p in wanted]
     for run in todo:
         runs.append(run)
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
@@ -366,6 +374,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens of a sequence a GPU")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument(
+        "--runs",
+        type=lambda text: tuple(text.split(":")),
+        nargs="+",
+        metavar="MASK:PROVIDER",
+        help="these, in this order, instead of --masks x --providers",
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument(

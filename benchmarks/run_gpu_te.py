@@ -13,8 +13,9 @@ context-parallel sizes, with and without a learnt sink.
 TE's a2a is left out of the sinks' band: at CP 2 it gives twice the gradient of one GPU (each rank has the whole
 gradient, and Megatron sums over ranks).
 
-`--reference-gpus 2` runs what needs one GPU on two, data-parallel, which saves a launch. `--layers local` checks the
-script itself with Megatron's own layers, on a machine without GPUs too.
+`--reference-gpus 2` runs what needs one GPU on two, data-parallel, which saves a launch; 0 leaves it to another call
+(weights are drawn equal). `--judge DIR ...` makes one table of what several calls have measured. `--layers local`
+checks the script itself with Megatron's own layers, on a machine without GPUs too.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def model_args(data: Path, layers: str, has_experts: bool) -> list[str]:
     return [*(str(item) for pair in sizes.items() for item in pair), *flags]
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path, layers: str) -> dict[str, Result]:
+def run_jobs(jobs: Sequence[Job], folder: Path, layers: str, as_drawn: Sequence[str]) -> dict[str, Result]:
     """In a rank: trains one job after another. A job that fails on all ranks alike does not end the others."""
     session, results = TrainingSession(), {}
     for job in jobs:
@@ -171,11 +172,12 @@ def run_jobs(jobs: Sequence[Job], folder: Path, layers: str) -> dict[str, Result
         base = model_args(folder / "data" / "text", layers, job.model == "experts")
         weights = folder / f"weights_{job.model}"
         try:
-            if not weights.exists() and job.model not in AS_DRAWN:
+            start = [] if job.model in as_drawn else ["--load", str(weights), "--finetune"]
+            if start and not weights.exists():
                 # Weights that are drawn depend on the parallelism.
                 args = [*base, *MODELS[job.model], "--train-iters", "1", "--lr", "0", "--no-save-optim"]
                 session.run([*args, "--save", str(weights), "--save-interval", "1"])
-            for training in _legs(job, session, base, weights, folder, hooks):
+            for training in _legs(job, session, base, start, folder, hooks):
                 result.losses |= training.losses
             result.sinks = sinks.gradients
         except Exception:  # noqa: BLE001  (the other jobs are to run)
@@ -203,9 +205,8 @@ def write_results(results: dict[str, Result]) -> None:
 
 
 def _legs(
-    job: Job, session: TrainingSession, base: list[str], weights: Path, folder: Path, hooks: list[Callable]
+    job: Job, session: TrainingSession, base: list[str], start: list[str], folder: Path, hooks: list[Callable]
 ) -> list[Training]:
-    start = [] if job.model in AS_DRAWN else ["--load", str(weights), "--finetune"]
     if not job.legs:
         return [session.run([*base, *MODELS[job.model], *job.args, *start], pre_wrap_hooks=hooks)]
     path = folder / f"{job.model}_{job.name}"
@@ -220,7 +221,7 @@ def _legs(
 
 
 class _Sinks:
-    """Sinks of +-3 by turns, and their gradients of the first iteration, by name of the parameter."""
+    """Sinks of +3 and -3, alternating, and their gradients of the first iteration, by name of the parameter."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, list[float]] = {}
@@ -270,7 +271,7 @@ def worker(options: argparse.Namespace) -> None:
     """What torchrun starts."""
     by_key = {f"{job.model}/{job.name}": job for job in JOBS}
     jobs = [by_key[key] for key in options.worker]
-    run_jobs(jobs, options.out.resolve(), options.layers)
+    run_jobs(jobs, options.work, options.layers, tuple(MODELS) if options.as_drawn else AS_DRAWN)
     sys.stdout.flush()
     os._exit(0)
 
@@ -303,20 +304,26 @@ def launch(
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_gpus)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", __file__, "--out", str(options.out)]
     log = (options.out / f"log_{num_gpus}_{name}.txt").open("w")
-    command += ["--layers", options.layers, "--worker", *keys]
+    command += ["--work", str(options.work), "--layers", options.layers, "--worker", *keys]
+    command += ["--as-drawn"] if options.as_drawn else []
     return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _devices() -> list[str]:
+    """Two that this process may see, or the one."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
 
 
 def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> dict[str, Result]:
     """One GPU's jobs on two GPUs side by side, then those of two GPUs; jobs after one that failed are started anew."""
     results: dict[str, Result] = {}
+    devices = _devices()
     single = [job for job in jobs if job.num_gpus == 1]
-    halves = [
-        [j for j in single if j.model in models]
-        for models in (("dense", "sink"), ("experts", "fp8", "fp8_delayed", "packed"))
-    ]
+    # By model, as the first run of a model makes its weights.
+    models = list(dict.fromkeys(job.model for job in single))
+    halves = [[j for j in single if j.model in models[half :: len(devices)]] for half in range(len(devices))]
     started = [
-        (half, launch([f"{j.model}/{j.name}" for j in half], 1, str(gpu), f"half{gpu}", options), f"1_half{gpu}")
+        (half, launch([f"{j.model}/{j.name}" for j in half], 1, devices[gpu], f"half{gpu}", options), f"1_half{gpu}")
         for gpu, half in enumerate(halves)
         if half
     ]
@@ -325,7 +332,7 @@ def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> dict[str, Resul
         results |= _collect(half, name, options.out)
     remaining, attempt = [job for job in jobs if job.num_gpus == 2], 0
     while remaining:
-        process = launch([f"{j.model}/{j.name}" for j in remaining], 2, "0,1", f"pair{attempt}", options)
+        process = launch([f"{j.model}/{j.name}" for j in remaining], 2, ",".join(devices), f"pair{attempt}", options)
         _wait(process, options.timeout)
         found = _collect(remaining, f"2_pair{attempt}", options.out)
         results |= found
@@ -349,6 +356,11 @@ def _collect(jobs: Sequence[Job], name: str, out: Path) -> dict[str, Result]:
     path = out / f"results_{name}.json"
     if not path.exists():
         return {}
+    return read_results(path)
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """What a launch has written."""
     found = json.loads(path.read_text())
     for result in found.values():
         result["losses"] = {int(i): loss for i, loss in result["losses"].items()}
@@ -401,32 +413,48 @@ def judge(jobs: Sequence[Job], results: dict[str, Result]) -> list[list]:
     return rows
 
 
+def _wanted(options: argparse.Namespace) -> list[Job]:
+    wanted = options.jobs or list(MODELS)
+    models = {name.partition("/")[0] for name in wanted}
+    jobs = [
+        j for j in JOBS
+        if j.model in wanted or f"{j.model}/{j.name}" in wanted or (j.name == REFERENCE and j.model in models)
+    ]  # fmt: skip
+    jobs = [j for j in jobs if options.layers == "te" or not j.te_only]
+    if options.reference_gpus == 0:
+        return [j for j in jobs if j.num_gpus > 1]
+    return [replace(j, num_gpus=2) for j in jobs] if options.reference_gpus == 2 else jobs
+
+
 def main() -> None:
     """Runs the jobs; exits non-zero if one fails or leaves its band."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--work", type=Path, help="folder of data, weights and checkpoints; that of the results")
+    parser.add_argument("--judge", type=Path, nargs="+", metavar="DIR", help="only judge the results in these folders")
     parser.add_argument("--jobs", nargs="+", help="model or model/run; all if not given")
     parser.add_argument("--layers", choices=["te", "local"], default="te")
-    parser.add_argument("--reference-gpus", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--reference-gpus", type=int, choices=[0, 1, 2], default=1)
+    parser.add_argument(
+        "--as-drawn", action="store_true", help="no run begins by loading weights: for those without TP, PP and EP"
+    )
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds a launch may take")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.work = (options.work or options.out).resolve()
     if options.worker:
         worker(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    options.out = options.out.resolve()
-    if not (options.out / "data" / "text.idx").exists():
-        write_documents(options.out)
-    wanted = options.jobs or list(MODELS)
-    jobs = [j for j in JOBS if (options.layers == "te" or not j.te_only)]
-    models = {name.partition("/")[0] for name in wanted}
-    jobs = [
-        j for j in jobs
-        if j.model in wanted or f"{j.model}/{j.name}" in wanted or (j.name == REFERENCE and j.model in models)
-    ]  # fmt: skip
-    if options.reference_gpus == 2:
-        jobs = [replace(job, num_gpus=2) for job in jobs]
-    results = run_all(jobs, options)
+    if options.judge:
+        paths = sorted(path for folder in options.judge for path in folder.glob("results_*.json"))
+        results = {key: found for path in paths for key, found in read_results(path).items()}
+        jobs = [job for job in JOBS if f"{job.model}/{job.name}" in results]
+    else:
+        jobs = _wanted(options)
+        if not (options.work / "data" / "text.idx").exists():
+            write_documents(options.work)
+        results = run_all(jobs, options)
     rows = judge(jobs, results)
     write_csv(options.out / "training_te.csv", HEADER, rows)
     for row in rows:
@@ -435,7 +463,7 @@ def main() -> None:
     for key, result in results.items():
         if result.error:
             print(f"--- {key}\n{result.error}", file=sys.stderr)
-    sys.exit("\n".join(failures) if failures else 0)
+    sys.exit("\n".join(failures) if failures and options.reference_gpus else 0)
 
 
 if __name__ == "__main__":

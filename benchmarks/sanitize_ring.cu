@@ -2,7 +2,7 @@
 // racecheck says of it, it says of every kernel built like this.
 //
 // Compile-time: MODE. 0: ordinary stores and an ordinary arrival at the barrier. 1: ordinary stores, and an arrival
-// that expects no bytes (arrive.expect_tx). 2: the copy engine fills the buffer.
+// that expects no bytes (arrive.expect_tx). 2: TMA fills the buffer.
 
 #include "../csrc/common/ptx.cuh"
 

@@ -11,10 +11,30 @@ NUM_HEADS, HEAD_DIM = 32, 128
 
 HEAD = """# Masks
 
-Made by `python docs/make_masks.py`. A mask is a set of slices: a range of queries, a range of keys, and one of four
-types (full; causal, aligned to the bottom right; inverse causal, aligned to the top left; both). Slices do not
-overlap. Each builder below returns an `AttnMask`; on Megatron's command line the same names go after `--magi-mask`
-([how](user_guide.md#other-masks)). `python -m megatron_magi explain --mask ...` shows what a mask costs on your ranks.
+Which builder to take, with a picture, the code and the cost of each. (Made by `python docs/make_masks.py`.)
+
+| tokens are | builder | with `--magi-mask` ([how](megatron.md#other-masks)) |
+| --- | --- | --- |
+| one sequence | [`full`](#full), [`causal`](#causal) | `causal` |
+| packed documents | [`varlen`](#packed-documents) | `documents` |
+| the same, by EOD tokens | [`from_eod_positions`](#packed-documents-by-end-of-document-tokens) | `documents` |
+| long documents, local attention | [`sliding_window`](#sliding-window) | `sliding_window` |
+| frames of a video, blocks of a diffusion model | [`block_causal`](#block-causal) | `block_causal` |
+| a prompt that sees itself, and an answer | [`prefix_lm`](#prefix-lm) | `prefix_lm` |
+| shared prompts, [rollouts](rollouts.md) | [`prefix_tree`](#prefix-tree) | `prefix_tree` |
+| something else | [slices of your own](#slices-of-your-own) | `FILE.py:FUNCTION` |
+
+A mask is a set of slices. A slice is a range of queries, a range of keys and a type:
+
+| type | number | the query in row i of m sees, of n keys |
+| --- | --- | --- |
+| full | 0 | all |
+| causal | 1 | those up to i + n - m: the last query sees all |
+| inverse causal | 2 | those from i on: the first query sees all |
+| both | 3 | those from i to i + n - m |
+
+A (query, key) pair may be in one slice only; two slices that share one are an error that names both. Tokens in no slice
+see nothing: their output is 0. `python -m megatron_magi explain --mask ...` shows what a mask costs on your ranks.
 
 Area is the number of visible (query, key) pairs. FLOPs are of one layer's forward pass with 32 query heads of
 dimension 128, `4 * area * heads * head_dim`; the backward takes 2.5 times as many.
@@ -42,6 +62,15 @@ ENTRIES = [
 ]  # fmt: skip
 
 
+TAIL = """## A mask that is not here
+
+Any mask that slices can express needs no change of the package: dispatch, communication and kernels take any set of
+slices. With Megatron `--magi-mask FILE.py:FUNCTION` names a function that returns it for each microbatch
+([how](megatron.md#other-masks)); in a loop of your own pass ranges and types to `magi_attn_flex_key`
+([how](own_loop.md)). To give it a name in the package, see [contributing](../CONTRIBUTING.md#a-new-mask).
+"""
+
+
 def mask_of(code: str) -> AttnMask:
     """The mask that a line of the gallery makes."""
     return eval(code, {"builders": builders, "AttnMask": AttnMask, "MaskType": MaskType})
@@ -59,7 +88,7 @@ def page() -> str:
             f"## {title}\n\n![{title}](images/masks/{name}.png)\n\n{text}\n\n```python\n{code}\n```\n\n"
             f"{count}, area {mask.area:,} ({share:.1%} of all pairs), {flops / 1e9:.2f} GFLOP.\n"
         )
-    return "\n".join(parts)
+    return "\n".join([*parts, TAIL])
 
 
 def main() -> None:

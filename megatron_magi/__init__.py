@@ -1,6 +1,7 @@
 """Context-parallel attention for Megatron: balanced, zero-redundancy, any mask.
 
-Names are imported when they are first used: importing the package takes no torch, CUDA or Megatron.
+Names are imported when they are first used: importing the package takes no torch, CUDA or Megatron. They are for users:
+nothing inside the package imports them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_magi.api import (
+        calc_attn,
+        dispatch,
+        get_position_ids,
+        magi_attn_flex_key,
+        magi_attn_varlen_key,
+        roll,
+        undispatch,
+    )
     from megatron_magi.attention import distributed_attention
     from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
     from megatron_magi.mask import AttnMask, AttnRange, AttnRanges, AttnSlice, MaskType
@@ -31,13 +41,32 @@ __all__ = [
     "MaskType",
     "OverlapConfig",
     "block_sparse_attention",
+    "calc_attn",
+    "dispatch",
     "distributed_attention",
+    "get_position_ids",
     "index_sparse_attention",
+    "magi_attn_flex_key",
+    "magi_attn_varlen_key",
     "make_plan",
+    "roll",
     "slice_attention",
+    "undispatch",
 ]
 
 _HOME = {
+    **dict.fromkeys(
+        (
+            "calc_attn",
+            "dispatch",
+            "get_position_ids",
+            "magi_attn_flex_key",
+            "magi_attn_varlen_key",
+            "roll",
+            "undispatch",
+        ),
+        "api",
+    ),
     "distributed_attention": "attention",
     "make_plan": "plan",
     "slice_attention": "ops.slice_attention",

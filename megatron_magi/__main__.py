@@ -129,8 +129,8 @@ def _calibrate() -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of ``python -m megatron_magi``; returns the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
     parser = argparse.ArgumentParser(prog="python -m megatron_magi", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     env = commands.add_parser("env", help="environment variables and their current values")
@@ -144,7 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
     add_explain_arguments(explain)
-    args = parser.parse_args(argv)
+    explain.set_defaults(error=explain.error)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of ``magi`` and ``python -m megatron_magi``; returns the exit status."""
+    args = make_parser().parse_args(argv)
     if args.command == "calibrate":
         return _calibrate()
     if args.command == "build":
@@ -156,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             print(command.run(args))
         except ValueError as error:
-            explain.error(str(error))
+            args.error(str(error))
         return 0
     if args.markdown:
         sys.stdout.write(environment_page())

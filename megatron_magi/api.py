@@ -22,10 +22,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as _dispatch
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat import arguments, exports
 from megatron_magi.compat.exports import *  # noqa: F403, every name of its `__all__`, and of no other, is ours too
 from megatron_magi.compat.exports import (
@@ -37,7 +37,7 @@ from megatron_magi.compat.exports import (
 )
 from megatron_magi.compat.keys import new_key, new_mask_key
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
-from megatron_magi.compat.runtime import RuntimeCache, cp_group_of, default_device
+from megatron_magi.compat.runtime import RuntimeCache, default_device
 from megatron_magi.mask.documents import IntArrayLike, integer
 
 __all__ = [
@@ -57,8 +57,6 @@ __all__ = [
     "undispatch",
 ]
 __all__ += exports.__all__
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 # The interface has keys without owners, so their plans live here: `clear_cache` empties it.
 _RUNTIMES = RuntimeCache()
@@ -82,7 +80,7 @@ def magi_attn_flex_key(
     is_q_permutable: bool = True,
     is_k_permutable: bool = True,
 ) -> DistAttnRuntimeKey:
-    """The key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
+    """Makes the key of any mask: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as ``attn_mask_type[i]``.
 
     Args:
         q_ranges, k_ranges: n half-open ranges each: `AttnRanges`, pairs, or an ``[n, 2]`` tensor.
@@ -95,7 +93,8 @@ def magi_attn_flex_key(
             refused: with it the length must divide by the number of ranks times ``chunk_size`` (on one
             rank any number will do, 0 too).
         chunk_size: tokens a chunk, the grain of load balance; chosen when None.
-        cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None.
+        cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None. Of two dimensions
+            the second is the ranks of a node: keys cross between nodes once (`CommConfig.ranks_per_node`).
         dist_attn_config: everything else; what it leaves open comes from the environment
             (`megatron_magi.envs`) and from defaults that adapt to the mask.
         is_same_source, is_q_permutable, is_k_permutable: must be True: queries and keys are the
@@ -130,7 +129,7 @@ def magi_attn_varlen_key(
     window_size: tuple[int, int] = (-1, -1),
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
 ) -> DistAttnRuntimeKey:
-    """The key of packed documents, full, causal or with a sliding window.
+    """Makes the key of packed documents, full, causal or with a sliding window.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
@@ -190,7 +189,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     head_dim: int | None = None,
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
 ) -> DistAttnRuntimeKey:
-    """The key of another mask over tokens that are dispatched already, as hybrid attention needs it.
+    """Makes the key of another mask over tokens that are dispatched already, for hybrid attention.
 
     Args:
         q_ranges, k_ranges, attn_mask_type: see `magi_attn_flex_key`.
@@ -232,7 +231,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
 def dispatch(
     x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0, is_partial_grad: bool = False
 ) -> torch.Tensor:
-    """This rank's rows of a global tensor. Differentiable.
+    """Returns this rank's rows of a global tensor. Differentiable.
 
     Args:
         x: ``[total_seqlen, ...]`` without padding, the same on all ranks.
@@ -265,7 +264,7 @@ def dispatch(
 
 @torch.compiler.disable
 def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False) -> torch.Tensor:
-    """The global tensor from all ranks' rows, without padding. Collective, differentiable.
+    """Gathers the global tensor from all ranks' rows, without padding. Collective, differentiable.
 
     Args:
         x: ``[num_rows, ...]``, this rank's rows.
@@ -335,7 +334,7 @@ def calc_attn(
     softcap: float = 0.0,
     return_max_logits: bool = False,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
-    """Attention of this rank's queries over the keys of all ranks. Collective, differentiable.
+    """Computes attention of this rank's queries over the keys of all ranks. Collective, differentiable.
 
     Args:
         q: ``[num_rows, num_heads_q, head_dim]``, this rank's rows.
@@ -378,7 +377,7 @@ def calc_attn(
 
 @torch.compiler.disable
 def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
-    """Global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
+    """Returns the global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
 
     Padding rows repeat the position of the last token, so that tables as long as the sequence can be indexed
     with it. (To find them: ``dispatch(torch.ones(total_seqlen), key)`` is 0 there.) On the GPU where the group
@@ -391,18 +390,18 @@ def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
 
 @torch.compiler.disable
 def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
-    """The key made last for a group. For code that cannot be given its key; nothing here uses it.
+    """Returns the key made last for a group. For code that cannot be given its key; nothing here uses it.
 
     Raises:
         ValueError: no key was made for the group.
     """
-    return _RUNTIMES.most_recent(cp_group_of(cp_group, "cp_group"))
+    return _RUNTIMES.most_recent(group_of(cp_group, "cp_group"))
 
 
 @torch.compiler.disable
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
-    _RUNTIMES.clear(cp_group_of(cp_group, "cp_group"))
+    _RUNTIMES.clear(group_of(cp_group, "cp_group"))
 
 
 def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group, is_partial_grad: bool):

@@ -50,11 +50,11 @@ class DispatchConfig:
             ``rates``, and of ``affinity`` wider tolerances too;
             ``affinity`` keeps keys and the queries that need them together as far as
             ``balance_tolerance`` allows; ``min_heap`` minimises the largest area alone;
-            ``sorted_sequential`` deals the chunks, sorted by area, to and fro; ``zigzag`` gives every rank two
-            contiguous pieces, as far from the begin of the sequence as from its end;
+            ``sorted_sequential`` deals the chunks, sorted by area, in serpentine order; ``zigzag`` gives every rank two
+            contiguous pieces, mirrored about the middle of the sequence;
             ``sequential`` gives every rank one contiguous piece.
         chunk_size: tokens a chunk; chosen from the length and the number of ranks when None.
-        pad_size: tokens of padding at the end of the sequence, exactly so many or an error; as few
+        pad_size: tokens of padding at the end of the sequence, exactly this many or an error; as few
             as make all shards equally long when None, on one rank none.
         uneven_shard: shards may differ in length and nothing is padded. False pads the
             sequence at its end so that all shards are equally long.
@@ -202,6 +202,9 @@ class CommConfig:
         backward_high_precision_reduce: partial dk and dv travel in fp32, at twice the bytes.
         dsink_all_reduce: reduction of the sink's gradient over the CP group inside the
             operator: ``none`` leaves it to the framework.
+        ranks_per_node: neighbours in the group that share a node: what several of them need of another node crosses
+            between the nodes once, and partial gradients are summed inside the node before they cross. All ranks are
+            alike when None; 1, or all ranks of the group, comes to the same.
         verify: compare plan hashes over the CP group before a plan is first used, and operations, dtypes, widths
             and options of calls where they change; an error on one rank becomes one on all.
     """
@@ -209,12 +212,15 @@ class CommConfig:
     impl: CommImpl = "auto"
     backward_high_precision_reduce: bool = False
     dsink_all_reduce: Literal["none", "sum", "avg"] = "none"
+    ranks_per_node: int | None = None
     verify: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("impl", self.impl, ("auto", "reference", "all_to_all", "native"))
         _check_choice("dsink_all_reduce", self.dsink_all_reduce, ("none", "sum", "avg"))
         _check_flags(self, "backward_high_precision_reduce", "verify")
+        if self.ranks_per_node is not None:
+            _check_count("ranks_per_node", self.ranks_per_node, 1)
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ def _sm_margin(which: str) -> Variable:
     )
 
 
+_HIERARCHICAL = PREFIX + "HIERARCHICAL_COMM"
 _CACHE_SIZE = PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE"
 _MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _HIGH_PRECISION = PREFIX + "BACKWARD_HIGH_PRECISION_REDUCE"
@@ -136,6 +137,7 @@ _BUILD_JOBS = "90 % of the cores"
 _NO_NVCC = "Kernels are compiled by NVRTC, one thread each."
 _WORKSPACE, _VERBOSE, _DEBUG = PREFIX + "WORKSPACE_BASE", PREFIX + "BUILD_VERBOSE", PREFIX + "BUILD_DEBUG"
 _NO_CACHE, _FORCE_JIT = PREFIX + "NO_BUILD_CACHE", PREFIX + "FORCE_JIT_BUILD"
+_PROFILE = PREFIX + "PROFILE_MODE"
 _PREBUILD, _PREBUILD_JOBS = PREFIX + "PREBUILD_FFA", PREFIX + "PREBUILD_FFA_JOBS"
 
 SECTIONS: dict[str, tuple[Variable, ...]] = {
@@ -200,8 +202,12 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             off_value="all_to_all",
             default_text="where the GPUs are linked",
         ),
-        _unavailable(
-            "HIERARCHICAL_COMM", "Communication in two levels, inside and between nodes, is not available yet."
+        _toggle(
+            "HIERARCHICAL_COMM",
+            "Communication in two levels: what several ranks of a node need of another crosses once. 1 is an error "
+            "where nothing says which ranks share a node, 0 treats all ranks alike.",
+            default=None,
+            default_text="where --hierarchical-context-parallel-sizes or a mesh of two dimensions tell nodes apart",
         ),
         _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
         _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),
@@ -238,7 +244,12 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "checked.)",
             "attend.sanity_check",
         ),
-        _unavailable("PROFILE_MODE", "Timing inside kernels is not available yet; torch's profiler works as it is."),
+        _toggle(
+            "PROFILE_MODE",
+            "Passes of attention, our kernels and collectives are NVTX ranges and are timed; rank 0 prints a summary "
+            "when the process ends, `megatron_magi.profiling.summary()` returns it at any time. Read when the package "
+            "is imported. For development: it costs host time, and kernels no longer overlap at their ends.",
+        ),
     ),
     "Building": (
         Variable(
@@ -301,7 +312,7 @@ VARIABLES: dict[str, Variable] = {v.name: v for section in SECTIONS.values() for
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment said when it was read.
+    """The values of the environment when it was read.
 
     Attributes:
         given: the variables that were set, as (name, typed value).
@@ -324,6 +335,21 @@ class Environment:
     def plan_cache_size(self) -> int:
         """Number of plans to keep."""
         return int(self.value(_CACHE_SIZE))
+
+    def ranks_per_node(self, told: int | None, how: str) -> int | None:
+        """Neighbours that share a node, see `CommConfig`; None where all ranks are to be alike.
+
+        Args:
+            told: by an argument, None where none says it.
+            how: it could be told, for the message.
+
+        Raises:
+            ValueError: two levels are asked for, and nothing tells the nodes.
+        """
+        wanted = self.value(_HIERARCHICAL)
+        if wanted and told is None:
+            raise ValueError(f"{_HIERARCHICAL}: needs {how} to tell which ranks share a node")
+        return None if wanted is False else told
 
     def default_config(self) -> MagiConfig:
         """The configuration for callers who gave none: defaults, and what the environment says.
@@ -421,6 +447,16 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     if unknown:
         warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=2)
     return Environment(tuple(given.items()), unknown)
+
+
+def profile_mode(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether passes, kernels and collectives are timed; other variables are not looked at.
+
+    Raises:
+        ValueError: the value is malformed.
+    """
+    text = (os.environ if environ is None else environ).get(_PROFILE, "").strip()
+    return bool(VARIABLES[_PROFILE].parse(text or "0"))
 
 
 def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:

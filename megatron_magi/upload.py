@@ -54,10 +54,18 @@ class PackedArrays:
             memory = (memory if memory.is_pinned() else memory.pin_memory()).to(device, non_blocking=True)
         elif device.type != "cpu":
             memory = memory.to(device)
+        # One call an array: layers wait for this.
+        of_dtype = {dtype: memory.view(dtype) for dtype in {place.dtype for place in self.places}}
+        begin = memory.storage_offset()
         return [
-            memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            of_dtype[dtype].as_strided(shape, _strides(shape), (begin + offset) // dtype.itemsize)
             for offset, dtype, shape in self.places
         ]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous array."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:

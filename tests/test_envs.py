@@ -52,7 +52,7 @@ KNOWN = {
     "FFA_FORWARD_INPLACE_CORRECT",
     "FFA_BACKWARD_HIGH_PRECISION_REDUCE",
 }
-UNAVAILABLE = ["FA4_BACKEND", "QO_COMM", "HIERARCHICAL_COMM", "PROFILE_MODE"]
+UNAVAILABLE = ["FA4_BACKEND", "QO_COMM"]
 
 
 def config_of(**variables) -> MagiConfig:
@@ -114,6 +114,16 @@ def test_asking_for_what_is_not_there_yet_is_one_clear_error(name):
     with pytest.raises(ValueError, match=f"{PREFIX}{name}=1: .*not available yet.*leave it at 0"):
         config_of(**{name: "1"})
     assert config_of(**{name: "0"}) == envs.load({}).default_config()
+
+
+@pytest.mark.parametrize(("text", "told", "nodes"), [("", 4, 4), ("", None, None), ("0", 4, None), ("1", 4, 4)])
+def test_nodes_are_told_apart_where_something_tells_them_unless_that_is_refused(text, told, nodes):
+    assert envs.load({PREFIX + "HIERARCHICAL_COMM": text}).ranks_per_node(told, "a mesh") == nodes
+
+
+def test_two_levels_without_nodes_are_an_error():
+    with pytest.raises(ValueError, match=f"{PREFIX}HIERARCHICAL_COMM: needs a mesh to tell"):
+        envs.load({PREFIX + "HIERARCHICAL_COMM": "1"}).ranks_per_node(None, "a mesh")
 
 
 def test_the_settings_of_compiling_are_read_alone():

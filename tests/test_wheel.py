@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -18,6 +19,21 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 
 ROOT = Path(megatron_magi.__file__).parents[1]
 ONE_KERNEL = '\n\ndef common_kernels():\n    return [("prepare", ())]\n'
+IMPORT_ALL = """
+import importlib, os, pkgutil, sys
+sys.modules.update(dict.fromkeys(
+    ("megatron", "transformers", "accelerate", "transformer_engine", "einops", "matplotlib", "yaml", "psutil")
+))
+import megatron_magi
+print(os.path.dirname(megatron_magi.__file__))
+for module in pkgutil.walk_packages(megatron_magi.__path__, "megatron_magi.", onerror=lambda name: None):
+    try:
+        if not module.name.startswith(("megatron_magi.testing", "megatron_magi.__main__")):
+            importlib.import_module(module.name)
+    except ImportError:
+        print(module.name)
+"""
+"""Imports each module where nothing of the extras is installed; prints the package's folder, then what failed."""
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 
 
@@ -66,6 +82,51 @@ def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkey
         monkeypatch.delenv(name, raising=False)
     image = hopper_build.build(hopper_kernels.source_of("prepare"), (), tmp_path / "cache")
     assert wheel.read(cubins[0]).startswith(image) and not (tmp_path / "cache").exists()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A wheel without kernels and planner, unpacked as an installer would; the wheel lies beside it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel, _ = build_wheel(folder, MAGI_ATTENTION_PREBUILD_FFA="0")
+    wheel.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_a_wheel_has_no_faults_that_are_known_of_wheels(installed):
+    """Modules of tests, files of version control, duplicates, a record that does not fit, and the like."""
+    pytest.importorskip("check_wheel_contents", reason="check-wheel-contents is not installed: make setup")
+    (wheel,) = (installed.parent / "dist").glob("*.whl")
+    checked = subprocess.run(
+        [sys.executable, "-m", "check_wheel_contents", "--no-config", str(wheel)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_commands_start_in_an_environment_that_has_nothing_else(installed, tmp_path):
+    venv.create(tmp_path / "clean", symlinks=True)
+    script = "import megatron_magi, sys; from megatron_magi.__main__ import main; print(*megatron_magi.__all__); main()"
+    said = subprocess.run(
+        [tmp_path / "clean/bin/python", "-c", script, "env"], cwd=tmp_path, env={"PYTHONPATH": str(installed)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert "make_plan" in said.stdout and "MAGI_ATTENTION_WORKSPACE_BASE" in said.stdout
+
+
+def test_all_but_the_adapters_imports_without_the_extras(installed, tmp_path):
+    env = {"PYTHONPATH": str(installed), "PATH": os.environ["PATH"]}
+    said = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, env=env,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    folder, *failed = said.stdout.split()
+    assert folder == str(installed / "megatron_magi")
+    adapters = tuple(f"megatron_magi.{name}" for name in ("mcore", "hf", "demo", "explain.figures"))
+    assert [name for name in failed if not name.startswith(adapters)] == []
+    assert "megatron_magi.explain.figures" in failed, "matplotlib was to be missing"
 
 
 def test_a_wheel_brings_the_command_and_the_package_alone(tmp_path):

@@ -14,6 +14,7 @@ struct Control {
   u32 broken;                            // 1 + the rank that did not come
   // Only this rank's:
   u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
+  u32 left[kMaxRanks];  // by rank: it has this memory mapped no more; told by the hosts
 };
 
 // In page-locked memory of the host.
@@ -127,17 +128,21 @@ struct Pull {
   }
 };
 
-// How the rows of a call are dealt: `run` that follow each other to each group of threads.
-struct Runs {
-  i64 first, step;
-  int run;
-  DEVICE Runs(const RowWalk& walk, i64 num_rows) {
-    const i64 most = num_rows / (2 * walk.step);
-    run = most < 1 ? 1 : most > 8 ? 8 : static_cast<int>(most);
-    first = walk.row * run;
-    step = walk.step * run;
-  }
+// Numbers from 0 up, in as many parts as there are peers, side by side and beginning with another part on each rank:
+// rows that follow each other mostly are of one rank, and if all ranks read the same one its links would set the pace.
+struct SideBySide {
+  u32 parts, first, length;
+  DEVICE SideBySide(const Peers& p, i64 count)
+      : parts(p.num_ranks - 1), first(p.rank % parts), length((static_cast<u32>(count) + parts - 1) / parts) {}
+  DEVICE u32 end() const { return parts * length; }  // as many as there are, or a few more
+  DEVICE i64 at(u32 i) const { return (i + first) % parts * length + i / parts; }
 };
+
+// How the rows of a call are dealt: `run` that follow each other to each group of threads.
+DEVICE int length_of_runs(const RowWalk& walk, i64 num_rows) {
+  const i64 most = num_rows / (2 * walk.step);
+  return most < 1 ? 1 : most > 8 ? 8 : static_cast<int>(most);
+}
 
 DEVICE bool is_last_block(u32* blocks_done) {
   __syncthreads();

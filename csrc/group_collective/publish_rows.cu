@@ -28,7 +28,7 @@ DEVICE void publish_row(const SlotRows& s, i64 row, u64 slot, int lane, int lane
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512) magi_publish_rows(const __grid_constant__ PublishParams p) {
+extern "C" __global__ void __launch_bounds__(512, 2) magi_publish_rows(const __grid_constant__ PublishParams p) {
   Control* mine = p.peers.control[p.peers.rank];
   const u32 call = mine->calls_published + 1;
   const int thread = threadIdx.x, lanes = 1 << p.from.log2_lanes, shift = static_cast<int>(p.chunk_shift);
@@ -41,7 +41,11 @@ extern "C" __global__ void __launch_bounds__(512) magi_publish_rows(const __grid
               base = p.rows == nullptr ? (count + (1 << kLog2ChunkRows) - 1) >> kLog2ChunkRows : count;
     const int more = shift - kLog2ChunkRows;
     const i64 num_chunks = (base + (1 << more) - 1) >> more;
-    for (i64 chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    const SideBySide chunks(p.peers, num_chunks);
+    for (u32 j = blockIdx.x; j < chunks.end(); j += gridDim.x) {
+      // What goes back lies by destination: each finds the first of its rows at once.
+      const i64 chunk = p.rows == nullptr ? chunks.at(j) : j;
+      if (chunk >= num_chunks) continue;
       i64 begin = chunk << shift, end = begin + (1 << shift) < count ? begin + (1 << shift) : count;
       if (p.rows != nullptr) {
         const i64 last = (chunk + 1) << more;

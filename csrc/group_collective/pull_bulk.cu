@@ -1,5 +1,6 @@
 // pull_rows.cu for rows of multiples of 16 bytes, by TMA: one thread of each warp has pieces of rows loaded
-// into a ring of places in shared memory and stored from there. Few SMs have all in flight that the links carry.
+// into a ring of places in shared memory and stored from there. Few SMs have all in flight that the links carry. NaN
+// where a rank does not come.
 
 #include "peers.cuh"
 
@@ -21,38 +22,56 @@ DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
 
 // The pieces that one thread copies, one after the other: rows in runs, each in pieces.
 struct Pieces {
-  i64 row, end_of_run, num_rows, step;
+  i64 row, end_of_run, num_rows, at, step;
   int run, piece, num_pieces;
+  SideBySide runs;
 
-  DEVICE Pieces(i64 thread, i64 num_threads, i64 num_rows, int units) : num_rows(num_rows), piece(0) {
+  DEVICE Pieces(const Peers& p, i64 thread, i64 num_threads, i64 num_rows, int units)
+      : num_rows(num_rows),
+        at(thread),
+        step(num_threads),
+        run(length(num_rows, num_threads)),
+        piece(0),
+        num_pieces((units + kPieceUnits - 1) / kPieceUnits),
+        runs(p, (num_rows + run - 1) / run) {
+    begin_run();
+  }
+  static DEVICE int length(i64 num_rows, i64 num_threads) {
     const i64 share = (num_rows + num_threads - 1) / num_threads;
-    run = share < kMostRun ? static_cast<int>(share) : kMostRun;
-    row = thread * run;
-    end_of_run = row + run;
-    step = num_threads * run;
-    num_pieces = (units + kPieceUnits - 1) / kPieceUnits;
+    return share < 1 ? 1 : share > kMostRun ? kMostRun : static_cast<int>(share);
+  }
+  DEVICE void begin_run() {
+    for (row = num_rows; at < runs.end(); at += step) {
+      row = runs.at(at) * run;
+      if (row < num_rows) break;
+    }
+    end_of_run = row + run < num_rows ? row + run : num_rows;
   }
   DEVICE bool any() const { return row < num_rows && num_pieces; }
   DEVICE void advance() {
     if (++piece < num_pieces) return;
     piece = 0;
     if (++row < end_of_run) return;
-    end_of_run += step;
-    row = end_of_run - run;
+    at += step;
+    begin_run();
   }
 };
 
+// Without `smem`: NaN, by ordinary stores.
 DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
   const int begin = piece * kPieceUnits, end = begin + kPieceUnits < s.units ? begin + kPieceUnits : s.units;
 #pragma unroll
   for (int i = 0; i < kMaxTensors; ++i) {
     const int last = i + 1 < kMaxTensors ? s.begin[i + 1] : s.units;
     const int from = begin > s.begin[i] ? begin : s.begin[i], to = end < last ? end : last;
-    if (from < to)
-      store_bytes(s.rows[i] + row * s.stride[i] + (from - s.begin[i]) * 16, smem + (from - begin) * 16,
-                  (to - from) * 16);
+    if (from >= to) continue;
+    const u64 address = s.rows[i] + row * s.stride[i] + (from - s.begin[i]) * 16;
+    if (smem)
+      store_bytes(address, smem + (from - begin) * 16, (to - from) * 16);
+    else
+      for (int unit = 0; unit < to - from; ++unit) reinterpret_cast<uint4*>(address)[unit] = {~0u, ~0u, ~0u, ~0u};
   }
-  bulk_commit();
+  if (smem) bulk_commit();
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
@@ -67,13 +86,14 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
     fence_async_proxy();
-    Pieces loads(static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count, s.units);
+    Pieces loads(p.peers, static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count,
+                 s.units);
     Pieces stores = loads;
     Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
     i64 place = loads.any() ? p.places[loads.row] : 0;
     u64 from = 0;
-    for (u32 loaded = 0, stored = 0; stores.any() && !failed; ++stored) {
-      for (; loads.any() && loaded - stored < kDepth - kSpare; ++loaded) {
+    for (u32 loaded = 0, stored = 0; stores.any(); ++stored) {
+      for (; loads.any() && !failed && loaded - stored < kDepth - kSpare; ++loaded) {
         if (loads.piece == 0) {
           from = pull.await_row(place, true);
           failed = from == 0;
@@ -91,11 +111,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
       barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
       store_piece(s, stores.row, stores.piece, ring + stored % kDepth * kPieceBytes);
       stores.advance();
-      // What was loaded before a rank failed to come is waited for: the memory that it goes to may not be left.
-      if (failed)
-        for (++stored; stored < loaded; ++stored) barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
     }
     bulk_wait();
+    for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // none, unless a rank failed
   }
   end_pull(p.peers, call);
 }

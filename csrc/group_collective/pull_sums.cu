@@ -1,5 +1,5 @@
 // Adds partial rows that peers publish to the rows they belong to, in the order of ranks: each result is read once and
-// written once.
+// written once. NaN is added where a rank does not come.
 
 #include "numbers.cuh"
 #include "peers.cuh"
@@ -30,9 +30,9 @@ DEVICE void add_parts(const SlotRows& s, Pull& pull, i64 row, const i64* places,
         for (int j = 0; j < VECTOR; ++j) sum[i][j] = widen(before.at[j]);
       }
     for (i64 k = 0; k < count; ++k) {
-      const u64 address = pull.await_row(places[k]);
+      const u64 address = failed ? 0 : pull.await_row(places[k]);
       failed = address == 0;
-      if (failed) return;
+      if (failed) break;
       const From* from = reinterpret_cast<const From*>(address);
       From part[kLoads];
 #pragma unroll
@@ -49,21 +49,22 @@ DEVICE void add_parts(const SlotRows& s, Pull& pull, i64 row, const i64* places,
       if (unit + i * lanes < s.units) {
         Into after;
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) after.at[j] = Narrow<INTO, Sum>::of(sum[i][j]);
+        for (int j = 0; j < VECTOR; ++j)
+          after.at[j] = Narrow<INTO, Sum>::of(failed ? static_cast<Sum>(__int_as_float(0x7fffffff)) : sum[i][j]);
         *reinterpret_cast<Into*>(address_of(s, row, unit + i * lanes, sizeof(Into))) = after;
       }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512) magi_pull_sums(const __grid_constant__ PullSumsParams p) {
+extern "C" __global__ void __launch_bounds__(512, 2) magi_pull_sums(const __grid_constant__ PullSumsParams p) {
   const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
   const RowWalk walk = my_rows(p.into.log2_lanes);
   const i64 num_rows = *p.count;
-  const Runs runs(walk, num_rows);
+  const int run = length_of_runs(walk, num_rows);
   Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), p.into.row_bytes);
   bool failed = false;
-  for (i64 first = runs.first; first < num_rows && !failed; first += runs.step)
-    for (i64 i = first; i < first + runs.run && i < num_rows && !failed; ++i)
+  for (i64 first = walk.row * run; first < num_rows; first += walk.step * run)
+    for (i64 i = first; i < first + run && i < num_rows; ++i)
       add_parts(p.into, pull, p.rows[i], p.places + p.starts[i], p.starts[i + 1] - p.starts[i], walk.lane, walk.lanes,
                 failed);
   end_pull(p.peers, call);

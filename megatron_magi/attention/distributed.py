@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from torch.autograd.function import once_differentiable
 from megatron_magi.attention.calls import AttentionCall, describe_row
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
-from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
+from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
+from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
@@ -35,7 +38,7 @@ class _Call:
     """What calls fix that differ in nothing but addresses and content of their tensors.
 
     It is kept with the plan, to which it does not refer: a cycle would keep device memory until the garbage collector
-    runs.
+    runs. Nor does it keep the group, which may end before the plan.
 
     Attributes:
         record, backward_record: what other ranks must mean too.
@@ -46,10 +49,10 @@ class _Call:
 
     schedule: Schedule
     bands: tuple[np.ndarray, ...]
-    casts: tuple[GroupCastArgs, ...]
+    casts: tuple[Args, ...]
     plan_hash: int
     cp_size: int
-    group: dist.ProcessGroup | None
+    group_ref: Callable[[], dist.ProcessGroup | None]
     config: MagiConfig
     module: ModuleType  # the implementation
     forward_options: AttnOptions
@@ -63,6 +66,11 @@ class _Call:
     delta_memo: dict | None
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; None for one."""
+        return self.group_ref()
+
+    @property
     def accumulates(self) -> bool:
         """Whether several stages' partial results meet, and are kept wide until the end."""
         return bool(self.casts)
@@ -74,7 +82,7 @@ def distributed_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     rank_plan: RankPlan,
-    group: dist.ProcessGroup | None,
+    group: Group,
     *,
     config: MagiConfig | None = None,
     sink: torch.Tensor | None = None,
@@ -94,7 +102,7 @@ def distributed_attention(
         k: ``[num_rows, num_heads_kv, head_dim]``, likewise.
         v: ``[num_rows, num_heads_kv, head_dim_v]``, likewise.
         rank_plan: ``plan.for_rank(cp_rank)``.
-        group: the context-parallel group; may be None when the plan is for one rank.
+        group: the context-parallel group, or a mesh; may be None when the plan is for one rank.
         config: implementation choices; defaults when None.
         sink: logits that take part in the softmax without a value: ``[num_sinks, num_heads_q]``
             (layout ``sh``, the same on all ranks) or ``[num_rows, num_sinks, num_heads_q]``
@@ -115,10 +123,12 @@ def distributed_attention(
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = _DEFAULTS if config is None else config
+    group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.setdefault("calls", {})
         call = known.get(key)
+        is_new = call is None
         if call is None:
             _check_inputs(q, k, v, rank_plan, group)
             _check_sink(sink, sink_layout, q)
@@ -130,6 +140,8 @@ def distributed_attention(
             if key is not None:
                 known[key] = call
         _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
+        if is_new:
+            _make_room(k, v, call)
         if call.record.gradient:
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
@@ -146,14 +158,19 @@ def _key(q, k, v, sink, group, config: MagiConfig, *options: object) -> tuple | 
     for option in options:
         if option is not None and type(option) not in _PLAIN:
             return None
-    # Group and configuration are kept by the call, so that no others can have their identities.
+    # The configuration is kept by the call, so that no other can have its identity.
     return (
-        id(group), id(config), options, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        None if group is None else ref(group), id(config), options,
+        torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
         q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
         k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
         v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
         sink if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad),
     )  # fmt: skip
+
+
+def _no_group() -> None:
+    """Stands for a reference to the group of one rank."""
 
 
 def _make_call(
@@ -187,7 +204,7 @@ def _make_call(
         casts=casts,
         plan_hash=plan.plan_hash,
         cp_size=plan.cp_size,
-        group=group,
+        group_ref=_no_group if group is None else ref(group),
         config=config,
         module=module,
         forward_options=options[0],
@@ -204,6 +221,20 @@ def _make_call(
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
     )
+
+
+def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
+    """Has collectives get the memory that the stages of both passes take, before anything of the step waits for it."""
+    of_keys, of_gradients = (
+        RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
+    )
+    back = of_gradients if call.record.gradient else None
+    make_room(call.casts, of_keys, back, call.group, call.config.comm.impl)
+
+
+def _partial_dtype(k: torch.Tensor, call: _Call) -> torch.dtype:
+    """Of the gradients of fetched keys."""
+    return accumulate_dtype(k.dtype) if call.config.comm.backward_high_precision_reduce else k.dtype
 
 
 def _calls(group: dist.ProcessGroup | None, cp_size: int, config: MagiConfig) -> CallLog | NoCalls:
@@ -387,8 +418,7 @@ class _Backward:
         else:
             saved = stage == self._schedule.saved_stage
             k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
-            high_precision = call.config.comm.backward_high_precision_reduce
-            grad_dtype = accumulate_dtype(k.dtype) if high_precision else k.dtype
+            grad_dtype = _partial_dtype(k, call)
             is_first, into = False, (None, None)
         if not is_first and self._dq is None:
             self._dq = _zeros(self._q, self._wide)

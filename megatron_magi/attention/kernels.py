@@ -38,6 +38,8 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     wide = accumulate_dtype(shape.dtype)
     partial = wide if config.comm.backward_high_precision_reduce else shape.dtype
     found.append(cuda_rows.sum_source(partial, wide, 16 // wide.itemsize))
+    if config.comm.ranks_per_node is not None:
+        found.append(cuda_rows.sum_source(partial, partial, 16 // partial.itemsize))
     if config.comm.impl in ("auto", "native"):
         found += native.needed_kernels(partial, wide)
     return found

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.runtime import peer_rows
-from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.attention.runtime import cast_tables, uploaded_args
+from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.choices import Problem
+from megatron_magi.ops.hopper.choices import Problem, make_problem
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
+from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.upload import PackedArrays, pack
 
@@ -57,7 +58,7 @@ class _PreparedPlan:
     """A `RankPlan` with what its collectives and its stages need beside arrays."""
 
     plan: RankPlan
-    casts: tuple[CastFacts, ...]
+    casts: tuple[CastFacts | LevelFacts, ...]
     tables: tuple[MaskTables, ...]
 
     def keep(
@@ -65,7 +66,7 @@ class _PreparedPlan:
     ) -> None:
         """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
         self.plan.runtime[str(device)] = tuple(
-            GroupCastArgs.from_uploaded(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
+            uploaded_args(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
         )
         # One for the bands of each stage, or none at all.
         for bands, tables in zip(self.plan.bands, self.tables, strict=False):
@@ -73,27 +74,29 @@ class _PreparedPlan:
             self.plan.runtime.setdefault("tables", []).append(kept)
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedBatch:
-    """Made by `prepare_batch`; can be sent from one process to another."""
+class _Parts(NamedTuple):
+    """Of a `PreparedBatch`."""
 
-    _plans: dict[Hashable, _PreparedPlan]
-    _names: tuple[str, ...]
-    _packed: PackedArrays
+    plans: dict[Hashable, _PreparedPlan]
+    names: tuple[str, ...]
+    packed: PackedArrays
+
+
+class PreparedBatch(Sendable[_Parts]):
+    """Made by `prepare_batch`; can be sent from one process to another."""
 
     @property
     def plans(self) -> dict[Hashable, RankPlan]:
         """This rank's plans by name, such as one for each kind of layer."""
-        return {name: prepared.plan for name, prepared in self._plans.items()}
+        return {name: prepared.plan for name, prepared in self.parts.plans.items()}
 
     @property
     def num_bytes(self) -> int:
         """Bytes that `to` copies."""
-        return self._packed.num_bytes
+        return self.parts.packed.num_bytes
 
-    def pin_memory(self) -> PreparedBatch:
-        """The same in page-locked memory, as data loaders ask for it."""
-        return PreparedBatch(self._plans, self._names, self._packed.pin_memory())
+    def _pinned(self, parts: _Parts) -> _Parts:
+        return parts._replace(packed=parts.packed.pin_memory())
 
     def to(self, device: torch.device | str) -> dict[str, Tensor]:
         """Brings everything to ``device`` and makes the plans ready to run there.
@@ -104,18 +107,18 @@ class PreparedBatch:
         Returns:
             The ``arrays`` of `prepare_batch`, on the device.
         """
-        device = torch.device(device)
-        tensors = self._packed.to(device)
+        device, parts = torch.device(device), self.parts
+        tensors = parts.packed.to(device)
         ready = None
         if tensors and tensors[0].is_cuda:
             device = tensors[0].device  # with its number
             ready = torch.cuda.current_stream(device).record_event()
         # All arrays lie in one block, which lives as long as any of them.
-        num_plans = sum(len(tables.plans) for prepared in self._plans.values() for tables in prepared.tables)
-        plan_bytes = -(-self._packed.num_bytes // max(num_plans, 1))
+        num_plans = sum(len(tables.plans) for prepared in parts.plans.values() for tables in prepared.tables)
+        plan_bytes = -(-parts.packed.num_bytes // max(num_plans, 1))
         left = iter(tensors)
-        named = {name: next(left) for name in self._names}
-        for prepared in self._plans.values():
+        named = {name: next(left) for name in parts.names}
+        for prepared in parts.plans.values():
             prepared.keep(left, device, ready, plan_bytes)
         return named
 
@@ -135,7 +138,7 @@ class PreparedPlans:
     def as_batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
         """A microbatch of these plans."""
         arrays = {} if arrays is None else arrays
-        return PreparedBatch(self._plans, tuple(arrays), pack([*arrays.values(), *self._tables]))
+        return PreparedBatch(_Parts(self._plans, tuple(arrays), pack([*arrays.values(), *self._tables])))
 
 
 def prepare_batch(
@@ -172,8 +175,8 @@ def _prepare_plan(
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
-    for t in plan.transfers:
-        facts, made = CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peer_rows(t)).arrays()
+    for transfer in plan.transfers:
+        facts, made = cast_tables(transfer).arrays()
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:
@@ -182,10 +185,12 @@ def _prepare_plan(
     dims = shape.head_dim, shape.head_dim_v
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
-    problems = [Problem(plan.num_rows, count, shape.num_heads_q, shape.num_heads_kv, dims) for count in num_keys]
+    heads = shape.num_heads_q, shape.num_heads_kv
+    problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
-        use = _backward_use(plan, shape, config, stage == first == 0, sums_meet) if needs_backward else None
+        writes_dq = stage == first == 0
+        use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
         tables.append(table)
         arrays += made
@@ -197,12 +202,12 @@ def _is_deterministic(config: MagiConfig) -> bool:
 
 
 def _backward_use(
-    plan: RankPlan, shape: AttnShape, config: MagiConfig, writes_dq: bool, sums_meet: bool
+    plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, writes_dq: bool, sums_meet: bool
 ) -> BackwardUse:
     """How `megatron_magi.attention.distributed` calls the backward of a stage."""
     assert shape.num_sms is not None
     dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
-    dq_bytes = plan.num_rows * shape.num_heads_q * shape.head_dim * dtype.itemsize
+    dq_bytes = plan.num_rows * shape.num_heads_q * problem.dims[0] * dtype.itemsize
     return BackwardUse(
         deterministic=_is_deterministic(config),
         num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),

@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import torch
 
-from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.group_collective import (
+    Args,
+    CastFacts,
+    CastTables,
+    GroupCastArgs,
+    LevelArgs,
+    LevelFacts,
+    LevelTables,
+)
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import RankPlan, Transfer
 
 
-def peer_rows(transfer: Transfer) -> PeerRows:
-    """The other side of each row of a transfer."""
-    return PeerRows(transfer.owner_rows, transfer.buffer_rows, transfer.most_rows, transfer.most_recv)
+def cast_tables(transfer: Transfer) -> CastTables | LevelTables:
+    """A transfer as arrays for collectives: in two levels where the plan has them."""
+    t, levels = transfer, transfer.levels
+    if levels is None:
+        peers = PeerRows(t.owner_rows, t.buffer_rows, t.most_rows, t.most_recv)
+        return CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peers)
+    near, far, relay = (cast_tables(part) for part in (levels.near, levels.far, levels.relay))
+    return LevelTables(levels.ranks_per_node, near, far, relay, levels.near_rows, levels.relay_rows)
 
 
-def plan_casts(plan: RankPlan, device: torch.device) -> tuple[GroupCastArgs, ...]:
+def uploaded_args(facts: CastFacts | LevelFacts, moved: list[torch.Tensor]) -> Args:
+    """Arguments of a collective whose arrays are on their device."""
+    return (LevelArgs if isinstance(facts, LevelFacts) else GroupCastArgs).from_uploaded(facts, moved)
+
+
+def _built_args(transfer: Transfer, device: torch.device) -> Args:
+    tables = cast_tables(transfer)
+    if isinstance(tables, LevelTables):
+        return LevelArgs.build(tables, device)
+    return GroupCastArgs.of_tables(tables, device)
+
+
+def plan_casts(plan: RankPlan, device: torch.device) -> tuple[Args, ...]:
     """Arguments of the collectives of ``plan``; entry s - 1 feeds stage s.
 
     Kept with the plan, so they live as long as the plan. (They do not refer back to it: a cycle
@@ -23,8 +48,5 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[GroupCastArgs, ...
     key = str(device)
     casts = plan.runtime.get(key)
     if casts is None:
-        casts = plan.runtime[key] = tuple(
-            GroupCastArgs.build(t.send_index, t.send_splits, t.recv_splits, t.recv_order, device, peer_rows(t))
-            for t in plan.transfers
-        )
+        casts = plan.runtime[key] = tuple(_built_args(transfer, device) for transfer in plan.transfers)
     return casts

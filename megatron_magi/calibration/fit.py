@@ -17,7 +17,7 @@ from megatron_magi.rates import Rates
 def fit_kernels(
     masks: Sequence[AttnMask], forward_us: Sequence[float], backward_us: Sequence[float], rates: Rates, cost: CostModel
 ) -> Rates:
-    """``rates`` with the numbers of the attention kernels with which predictions come nearest to what was measured.
+    """Fits the kernels' numbers in ``rates`` to measured times.
 
     Args:
         masks: on one GPU each.

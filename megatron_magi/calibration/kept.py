@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def calibration_file(device_name: str) -> Path:
-    """Where the rates of a GPU, by its name as CUDA has it, are kept: in the folder of compiled kernels."""
+    """The file in which the rates of a GPU, by its CUDA name, are kept: in the folder of compiled kernels."""
     return default_cache_dir() / f"calibration-{re.sub('[^A-Za-z0-9]+', '_', device_name)}.json"
 
 
 def keep(rates: Rates) -> Path:
-    """Writes rates to where those of their device are looked for.
+    """Writes rates to the file of their device.
 
     Raises:
         OSError: the folder cannot be written to.

@@ -32,7 +32,7 @@ _BUSY = 20
 
 
 def calibrate() -> Rates:
-    """The rates of the current GPU; of rank 0's, and of what connects the ranks, where there is a process group.
+    """Measures the rates of the current GPU; in a process group of rank 0's, and of what connects the ranks.
 
     Collective over the default group, if there is one.
 
@@ -69,7 +69,7 @@ def masks() -> list[AttnMask]:
 
 
 def median_us(run: Callable[[], object], calls: int = 3) -> float:
-    """Median time of a call on the GPU, of several that are queued one behind the other while it is busy."""
+    """Median time of a call on the GPU, of several that are queued back to back while it is busy."""
     busy = torch.zeros(1 << 26, device="cuda")
     times = []
     run()

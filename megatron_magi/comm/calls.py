@@ -267,9 +267,8 @@ class CallLog:
 
     def look(self) -> bool:
         """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
-        group = self._group()
-        guard = None if group is None or self._broken is not None else _guards.get(group)
-        if guard is not None and (text := guard.failure()) is not None:
+        text = None if self._broken is not None else next(filter(None, (g.failure() for g in self._guards())), None)
+        if text is not None:
             self._end(self._count, text)
         for event in self._board.unread():
             if event["kind"] == "question":
@@ -301,11 +300,15 @@ class CallLog:
         _log.error(self.conclude(call, text, ends=True))
         self._abort()
 
+    def _guards(self) -> list[Guard]:
+        group = self._group()
+        return [] if group is None else _guards.get(group, [])
+
     def _abort(self) -> None:
         group = self._group()
+        for guard in self._guards():
+            guard.stop()
         if group is not None:
-            if group in _guards:
-                _guards[group].stop()
             abort(group)
 
     def conclude(self, call: int, text: str, *, ends: bool) -> str:
@@ -433,12 +436,12 @@ _NO_CALLS = NoCalls()
 _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.WeakKeyDictionary()
 """One a group, as long as the group is there: all callers must number their calls together."""
 
-_guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Guard] = weakref.WeakKeyDictionary()
+_guards: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Guard]] = weakref.WeakKeyDictionary()
 
 
 def add_guard(group: dist.ProcessGroup, guard: Guard) -> None:
     """Has the log of a group look after ``guard``: its failure ends the group, an end of the group stops it."""
-    _guards[group] = guard
+    _guards.setdefault(group, []).append(guard)
 
 
 def calls_of(group: dist.ProcessGroup | None, num_ranks: int, verify: bool = True) -> CallLog | NoCalls:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -98,8 +99,9 @@ class GroupCastArgs:
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is made; None where all is made.
-        ways: how rows travel, by group and implementation, found out at the first call.
-        launches: what implementations prepare for calls, by what they like.
+        ways: how rows travel, by group and implementation, found out at the first call. They go with the group, not
+            with the arguments, which plans keep.
+        launches: what implementations prepare for calls, by implementation; likewise.
     """
 
     send_index: torch.Tensor
@@ -109,8 +111,8 @@ class GroupCastArgs:
     num_rows_min: int
     most: tuple[int, int] | None
     host: CastTables | None
-    ways: dict[Any, Any] = field(default_factory=dict, repr=False)
-    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
+    ways: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
+    launches: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @classmethod
     def build(
@@ -134,8 +136,12 @@ class GroupCastArgs:
         Raises:
             ValueError: lengths disagree, a number is negative, or ``recv_order`` is no permutation.
         """
-        tables = CastTables.of(send_index, send_splits, recv_splits, recv_order, peers)
-        order = tables.recv_order
+        return cls.of_tables(CastTables.of(send_index, send_splits, recv_splits, recv_order, peers), device)
+
+    @classmethod
+    def of_tables(cls, tables: CastTables, device: torch.device | str) -> GroupCastArgs:
+        """`build` for what has been checked already."""
+        order, peers = tables.recv_order, tables.peers
         moved = upload([tables.send_index] if order is None else [tables.send_index, order], device)
         return cls(
             send_index=moved[0],
@@ -203,6 +209,24 @@ class GroupCastArgs:
         assert self.host is not None
         arrays = self.host.peer_arrays(arrival_arrays(self.host.send_index)[2])
         return PeerTables(*upload(arrays, self.send_index.device), *self.most)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors to move live."""
+        return self.send_index.device
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return len(self.send_splits)
+
+    def rows_away(self, rank: int) -> tuple[int, int]:
+        """Rows that ``rank``, whose arguments these are, sends to other ranks in a cast, and receives from others."""
+        return self.num_send - self.send_splits[rank], self.num_recv - self.recv_splits[rank]
+
+    def rows_far(self, rank: int) -> tuple[int, int]:
+        """Of these, between nodes: none, as none are told apart."""
+        return 0, 0
 
     @property
     def num_send(self) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.mask.documents import integer
 from megatron_magi.upload import upload
 
@@ -119,7 +120,7 @@ class UndispatchArgs:
 def dispatch_replicated(
     x: torch.Tensor,
     args: UndispatchArgs,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     dim: int = 0,
     pad_value: float = 0,
@@ -132,7 +133,7 @@ def dispatch_replicated(
     Args:
         x: global tensor, the same on all ranks, ``[..., total_seqlen, ...]``.
         args: made by `UndispatchArgs.build`, on the device of ``x``.
-        group: the ranks.
+        group: the ranks, a group or a mesh.
         dim, pad_value: as in `dispatch`.
         verify: ranks that disagree, also in whether they want a gradient, get a message, see
             `megatron_magi.comm.calls`.
@@ -144,7 +145,7 @@ def dispatch_replicated(
         ValueError: ``x`` has no dimension ``dim`` or not ``total_seqlen`` rows along it, or ``args``
             is for another number of ranks.
     """
-    dim = _dimension(dim, x)
+    group, dim = group_of(group), _dimension(dim, x)
     _check_ranks(args, group)
     if x.shape[dim] != args.gathered_index.numel():
         raise ValueError(f"x: {x.shape[dim]} rows along dim {dim}, but args is for {args.gathered_index.numel()}")
@@ -160,7 +161,7 @@ def dispatch_replicated(
 def undispatch(
     x_local: torch.Tensor,
     args: UndispatchArgs,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     dim: int = 0,
     is_partial_grad: bool = False,
@@ -171,7 +172,7 @@ def undispatch(
     Args:
         x_local: this rank's shard, ``[..., num_rows, ...]``.
         args: made by `UndispatchArgs.build`, on the device of ``x_local``.
-        group: the ranks.
+        group: the ranks, a group or a mesh.
         dim: dimension of the sequence.
         is_partial_grad: False when every rank has the whole gradient of the result (all compute
             the same from it): each takes its rows. True when each rank has a part: parts are
@@ -186,7 +187,7 @@ def undispatch(
             ``args`` is for another number of ranks.
         RuntimeError: the ranks disagree in dtype, width or ``is_partial_grad``.
     """
-    num_ranks, num_rows = len(args.shard_lengths), args.shard_lengths[args.cp_rank]
+    group, num_ranks, num_rows = group_of(group), len(args.shard_lengths), args.shard_lengths[args.cp_rank]
     with calls_of(group, num_ranks, verify) as calls:
         dim = _dimension(dim, x_local)
         _check_ranks(args, group)
@@ -420,7 +421,7 @@ class RollArgs:
 def roll(
     x_local: torch.Tensor,
     args: RollArgs,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     dim: int = 0,
     impl: str = "auto",
@@ -433,7 +434,7 @@ def roll(
     Args:
         x_local: this rank's shard, ``[..., num_rows, ...]``.
         args: made by `make_roll_args` and `RollArgs.build`; the shift is in them.
-        group: the ranks.
+        group: the ranks, a group or a mesh.
         dim: dimension of the sequence.
         impl: see `megatron_magi.comm.group_collective.group_cast`.
         verify: ranks that disagree get a message, see `megatron_magi.comm.calls`.
@@ -446,6 +447,7 @@ def roll(
             ``args`` was made for.
         RuntimeError: the ranks disagree in dtype, width or shift.
     """
+    group = group_of(group)
     with calls_of(group, len(args.forward.send_splits), verify) as calls:
         dim = _dimension(dim, x_local)
         if x_local.shape[dim] != args.num_rows:

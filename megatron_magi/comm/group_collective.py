@@ -15,22 +15,49 @@ import torch.distributed as dist
 
 from megatron_magi.comm import rows as torch_rows
 from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.impl import all_to_all, reference
+from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
 from megatron_magi.comm.impl.native import Native, native_of
 from megatron_magi.comm.impl.packed import Packed
+from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
 from megatron_magi.comm.movement import Started
+from megatron_magi.comm.nodes import nodes_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
+from megatron_magi.profiling import profiled_collective
 
-__all__ = ["CastFacts", "CastTables", "GroupCastArgs", "Handle", "group_cast", "group_reduce", "group_reduce_lse"]
+__all__ = [
+    "Args",
+    "CastFacts",
+    "CastTables",
+    "GroupCastArgs",
+    "Handle",
+    "LevelArgs",
+    "LevelFacts",
+    "LevelTables",
+    "group_cast",
+    "group_reduce",
+    "group_reduce_lse",
+    "make_room",
+]
+
+Args = GroupCastArgs | LevelArgs
+"""Which rows travel where: between ranks that are all alike, or in two levels."""
 
 _EXCHANGES = {"reference": reference, "all_to_all": all_to_all}
 _IMPLS = (*_EXCHANGES, "native")
-MOST_BYTES_OF_MANY = 16 << 20
-"""Bytes that a rank receives up to which ranks of a group of more than two read each other's memory. On 4 H100s that
-takes the device up to 12 % longer from 8 MB on and the host half as long; at 64 MB NCCL with its packing is 1.3 times
-as fast (``results/group_collective_4gpu.csv``)."""
-_UNKNOWN = (None, None)
+MOST_BYTES_BACK = 16 << 20
+"""Bytes that a rank gives back up to which ranks of a group of more than two read each other's memory in a reduction.
+From 64 MB on 4 H100s NCCL, with its packing and the sum, is 1.2 times as fast; casts are not slower without NCCL
+(``results/group_collective_4gpu.csv``)."""
+
+
+class _Alone:
+    """Stands for the group of a rank that has none."""
+
+
+_ALONE = _Alone()
 
 
 class _Way(NamedTuple):
@@ -38,29 +65,30 @@ class _Way(NamedTuple):
 
     Attributes:
         native: by reading each other's memory, for what it takes; None where it does not serve.
-        packed: as bytes; None where ``native`` alone was asked for.
+        packed: as bytes, or in two levels; None where ``native`` alone was asked for.
         ops: the row operations, see `megatron_magi.comm.rows`.
         rank, num_ranks: this one, and how many there are.
     """
 
     native: Native | None
-    packed: Packed | None
+    packed: Packed | Hierarchical | None
     ops: ModuleType
     rank: int
     num_ranks: int = 1
 
-    def mover(self, layout: RowLayout, most_rows: int | None, most_recv: int | None) -> Native | Packed:
+    def mover(self, layout: RowLayout, most_rows: int | None, back: bool = False) -> Native | Packed | Hierarchical:
         """What moves up to ``most_rows`` rows that a rank publishes; the same on all ranks.
 
         Args:
             layout: of the tensors.
             most_rows: None where it is not known.
-            most_recv: rows that a rank receives at most in the cast, likewise.
+            back: they are partial rows that go back to their owners.
 
         Raises:
             ValueError: ``native`` alone was asked for, and does not take them.
         """
-        if self.packed is not None and self.num_ranks > 2 and (most_recv or 0) * layout.row_bytes > MOST_BYTES_OF_MANY:
+        is_large = back and self.num_ranks > 2 and (most_rows or 0) * layout.row_bytes > MOST_BYTES_BACK
+        if self.packed is not None and is_large:
             return self.packed
         if self.native is not None:
             reason = self.native.refusal(layout, most_rows)
@@ -76,8 +104,9 @@ class Handle:
     """Rows under way.
 
     Attributes:
-        sent_bytes: bytes this rank sends to other ranks.
-        received_bytes: bytes this rank receives from other ranks.
+        sent_bytes: bytes this rank sends to other ranks, those included that it hands on or sums for its node.
+        received_bytes: bytes this rank receives from other ranks, likewise.
+        far_sent_bytes, far_received_bytes: of these, between nodes, where nodes are told apart.
         adds_late: `wait` adds to ``into``, on the stream of its caller, and other calls on the group may add beside it.
     """
 
@@ -85,12 +114,12 @@ class Handle:
         self,
         started: Started,
         finish: Callable[[], Any],
-        sent_bytes: int,
-        received_bytes: int,
+        num_bytes: tuple[int, int],
+        far_bytes: tuple[int, int],
     ) -> None:
         self.adds_late = False
-        self.sent_bytes = sent_bytes
-        self.received_bytes = received_bytes
+        self.sent_bytes, self.received_bytes = num_bytes
+        self.far_sent_bytes, self.far_received_bytes = far_bytes
         self._works, self._buffers = started.works, started.buffers
         self._finish: Callable[[], Any] | None = finish
         device = started.buffers[0].device
@@ -125,11 +154,12 @@ def _raw_stream(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
+@profiled_collective
 @torch.no_grad()
 def group_cast(
     tensors: Sequence[torch.Tensor],
-    args: GroupCastArgs,
-    group: dist.ProcessGroup | None = None,
+    args: Args,
+    group: Group = None,
     impl: str = "auto",
 ) -> Handle:
     """Starts sending local rows to the ranks that need them.
@@ -137,12 +167,13 @@ def group_cast(
     Args:
         tensors: ``[num_rows, ...]`` each, of any dtypes and trailing shapes, on the device of
             ``args``; may be changed or freed once this returns.
-        args: which rows travel where.
-        group: the ranks; the default group when None.
+        args: which rows travel where; `LevelArgs` where ranks of several nodes are told apart.
+        group: the ranks, a group or a mesh; the default group when None.
         impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
             GPUs), ``native`` (ranks read each other's memory, see `megatron_magi.comm.impl.native`),
             or ``auto``: the first on gloo; on NCCL the last where it can and is faster
-            (`MOST_BYTES_OF_MANY`), else the second.
+            (`MOST_BYTES_BACK`), else the second. In two levels it is asked for inside a node; between nodes
+            ``native`` and ``auto`` mean what ``auto`` means without linked GPUs.
 
     Returns:
         A handle; ``wait()`` returns a list of tensors ``[num_recv, ...]`` with contiguous rows
@@ -153,20 +184,21 @@ def group_cast(
         ValueError: tensors, ``args`` and ``group`` do not fit, or ``impl`` does not support them.
         RuntimeError: with ``native``, a rank did not come to an earlier call in time; it is named.
     """
-    way = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group_of(group), impl)
     for x in tensors:
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
     layout = RowLayout.of(tensors)
-    started = way.mover(layout, *(args.most or _UNKNOWN)).cast(tensors, args, layout)
-    return _handle(way, started, started.finish, args.send_splits, args.recv_splits, layout)
+    started = way.mover(layout, _most(args)).cast(tensors, args, layout)
+    return _handle(way, started, started.finish, args, layout)
 
 
+@profiled_collective
 @torch.no_grad()
 def group_reduce(
     tensors: Sequence[torch.Tensor],
-    args: GroupCastArgs,
-    group: dist.ProcessGroup | None = None,
+    args: Args,
+    group: Group = None,
     *,
     into: Sequence[torch.Tensor],
     impl: str = "auto",
@@ -175,7 +207,8 @@ def group_reduce(
     """Starts sending partial rows back to the ranks that own them, to be summed: group_cast reversed.
 
     A row's contributions are added in the order of their ranks, in fp32 or wider, and rounded
-    once, so results are bitwise repeatable.
+    once, so results are bitwise repeatable. In two levels those of another node are added first, and their sum is
+    rounded to the dtype of ``tensors``, in which it crosses.
 
     Args:
         tensors: ``[num_recv, ...]`` each: partial rows of the buffer that the cast filled.
@@ -191,30 +224,31 @@ def group_reduce(
             support them.
         RuntimeError: as in `group_cast`.
     """
-    way = _choose(tensors, args, group, impl)
+    way = _choose(tensors, args, group_of(group), impl)
     _check_reduce(tensors, args, into)
     layout = RowLayout.of(tensors)
-    mover = way.mover(layout, *(2 * (args.most or _UNKNOWN)[1:]))
+    mover = way.mover(layout, _most(args, back=True), back=True)
     if at_once and isinstance(mover, Native) and can_add(layout, into):
         started = mover.add(tensors, args, layout, into)
-        return _handle(way, started, started.finish, args.recv_splits, args.send_splits, layout)
+        return _handle(way, started, started.finish, args, layout, back=True)
     started = mover.give_back(tensors, args, layout)
 
     def finish() -> list[torch.Tensor]:
         way.ops.add_rows(started.finish(), layout, args.arrivals, into)
         return list(into)
 
-    handle = _handle(way, started, finish, args.recv_splits, args.send_splits, layout)
+    handle = _handle(way, started, finish, args, layout, back=True)
     handle.adds_late = way.native is not None
     return handle
 
 
+@profiled_collective
 @torch.no_grad()
 def group_reduce_lse(
     out: torch.Tensor,
     lse: torch.Tensor,
-    args: GroupCastArgs,
-    group: dist.ProcessGroup | None = None,
+    args: Args,
+    group: Group = None,
     *,
     into: tuple[torch.Tensor, torch.Tensor],
     impl: str = "auto",
@@ -233,70 +267,132 @@ def group_reduce_lse(
         ValueError: as in `group_reduce`, or ``lse`` is not the shape of ``out`` without its last
             dimension.
     """
-    way = _choose((out, lse), args, group, impl)
+    way = _choose((out, lse), args, group_of(group), impl)
     _check_reduce((out, lse), args, into)
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
     layout = RowLayout.of((out, lse))
-    started = way.mover(layout, *(2 * (args.most or _UNKNOWN)[1:])).give_back((out, lse), args, layout)
+    mover = way.mover(layout, _most(args, back=True), back=True)
+    if isinstance(mover, Hierarchical):
+        mover = mover.merging
+    started = mover.give_back((out, lse), args, layout)
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
         arriving_out, arriving_lse = layout.views(started.finish())
         way.ops.merge_rows(arriving_out, arriving_lse, args.arrivals, *into)
         return into
 
-    return _handle(way, started, finish, args.recv_splits, args.send_splits, layout)
+    return _handle(way, started, finish, args, layout, back=True)
+
+
+def make_room(
+    casts: Sequence[Args], there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str = "auto"
+) -> None:
+    """Gets the memory that calls of `group_cast` and `group_reduce` will take, at once and not in their middle.
+
+    Collective, as the calls are. Without it memory grows with need, and each time all ranks wait for their GPUs.
+
+    Args:
+        casts: arguments of the calls.
+        there, back: layouts of the rows that are cast, and of those that are reduced; None where none are.
+        group, impl: as in `group_cast`.
+
+    Raises:
+        ValueError, RuntimeError: as `group_cast`.
+    """
+    needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
+    for way, layout, most_rows, back in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
+        way.mover(layout, most_rows, back)
+
+
+def _needs(
+    args: Args, there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str
+) -> list[tuple[_Way, RowLayout, int | None, bool]]:
+    """The arguments of `_Way.mover` in the calls with ``args``."""
+    way = _way(args, group, impl)
+    if isinstance(args, LevelArgs):
+        groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
+        parts = ((args.near, groups.near), (args.relay, groups.relay))
+        return [need for part, ranks in parts for need in _needs(part, there, back, ranks, impl)]
+    needs = [(way, there, _most(args), False)]
+    return needs if back is None else [*needs, (way, back, _most(args, back=True), True)]
+
+
+def _most(args: Args, back: bool = False) -> int | None:
+    """Rows that any rank publishes, at most; None where that is not known."""
+    return None if args.most is None else args.most[back]
 
 
 def _handle(
-    way: _Way,
-    started: Started,
-    finish: Callable[[], Any],
-    send_splits: tuple[int, ...],
-    recv_splits: tuple[int, ...],
-    layout: RowLayout,
+    way: _Way, started: Started, finish: Callable[[], Any], args: Args, layout: RowLayout, back: bool = False
 ) -> Handle:
-    sent, received = (sum(splits) - splits[way.rank] for splits in (send_splits, recv_splits))
-    return Handle(started, finish, sent * layout.row_bytes, received * layout.row_bytes)
+    step = -1 if back else 1
+    num_bytes, far_bytes = (
+        tuple(rows * layout.row_bytes for rows in counts[::step])
+        for counts in (args.rows_away(way.rank), args.rows_far(way.rank))
+    )
+    return Handle(started, finish, num_bytes, far_bytes)
 
 
-def _choose(tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str) -> _Way:
+def _choose(tensors: Sequence[torch.Tensor], args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
     """How rows of these tensors travel, asked once for ``args``."""
     if not tensors:
         raise ValueError("tensors: expected at least one")
-    device = args.send_index.device
+    device = args.device
     for x in tensors:
         if x.device != device:
             raise ValueError(f"tensors: all must be on the device of args, {device}, got {x.device}")
-    key = (group if len(args.send_splits) > 1 else None, impl)
-    way = args.ways.get(key)
+    return _way(args, group, impl)
+
+
+def _way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
+    key = _ALONE if args.num_ranks == 1 else dist.group.WORLD if group is None else group
+    known = args.ways.get(key)
+    if known is None:
+        known = args.ways[key] = {}
+    way = known.get(impl)
     if way is None:
-        way = args.ways[key] = _find_way(args, group, impl)
+        way = known[impl] = _find_way(args, group, impl)
     return way
 
 
-def _find_way(args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str) -> _Way:
+def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
     if impl not in ("auto", *_IMPLS):
         raise ValueError(f"impl: expected one of auto, {', '.join(_IMPLS)}, got {impl!r}")
-    device = args.send_index.device
+    device, num_ranks = args.device, args.num_ranks
     ops = _row_ops(device, impl)
-    if len(args.send_splits) == 1:
+    if num_ranks == 1:
         return _Way(None, Packed(None, ops, None), ops, 0)
-    if len(args.send_splits) != dist.get_world_size(group):
-        raise ValueError(f"args: splits for {len(args.send_splits)} ranks, but group has {dist.get_world_size(group)}")
+    if num_ranks != dist.get_world_size(group):
+        raise ValueError(f"args: splits for {num_ranks} ranks, but group has {dist.get_world_size(group)}")
     backend, rank = _backend(group, device), dist.get_rank(group)
     if backend is None or (backend == "gloo" and device.type != "cpu"):
         raise ValueError(f"impl: {impl!r} cannot move tensors on {device.type} in a group with backend {backend}")
+    plain = ("reference" if backend == "gloo" else "all_to_all") if impl in ("auto", "native") else impl
+    if isinstance(args, LevelArgs):
+        groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
+        near, relay = _way(args.near, groups.near, impl), _way(args.relay, groups.relay, impl)
+        far = _way(args.far, groups.far, plain)
+        natives = [way.native for way in (near, relay) if way.native is not None]
+        groups.guards.extend(native for native in natives if native not in groups.guards)
+        return _Way(None, Hierarchical(_choice(near), _choice(far), _choice(relay), ops), ops, rank, num_ranks)
     native, reason = None, "is for GPUs and NCCL"
     if impl in ("auto", "native") and backend == "nccl":
         native, reason = native_of(group, device)
     if impl == "native":
         if native is None:
             raise ValueError(f"impl: 'native' {reason}")
-        return _Way(native, None, ops, rank, len(args.send_splits))
-    if impl == "auto":
-        impl = "reference" if backend == "gloo" else "all_to_all"
-    return _Way(native, Packed(_EXCHANGES[impl].exchange, ops, group), ops, rank, len(args.send_splits))
+        return _Way(native, None, ops, rank, num_ranks)
+    return _Way(native, Packed(_EXCHANGES[plain].exchange, ops, group), ops, rank, num_ranks)
+
+
+def _choice(way: _Way) -> Choice:
+    """What moves the rows of one level."""
+
+    def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> Native | Packed | Hierarchical:
+        return way.mover(layout, _most(args, back), back)
+
+    return choose
 
 
 def _row_ops(device: torch.device, impl: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Process groups: names, time-outs and ends."""
+"""Process groups: what names them, their names in messages, time-outs and ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,39 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 _POISON_TAG = 0x6D616769
+
+
+Group = dist.ProcessGroup | DeviceMesh | None
+"""What names the ranks of a call; see `group_of`."""
+
+
+def group_of(group_or_mesh: Group, name: str = "group") -> dist.ProcessGroup | None:
+    """The group behind a group, or a mesh of one or two dimensions, or nothing.
+
+    The one place that knows meshes: public functions take either and go on with the group.
+
+    Args:
+        group_or_mesh: the ranks. A mesh of two dimensions becomes one group, which is collective the first time.
+        name: what a message calls the argument.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if group_or_mesh is None or isinstance(group_or_mesh, dist.ProcessGroup):
+        return group_or_mesh
+    if not isinstance(group_or_mesh, DeviceMesh):
+        raise ValueError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(group_or_mesh).__name__}")
+    if group_or_mesh.ndim == 1:
+        return group_or_mesh.get_group()
+    if group_or_mesh.ndim == 2:
+        if group_or_mesh.mesh_dim_names is None:
+            raise ValueError(f"{name}: a mesh of two dimensions needs mesh_dim_names to become one group")
+        return group_or_mesh._flatten().get_group()
+    raise ValueError(f"{name}: expected one or two dimensions, got {group_or_mesh.ndim}")
 
 
 def names_of(ranks: Iterable[int], world_ranks: Sequence[int]) -> str:

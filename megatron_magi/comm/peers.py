@@ -18,21 +18,38 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.groups import names_of, store_of, timeout_s
-from megatron_magi.cuda.shared_memory import SharedMemory, are_linked, close_memory, open_memory
+from megatron_magi.cuda.shared_memory import (
+    SharedMemory,
+    are_linked,
+    close_memory,
+    open_memory,
+    read_words,
+    write_word,
+)
 
 MAX_RANKS = 8
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
-_CONTROL_BYTES = MAX_RANKS * (1 << 16) * 4 + 64  # Control of peers.cuh
+_LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 5) * 4  # Control.left of peers.cuh
+_CONTROL_BYTES = _LEFT_AT + MAX_RANKS * 4
 PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
 
 _LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it
+_LEAVE_S = 0.5  # how long a rank that leaves waits for the others to leave
+MOST_GROUPS = 16
+"""Of a GPU: with more there would be too few blocks for each, see `native.blocks_of`."""
 
 
 class Meeting:
-    """Values that all ranks of a group tell each other, by way of the group's store; nothing of it needs a GPU."""
+    """Values that all ranks of a group tell each other, by way of the group's store; nothing of it needs a GPU.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: the ranks.
+        what: they meet for, in messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str = "native") -> None:
+        self._what = what
         # Not kept alive: with the group goes the store, which may be a server with a port.
         self._group = weakref.ref(group)
         self.rank, self.size, self.timeout_s = group.rank(), group.size(), timeout_s(group)
@@ -59,7 +76,7 @@ class Meeting:
             waited = time.monotonic() - began
             if waited > self.timeout_s:
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise RuntimeError(f"native: {self.names(absent)} did not come within {self.timeout_s:g} s")
+                raise RuntimeError(f"{self._what}: {self.names(absent)} did not come within {self.timeout_s:g} s")
             time.sleep(min(max(waited / 10, 1e-4), _LONGEST_PAUSE_S))
         return [json.loads(store.get(key)) for key in keys]
 
@@ -78,11 +95,14 @@ class Shared:
     def __init__(self, own: SharedMemory, addresses: list[int], rank: int, device: torch.device) -> None:
         self._own, self.addresses, self._rank, self._device = own, addresses, rank, device
 
-    def free(self) -> None:
-        """Unmaps the others' and gives this rank's back."""
+    def close(self) -> None:
+        """Unmaps the others'."""
         for rank, address in enumerate(self.addresses):
             if rank != self._rank:
                 close_memory(address, self._device)
+
+    def free(self) -> None:
+        """Gives this rank's back; no other has it mapped any more."""
         self._own.free()
 
 
@@ -125,14 +145,19 @@ def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
     return SharedMemory(num_bytes, device)
 
 
-def refusal_of_host(meeting: Meeting, device: torch.device) -> str | None:
-    """Why the ranks of a group cannot read each other's memory, None if they can; the same on all; collective."""
+def refusal_of_host(meeting: Meeting, device: torch.device, num_groups: int = 0) -> str | None:
+    """Why the ranks of a group cannot read each other's memory, None if they can; the same on all; collective.
+
+    Args:
+        num_groups: of this rank's GPU that do so already.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     said = meeting.gather(
         {
             "host": [socket.gethostname(), boot.read_text() if boot.exists() else ""],
             "device": str(torch.cuda.get_device_properties(device).uuid),
             "capability": torch.cuda.get_device_capability(device),
+            "groups": num_groups,
         }
     )
     try:
@@ -153,6 +178,8 @@ def refusal_of(said: list[dict[str, Any]]) -> str | None:
         return "needs GPUs of compute capability 9.0"
     if len({s["device"] for s in said}) < len(said):
         return "needs a GPU for each rank"
+    if max(s["groups"] for s in said) >= MOST_GROUPS:
+        return f"serves at most {MOST_GROUPS} groups of a GPU"
     return None
 
 
@@ -180,14 +207,15 @@ class PeerMemory:
         self._data: Shared | None = None
         self.slot_bytes = self.generation = 0
         self.notice = torch.zeros(4, dtype=torch.int32, pin_memory=True)
-        self._owned = [control]
-        self._finalizer = weakref.finalize(self, _free_all, self._owned)
+        self._owned = _Owned(meeting.rank, device, self.notice, control)
+        self._finalizer = weakref.finalize(self, self._owned.leave)
         self._finalizer.atexit = False  # it goes with the process
         self.packed = b""
 
     @classmethod
     def make(cls, meeting: Meeting, device: torch.device) -> tuple[PeerMemory | None, str]:
         """Without slots yet; or None and why not. Collective."""
+        _give_back_what_all_have_left()
         control, reason = share(meeting, _CONTROL_BYTES, device)
         return (None, reason) if control is None else (cls(meeting, control, device), "")
 
@@ -196,13 +224,15 @@ class PeerMemory:
         torch.cuda.synchronize(self._device)
         self._meeting.gather(None)  # nobody reads the old ones any more
         if self._data is not None:
-            self._owned.remove(self._data)
-            self._data.free()
+            before, self._owned.data = self._data, None
             self._data, self.slot_bytes = None, 0
+            before.close()
+            self._meeting.gather(None)  # nobody has them mapped any more
+            before.free()
         self._data, reason = share(self._meeting, _NUM_SLOTS * slot_bytes, self._device)
         if self._data is None:
             return reason
-        self._owned.append(self._data)
+        self._owned.data = self._data
         self.slot_bytes, self.generation = slot_bytes, self.generation + 1
         rest = [0] * (MAX_RANKS - self._meeting.size)
         self.packed = PEERS.pack(
@@ -212,6 +242,46 @@ class PeerMemory:
         return None
 
 
-def _free_all(owned: list[Shared]) -> None:
-    for shared in owned:
-        shared.free()
+class _Owned:
+    """What a group has shared. It is given back when all ranks have left: until then one may be reading it."""
+
+    def __init__(self, rank: int, device: torch.device, notice: torch.Tensor, control: Shared) -> None:
+        self._rank, self._device, self._notice, self._control = rank, device, notice, control
+        self.data: Shared | None = None
+
+    def leave(self) -> None:
+        """Ends what this rank has under way, and tells the others that it reads their memory no more."""
+        self._notice[0] = 1
+        torch.cuda.synchronize(self._device)
+        if self.data is not None:
+            self.data.close()
+        for rank, address in enumerate(self._control.addresses):
+            if rank != self._rank:
+                write_word(address + _LEFT_AT + 4 * self._rank, 1, self._device)
+        self._control.close()
+        _left.append(self)
+        began = time.monotonic()
+        while self in _left and time.monotonic() - began < _LEAVE_S:
+            _give_back_what_all_have_left()
+            time.sleep(0.01)
+
+    def is_left_by_all(self) -> bool:
+        """Whether no other rank has this one's memory mapped."""
+        left = read_words(self._control.addresses[self._rank] + _LEFT_AT, len(self._control.addresses), self._device)
+        return all(has_left for rank, has_left in enumerate(left) if rank != self._rank)
+
+    def free(self) -> None:
+        """Gives this rank's memory back."""
+        if self.data is not None:
+            self.data.free()
+        self._control.free()
+
+
+_left: list[_Owned] = []
+"""Of groups that this rank has left and others have not yet. What is there when the process ends goes with it."""
+
+
+def _give_back_what_all_have_left() -> None:
+    for owned in [owned for owned in _left if owned.is_left_by_all()]:
+        _left.remove(owned)
+        owned.free()

@@ -75,7 +75,7 @@ class BSDispatchAlg(DispatchAlg):
 
 @dataclass(frozen=True)
 class MinHeapDispatchAlg(DispatchAlg):
-    """Each chunk, by falling area, to the rank with the least: best balance, most communication."""
+    """Each chunk, by decreasing area, to the rank with the least: best balance, most communication."""
 
     type = DispatchAlgType.MIN_HEAP
 
@@ -102,7 +102,7 @@ class SequentialDispatchAlg(DispatchAlg):
 
 @dataclass(frozen=True)
 class SortedSequentialSelectAlg(DispatchAlg):
-    """Chunks sorted by area, dealt to and fro. ``allocation_ratio`` has no effect."""
+    """Chunks sorted by area, dealt in serpentine order. ``allocation_ratio`` has no effect."""
 
     allocation_ratio: float = 1.0
     type = DispatchAlgType.SORTED_SEQUENTIAL_SELECT

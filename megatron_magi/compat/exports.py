@@ -26,6 +26,7 @@ from megatron_magi.compat.corrections import (
     correct_attn_out_with_sink,
 )
 from megatron_magi.compat.cost_factors import get_a2a_corr_factor, get_calc_cost_factor, get_comm_cost_factor
+from megatron_magi.compat.environment import comm
 from megatron_magi.compat.masks import (
     infer_attn_mask_from_cu_seqlens,
     infer_attn_mask_from_sliding_window,
@@ -87,6 +88,7 @@ __all__ = [
     "apply_padding",
     "check_valid_cu_seqlens",
     "clearup_dist_env",
+    "comm",
     "compute_pad_size",
     "correct_attn_lse",
     "correct_attn_lse_with_sink",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
 from megatron_magi import envs
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, cp_group_of
+from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, ranks_per_node_of
 from megatron_magi.compat.types import AttnShape, DistAttnConfig, attn_shape_of, magi_config, with_attn_shape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
@@ -20,7 +18,7 @@ def new_key(
     shape: AttnShape,
     pad_size: int | None,
     chunk_size: int | None,
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None,
+    cp_group_or_mesh: Group,
     given: DistAttnConfig | MagiConfig | None,
 ) -> DistAttnRuntimeKey:
     """The key of ``mask``, planned by ``runtimes``; the other arguments are those of `magi_attn_flex_key`.
@@ -31,7 +29,11 @@ def new_key(
     environment = envs.load()
     shape = attn_shape_of(*shape)
     config = magi_config(given, environment.default_config(), chunk_size, pad_size, shape)
-    key = DistAttnRuntimeKey(mask, *shape, cp_group=cp_group_of(cp_group_or_mesh), config=config)
+    if cp_group_or_mesh is not None and config.comm.ranks_per_node is None:
+        told = ranks_per_node_of(cp_group_or_mesh)
+        nodes = environment.ranks_per_node(told, "cp_group_or_mesh of two dimensions, or CommConfig.ranks_per_node,")
+        config = replace(config, comm=replace(config.comm, ranks_per_node=nodes))
+    key = DistAttnRuntimeKey(mask, *shape, cp_group=group_of(cp_group_or_mesh, "cp_group_or_mesh"), config=config)
     return _registered(runtimes, key, environment)
 
 
@@ -55,7 +57,8 @@ def new_mask_key(
     shape = attn_shape_of(*(old if new is None else new for new, old in zip(shape, inherited, strict=True)))
     if given is not None:
         config = magi_config(given, environment.default_config(), None, None, shape)
-        config = replace(config, dispatch=key.config.dispatch)
+        nodes = key.config.comm.ranks_per_node
+        config = replace(config, dispatch=key.config.dispatch, comm=replace(config.comm, ranks_per_node=nodes))
     # All masks over one dispatch share the key that made it, whichever of them was named.
     first = key if key.key_for_dispatch is None else key.key_for_dispatch
     new = DistAttnRuntimeKey(mask, *shape, cp_group=key.cp_group, config=config, key_for_dispatch=first)

@@ -183,7 +183,7 @@ class AttnRanges(_AttnRanges):
         is_self_merged: bool = False,
         prefix_offset: Sequence[int] | None = None,
     ) -> tuple[AttnRange, AttnRange]:
-        """Where a range lies in a buffer that holds these ranges' tokens, each once and in order, and no others.
+        """Locates a range in a buffer that holds these ranges' tokens, each once and in order, and no others.
 
         Args:
             other_attn_range: a range of tokens, all of which are in one range of the merged list.

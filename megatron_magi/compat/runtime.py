@@ -102,27 +102,11 @@ class DistAttnRuntimeKey:
         return self.config.dispatch.chunk_size
 
 
-def cp_group_of(
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None, name: str = "cp_group_or_mesh"
-) -> dist.ProcessGroup | None:
-    """The group behind a group, or a mesh of one or two dimensions, or nothing (one rank).
-
-    ``name`` is what a message calls the argument.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if cp_group_or_mesh is None or isinstance(cp_group_or_mesh, dist.ProcessGroup):
-        return cp_group_or_mesh
-    if isinstance(cp_group_or_mesh, DeviceMesh):
-        if cp_group_or_mesh.ndim == 1:
-            return cp_group_or_mesh.get_group()
-        if cp_group_or_mesh.ndim == 2:
-            if cp_group_or_mesh.mesh_dim_names is None:
-                raise ValueError(f"{name}: a mesh of two dimensions needs mesh_dim_names to become one group")
-            return cp_group_or_mesh._flatten().get_group()
-        raise ValueError(f"{name}: expected one or two dimensions, got {cp_group_or_mesh.ndim}")
-    raise ValueError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(cp_group_or_mesh).__name__}")
+def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> int | None:
+    """Ranks that share a node: those along the second dimension of a mesh of two; None where nothing says so."""
+    if isinstance(cp_group_or_mesh, DeviceMesh) and cp_group_or_mesh.ndim == 2:
+        return cp_group_or_mesh.size(1)
+    return None
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
-import megatron_magi
 from megatron_magi import envs
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _SERIALISED = ("C7510", "C7512", "C7514", "C7515", "C7519", "C7520", "wgmma.mma_
 
 def source_root() -> Path:
     """Folder of the CUDA sources: beside the package in a checkout, inside it when installed."""
-    package = Path(megatron_magi.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for root in (package / "csrc", package.parent / "csrc"):
         if (root / "common" / "ptx.cuh").exists():
             return root
@@ -51,7 +50,7 @@ def default_cache_dir() -> Path:
 
 def prebuilt_dir() -> Path:
     """Folder of the cubins that came with the package; need not be there."""
-    return Path(megatron_magi.__file__).resolve().parent / "prebuilt"
+    return Path(__file__).resolve().parents[1] / "prebuilt"
 
 
 @cache

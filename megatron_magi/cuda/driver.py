@@ -14,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_magi.profiling import profiled_kernel
+
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE_128B = 3
@@ -131,7 +133,11 @@ def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device
         _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
         _check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
-    return Kernel(function, threads, shared_bytes, context)
+    return profiled_kernel(name, Kernel(function, threads, shared_bytes, context), _stream_of)
+
+
+def _stream_of(config: int) -> int | None:
+    return LaunchConfig.from_address(config).stream
 
 
 def tensor_map(t: Tensor, box_rows: int, box_heads: int = 1) -> bytes:

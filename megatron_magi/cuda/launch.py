@@ -31,24 +31,25 @@ class Tables(Protocol):
         """Of device memory."""
 
     def hold_for_stream(self) -> None:
-        """What the current stream queues from now on finds the tables there, and keeps their memory as long."""
+        """Makes the current stream wait for the tables, and keeps their memory until it has used them."""
 
 
 class Numbers:
-    """What a launch is told of one mask.
+    """The parameters of a launch that depend on the mask.
 
     Args:
         plan: whose memory the numbers point to; it is kept.
         num_blocks: grid.
+        rows: of the tensors of tensor maps, in their order: those behind are read as zeros.
         fields: of the parameters.
 
     Attributes:
-        plan, num_blocks, fields: as given.
+        plan, num_blocks, rows, fields: as given.
         token: stands for these numbers, and keeps nothing alive.
     """
 
-    def __init__(self, plan: Tables, num_blocks: int, **fields: int) -> None:
-        self.plan, self.num_blocks, self.fields, self.token = plan, num_blocks, fields, object()
+    def __init__(self, plan: Tables, num_blocks: int, rows: tuple[int, ...], **fields: int) -> None:
+        self.plan, self.num_blocks, self.rows, self.fields, self.token = plan, num_blocks, rows, fields, object()
         plan.hold_for_stream()
 
 
@@ -93,15 +94,15 @@ class Launch:
         self._map_rows[i], self._map_addresses[i] = tensor.shape[0], tensor.data_ptr()
 
     def take(self, numbers: Numbers, *mapped: Tensor) -> None:
-        """Sets a mask's numbers, and rows of tensor maps to those of the tensors ``mapped``, in their order."""
+        """Sets a mask's numbers, and rows of the tensor maps of ``mapped``, the first ones, in their order."""
         if self._token is numbers.token:
             return
         for name, value in numbers.fields.items():
             setattr(self.params, name, value)
         self._config.grid[0] = numbers.num_blocks
-        for i, tensor in enumerate(mapped):
-            if tensor.shape[0] != self._map_rows[i]:
-                self._describe(i, tensor)
+        for i, (tensor, rows) in enumerate(zip(mapped, numbers.rows, strict=True)):
+            if rows != self._map_rows[i]:
+                self._describe(i, tensor[:rows])
         self._token = numbers.token
 
     def point_maps(self, *addresses: int) -> None:

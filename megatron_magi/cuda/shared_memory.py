@@ -26,6 +26,8 @@ def _driver() -> ctypes.CDLL:
     cuda.cuMemAlloc_v2.argtypes = [ctypes.POINTER(address), ctypes.c_size_t]
     cuda.cuMemFree_v2.argtypes = cuda.cuIpcCloseMemHandle.argtypes = [address]
     cuda.cuMemsetD8_v2.argtypes = [address, ctypes.c_ubyte, ctypes.c_size_t]
+    cuda.cuMemsetD32_v2.argtypes = [address, ctypes.c_uint, ctypes.c_size_t]
+    cuda.cuMemcpyDtoH_v2.argtypes = [ctypes.c_void_p, address, ctypes.c_size_t]
     cuda.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), address]
     cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(address), _Handle, ctypes.c_uint]
     return cuda
@@ -83,6 +85,21 @@ def close_memory(address: int, device: torch.device) -> None:
     """Undoes `open_memory`."""
     with _in_context(_primary_context(device.index)):
         _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
+
+
+def write_word(address: int, value: int, device: torch.device) -> None:
+    """Writes 4 bytes of memory of a device or of one that it has mapped; there when this returns."""
+    with _in_context(_primary_context(device.index)):
+        _check(_driver().cuMemsetD32_v2(address, value, 1), "writing shared memory")
+        _check(_driver().cuCtxSynchronize(), "writing shared memory")
+
+
+def read_words(address: int, count: int, device: torch.device) -> list[int]:
+    """Some 4-byte words of a device's memory."""
+    words = (ctypes.c_uint * count)()
+    with _in_context(_primary_context(device.index)):
+        _check(_driver().cuMemcpyDtoH_v2(words, address, ctypes.sizeof(words)), "reading shared memory")
+    return list(words)
 
 
 def are_linked(device: int, other: int) -> bool:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import megatron_magi
 from megatron_magi.demo.corpus import Corpus
 
-SCRIPT = Path(megatron_magi.__file__).parents[1] / "pretrain_scripts" / "pretrain_gpt.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py"
 """What a user of Megatron launches."""
 
 _SHAPE = {

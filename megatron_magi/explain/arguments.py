@@ -10,14 +10,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--seqlen", type=int, required=True, help="tokens of the sequence")
     parser.add_argument("--cp-size", type=int, required=True, help="context-parallel ranks")
-    parser.add_argument("--mask", default="documents", help="as --magi-mask takes it (default: %(default)s)")
+    parser.add_argument(
+        "--mask",
+        default="documents",
+        help="as --magi-mask takes it; of one that needs fields of a data set, such "
+        "as prefix_tree, a function FILE.py:FUNCTION (default: %(default)s)",
+    )
     documents = parser.add_mutually_exclusive_group()
     documents.add_argument("--documents", type=int, nargs="+", metavar="N", help="lengths of the packed documents")
     documents.add_argument(
         "--random-documents",
         type=int,
         metavar="N",
-        help="so many documents, lengths log-uniform over a factor of 64, always the same",
+        help="this many documents, lengths log-uniform over a factor of 64, always the same",
     )
     documents.add_argument("--data-path", help="prefix of a Megatron dataset: its documents in the order of the file")
     parser.add_argument("--sample", type=int, default=0, help="which sequence of --data-path (default: %(default)s)")

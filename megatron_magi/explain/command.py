@@ -90,4 +90,8 @@ def _draw(folder: Path, figures: DispatchFigures, title: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     plot_mask(folder / "mask.png", figures.plan, title)
     plot_timeline(folder / "timeline.png", figures.plan)
-    return f"{folder / 'mask.png'}: visible pairs by rank; {folder / 'timeline.png'}: predicted schedule"
+    return (
+        f"{folder / 'mask.png'}: the mask, each visible pair in the colour of the rank that computes it\n"
+        f"{folder / 'timeline.png'}: one layer on each rank by the rates of `overlap.cost`, without launches and "
+        "edges of tiles, so shorter than predicted"
+    )

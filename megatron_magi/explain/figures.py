@@ -55,16 +55,17 @@ def plot_mask(path: Path, plan: Plan, title: str) -> None:
         axes.imshow(image, cmap=palette, vmin=0, vmax=num_ranks, interpolation="nearest", aspect="auto", extent=extent)
         axes.tick_params(labelleft=False)
         axes.set_xlabel("key token")
-        axes.set_title(title)
+        axes.set_title(title if num_ranks <= len(COLOURS) else f"{title} (ranks 0, {len(COLOURS)}, ... share a colour)")
         strip.imshow(rank_of_row[:, None] + 1, cmap=palette, vmin=0, vmax=num_ranks, aspect="auto",
                      extent=(0, 1, mask.total_seqlen_q, 0))  # fmt: skip
         strip.set_xticks([])
+        strip.set_title("held by", fontsize=STYLE["font.size"] - 2)
         strip.set_ylabel("query token")
         if len(plan.dispatch.chunk_bounds) <= _CHUNKS:
             for bound in plan.dispatch.chunk_bounds[1:-1]:
                 strip.axhline(bound, color="white", linewidth=0.8)
         if num_ranks <= len(COLOURS):
-            labels = [f"rank {rank}: {100 * area / sum(areas):.1f} % of the area" for rank, area in enumerate(areas)]
+            labels = [f"rank {rank}: {100 * area / sum(areas):.1f} % of the pairs" for rank, area in enumerate(areas)]
             patches = [Patch(color=colour, label=label) for colour, label in zip(colours, labels, strict=True)]
             axes.legend(handles=patches, loc="upper right", frameon=False)
         figure.savefig(path)
@@ -98,7 +99,7 @@ def plot_timeline(path: Path, plan: Plan) -> None:
             for rank, spans in enumerate(ranks):
                 for span in spans:
                     _draw_span(axes, rank, span)
-            axes.set_title(f"{name}, one layer, launches left out")
+            axes.set_title(f"{name} of one layer, without launches")
             axes.set_xlabel("microseconds")
         panels[0].set_yticks(range(plan.cp_size), [f"rank {rank}" for rank in range(plan.cp_size)])
         panels[0].invert_yaxis()

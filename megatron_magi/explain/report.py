@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import numpy as np
+
 from megatron_magi.config import DispatchAlgorithm, MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Plan, make_plan
-from megatron_magi.plan.balance import predictions
+from megatron_magi.plan.balance import candidates, predictions
+from megatron_magi.rates import H100
 
 
 @dataclass(frozen=True)
 class DispatchFigures:
-    """What one dispatch of a mask comes to.
+    """Figures of one dispatch of a mask.
 
     Attributes:
         algorithm: of `DispatchConfig`.
+        taken: the candidate that it comes to: of ``auto`` the one that was chosen, of ``affinity`` with its tolerance.
         plan: its plan.
         balance: largest area of a rank over the mean.
         received_rows: rows of k and v that the busiest rank fetches in a forward pass.
@@ -27,6 +31,7 @@ class DispatchFigures:
     """
 
     algorithm: str
+    taken: str
     plan: Plan
     balance: float
     received_rows: int
@@ -35,7 +40,7 @@ class DispatchFigures:
 
 
 def dispatch_figures(mask: AttnMask, cp_size: int, config: MagiConfig | None = None) -> list[DispatchFigures]:
-    """Plans ``mask`` for ``cp_size`` ranks in each way there is.
+    """Plans ``mask`` for ``cp_size`` ranks with each dispatch algorithm.
 
     Args:
         mask: of one sequence or one microbatch.
@@ -56,14 +61,21 @@ def _figures(mask: AttnMask, cp_size: int, config: MagiConfig) -> DispatchFigure
     stats, cost, made = plan.stats(), config.overlap.cost, plan.dispatch
     found = predictions({"": made.chunk_rank}, mask, made.chunk_bounds, cp_size, config.dispatch, config.overlap)
     received = max(stats.received_rows)
+    named = candidates(mask, made.chunk_bounds, cp_size, config.dispatch)
     return DispatchFigures(
         algorithm=config.dispatch.algorithm,
+        taken=next(name for name, ranks in named.items() if _same_shards(ranks, made.chunk_rank)),
         plan=plan,
         balance=stats.balance,
         received_rows=received,
         received_bytes=received * cost.row_bytes,
         predicted_us=found[""].step_us,
     )
+
+
+def _same_shards(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether chunks that share a rank in ``a`` do so in ``b``, whichever rank: neighbours are chosen after shards."""
+    return np.unique(np.stack([a, b]), axis=1).shape[1] == len(np.unique(a)) == len(np.unique(b))
 
 
 def explain_text(mask: AttnMask, figures: Sequence[DispatchFigures], chosen: str) -> str:
@@ -80,19 +92,28 @@ def explain_text(mask: AttnMask, figures: Sequence[DispatchFigures], chosen: str
         f"{mask.area:,} visible pairs: {mask.area / (total_q * total_k):.2%} of all, "
         f"{mask.area / max(1, total_q):,.0f} keys a query",
         "",
-        f"{'dispatch':<20}{'largest area':>14}{'rows fetched':>14}{'MB a layer':>12}{'stages':>8}{'predicted':>13}",
-        f"{'':<20}{'over mean':>14}{'busiest rank':>14}{'busiest rank':>13}{'':>7}{'us a layer':>13}",
+        f"{'dispatch':<20}{'balance':>10}{'rows fetched':>14}{'MB fetched':>12}{'stages':>8}{'predicted us':>14}",
     ]
     for f in figures:
         mark = " *" if f.algorithm == chosen else ""
         lines.append(
-            f"{f.algorithm + mark:<20}{f.balance:>14.3f}{f.received_rows:>14,}{f.received_bytes / 1e6:>12.1f}"
-            f"{f.plan.degree:>8}{f.predicted_us:>13,.0f}"
+            f"{f.algorithm + mark:<20}{f.balance:>10.3f}{f.received_rows:>14,}{f.received_bytes / 1e6:>12.1f}"
+            f"{f.plan.degree:>8}{f.predicted_us:>14,.0f}"
         )
-    plan = next(f.plan for f in figures if f.algorithm == chosen)
-    stats, cost = plan.stats(), plan.config.overlap.cost
-    lines += ["", f"ranks of {chosen} (*)", f"{'rank':>4}{'rows':>10}{'area':>18}{'share':>9}{'rows fetched':>14}"
-              f"{'k and v, MB':>13}"]  # fmt: skip
+    best = next(f for f in figures if f.algorithm == chosen)
+    stats, cost = best.plan.stats(), best.plan.config.overlap.cost
+    rates = best.plan.config.dispatch.rates or H100
+    lines += [
+        "",
+        "* is what is used" + (f": auto takes {best.taken}" if chosen == "auto" else ""),
+        "balance: largest area of a rank over the mean; fetched: by the busiest rank in a forward pass of one layer,",
+        "in as many stages; predicted: forward and backward of one layer's attention on the slowest rank,",
+        f"{cost.num_heads_q} query, {cost.num_heads_kv} key heads of {cost.head_dim}, {8 * cost.element_bytes} bits, "
+        f"rates of an {rates.device}",
+        "",
+        f"ranks of {chosen} (*); memory: k and v of own and of fetched rows, of one layer",
+        f"{'rank':>4}{'rows':>10}{'area':>18}{'share':>9}{'rows fetched':>14}{'memory, MB':>13}",
+    ]
     total = max(1, sum(stats.areas))
     for rank, (rows, area, received) in enumerate(zip(stats.num_rows, stats.areas, stats.received_rows, strict=True)):
         held = (rows + received) * cost.row_bytes / 1e6

@@ -9,7 +9,7 @@ from megatron_magi.mask import bands as bd
 
 
 def sampled_mask(mask: AttnMask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Which of some keys some queries see.
+    """Which of the given keys the given queries see.
 
     Args:
         mask: of any size.

@@ -65,11 +65,11 @@ class LayerMask:
 
     @cached_property
     def mask(self) -> AttnMask:
-        """Without further documents."""
+        """The mask without further documents."""
         return self.intervals.mask(self._kv_length * len(self._parts))
 
     def of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> AttnMask:
-        """With the documents of the layer's arguments, ``cu_seq_lens`` or, where it knows of none yet, positions."""
+        """The mask with the documents of ``cu_seq_lens`` or, where it knows of none yet, of the layer's positions."""
         said = cu_seq_lens
         if said is None and not self.has_documents and position_ids is not None and position_ids.ndim == 2:
             said = position_ids

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from megatron_magi.compat.runtime import cp_group_of
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import CP_GROUP, NAME
 from megatron_magi.hf.shard import IGNORED, shard_batch
@@ -25,10 +24,10 @@ LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def context_parallel(
     model: PreTrainedModel,
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh,
+    cp_group_or_mesh: Group,
     config: MagiConfig | None = None,
 ) -> PreTrainedModel:
-    """Has a model take whole batches, the same on all ranks, and compute this rank's part of them.
+    """Makes a model take whole batches, the same on all ranks, and compute this rank's part of them.
 
     Its forward shards the batch (`shard_batch`), computes, and returns this rank's logits and the whole batch's loss.
     The gradients of a rank are those of its rows, times the number of ranks: they are averaged over ranks as those of
@@ -47,7 +46,7 @@ def context_parallel(
         ValueError: the model is over another group already, attends otherwise, has layers that carry a state over the
             sequence, or computes another loss than that of a causal language model. In forward: as `shard_batch`.
     """
-    group = cp_group_of(cp_group_or_mesh)
+    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
         return model
     over = getattr(model, CP_GROUP, None)
@@ -73,11 +72,14 @@ def context_parallel(
     def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not kwargs["attention_mask"].magi_shard.num_calls:
             raise RuntimeError("attention_mask: no layer attended by it; the model's attention is not transformers'")
-        loss = output.get("loss") if isinstance(output, dict) else None
-        if loss is not None:
+        if kwargs.get("labels") is not None:
+            loss = output[0]  # of a tuple, and of an output that is asked by number
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=group)
-            output["loss"] = loss + (mean / group.size() - loss.detach())
+            loss = loss + (mean / group.size() - loss.detach())
+            if isinstance(output, tuple):
+                return loss, *output[1:]
+            output["loss"] = loss
         return output
 
     model.register_forward_pre_hook(shard, with_kwargs=True)
@@ -176,8 +178,6 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _check_call(model: PreTrainedModel, batch: dict[str, Any]) -> None:
     text = model.config.get_text_config()
-    if batch.get("return_dict") is False:
-        raise ValueError("return_dict: must not be False, the whole batch's loss is put into the result by its name")
     routers = batch.get("output_router_logits")
     if routers or (routers is None and getattr(text, "output_router_logits", False)):
         raise ValueError("output_router_logits: the balance of experts over a whole sequence is not known to a rank")

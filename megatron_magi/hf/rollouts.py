@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from megatron_magi.compat.runtime import cp_group_of
+from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.shard import shard_batch
 from megatron_magi.packing import PrefixTree
@@ -17,10 +15,10 @@ from megatron_magi.packing import PrefixTree
 def log_probs(
     model: PreTrainedModel,
     tree: PrefixTree,
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+    cp_group_or_mesh: Group = None,
     config: MagiConfig | None = None,
 ) -> list[Tensor]:
-    """The log-probability of each token of each rollout but its first, each shared token computed once.
+    """Computes the log-probability of each token of each rollout but its first, each shared token computed once.
 
     A loss over them has the gradients that it has with a forward for each rollout. On several ranks all have all of
     them, compute the same loss, and the gradients of parameters are averaged over ranks, as with `context_parallel`.
@@ -42,7 +40,7 @@ def log_probs(
     batch = {name: torch.from_numpy(x).to(device)[None] for name, x in names.items()}
     batch["magi_mask"] = tree.mask
     labels = torch.from_numpy(tree.labels).to(device)[None]
-    group = cp_group_of(cp_group_or_mesh)
+    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
         return tree.gather(_of_labels(model(**batch, use_cache=False).logits, labels)[0])
     local, shard = shard_batch({**batch, "use_cache": False}, group, model.config, config)

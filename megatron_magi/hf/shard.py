@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import masking_utils
 
 from megatron_magi.api import (
@@ -18,7 +17,8 @@ from megatron_magi.api import (
     make_flex_key_for_new_mask_after_dispatch,
     undispatch,
 )
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, cp_group_of
+from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.hf.attention import WINDOWS, LayerMask, check_no_window, document_bounds_of
 from megatron_magi.hf.intervals import Intervals
@@ -47,7 +47,7 @@ class Shard:
     """
 
     def __init__(
-        self, model_config: Any, batch: Mapping[str, Any], group: dist.ProcessGroup, config: MagiConfig | None
+        self, model_config: Any, batch: Mapping[str, Any], group: dist.ProcessGroup | None, config: MagiConfig | None
     ) -> None:
         tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]
         self.group, self.num_calls = group, 0
@@ -84,7 +84,7 @@ class Shard:
         return ShardMask(self, make_flex_key_for_new_mask_after_dispatch(q_ranges, k_ranges, types, self.key))
 
     def dispatch(self, x: Tensor, pad_value: float = 0) -> Tensor:
-        """This rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks."""
+        """Returns this rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks."""
         return dispatch(x.reshape(-1, *x.shape[2:]), self.key, pad_value=pad_value)[None]
 
     def undispatch(self, x: Tensor, is_partial_grad: bool = False) -> Tensor:
@@ -124,11 +124,11 @@ class Shard:
 
 def shard_batch(
     batch: Mapping[str, Any],
-    cp_group_or_mesh: dist.ProcessGroup | DeviceMesh,
+    cp_group_or_mesh: Group,
     model_config: Any,
     config: MagiConfig | None = None,
 ) -> tuple[dict[str, Any], Shard]:
-    """A batch's arguments for a model, those of this rank. Collective.
+    """Returns the model's arguments for this rank's part of a batch. Collective.
 
     Args:
         batch: arguments of the model's forward, the same on all ranks: ``input_ids`` int ``[batch_size, seqlen]`` or
@@ -146,7 +146,7 @@ def shard_batch(
     Raises:
         ValueError: an argument, named in the message, is wrong or cannot be sharded.
     """
-    group = cp_group_of(cp_group_or_mesh)
+    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     given = {name: value for name, value in batch.items() if value is not None}
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is None:

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def full(seqlen_q: int, seqlen_k: int | None = None) -> AttnMask:
-    """Every query sees every key.
+    """Makes the mask in which every query sees every key.
 
     Raises:
         ValueError: a length is negative.
@@ -47,7 +47,7 @@ def full(seqlen_q: int, seqlen_k: int | None = None) -> AttnMask:
 
 
 def causal(seqlen_q: int, seqlen_k: int | None = None) -> AttnMask:
-    """The last query sees every key, each query before it one key less.
+    """Makes the causal mask: the last query sees every key, each query before it one key less.
 
     Raises:
         ValueError: a length is negative.
@@ -63,7 +63,7 @@ def varlen(
     cu_seqlens_k: IntArrayLike | None = None,
     doc_lengths_k: IntArrayLike | None = None,
 ) -> AttnMask:
-    """Packed documents: full or causal attention inside each.
+    """Makes the mask of packed documents: full or causal attention inside each.
 
     Args:
         cu_seqlens: int ``[num_documents + 1]``, cumulative lengths from 0.
@@ -91,7 +91,7 @@ def sliding_window(
     cu_seqlens_k: IntArrayLike | None = None,
     doc_lengths_k: IntArrayLike | None = None,
 ) -> AttnMask:
-    """A window around each query, and optionally the first keys of its document.
+    """Makes the mask of a window around each query, and optionally the first keys of its document.
 
     The query aligned with key p of its document sees key j of it exactly when
     ``j <= p + right and (j >= p - left or j < global_tokens)``. So global tokens never show a
@@ -128,7 +128,7 @@ def block_causal(
     cu_seqlens: IntArrayLike | None = None,
     doc_lengths: IntArrayLike | None = None,
 ) -> AttnMask:
-    """Blocks of tokens (frames of a video) see themselves in full and every earlier block.
+    """Makes the mask in which blocks of tokens (frames of a video) see themselves in full and every earlier block.
 
     Blocks start anew with each document; the last one of a document may be shorter.
 
@@ -151,7 +151,7 @@ def block_causal(
 
 
 def prefix_lm(prefix_lengths: IntArrayLike, doc_lengths: IntArrayLike) -> AttnMask:
-    """Full attention inside each document's prefix, causal after it.
+    """Makes the mask of full attention inside each document's prefix and causal attention after it.
 
     Args:
         prefix_lengths: int ``[num_documents]``, from 0 (causal) to the document's length (full).
@@ -188,7 +188,7 @@ def from_eod_positions(
     batch_size: int = 1,
     causal: bool = True,
 ) -> AttnMask:
-    """Packed documents that end with an EOD token, over one or several sequences.
+    """Makes the mask of packed documents that end with an EOD token, over one or several sequences.
 
     The arguments, but for ``causal`` (as in `varlen`), and the errors are those of
     `cu_seqlens_from_eod`, whose result also fits `sliding_window` and `block_causal`.

@@ -8,7 +8,7 @@ from megatron_magi.mask.slices import AttnMask
 
 
 def dense_mask(mask: AttnMask) -> np.ndarray:
-    """bool ``[total_seqlen_q, total_seqlen_k]``, True where the query sees the key."""
+    """Returns the mask as bool ``[total_seqlen_q, total_seqlen_k]``, True where the query sees the key."""
     return dense_bands(mask.bands_untightened, mask.total_seqlen_q, mask.total_seqlen_k)
 
 

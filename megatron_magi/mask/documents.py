@@ -168,7 +168,7 @@ def cu_seqlens_from_eod(
     eod: int | None = None,
     batch_size: int = 1,
 ) -> IntArray:
-    """Cumulative document lengths of packed sequences whose documents end with an EOD token.
+    """Finds the cumulative document lengths of packed sequences whose documents end with an EOD token.
 
     The EOD token belongs to the document that it ends. A batch is packed one sequence after
     the other; a document ends with its sequence even without an EOD token.

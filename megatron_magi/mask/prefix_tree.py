@@ -14,7 +14,7 @@ Span = tuple[int, int]
 
 
 def prefix_tree(node_lengths: IntArrayLike, sample_paths: Sequence[Sequence[int]]) -> tuple[AttnMask, list[AttnRanges]]:
-    """Causal attention of samples that share prefixes, each shared run of tokens stored once.
+    """Makes the mask of samples that share prefixes, causal, each shared run of tokens stored once.
 
     The tokens are laid out node after node, in the order of ``node_lengths``. A token sees its
     node's ancestors and, causally, its own node: what it would see in its sample alone.

@@ -16,7 +16,7 @@ _ADD, _VALIDATE = "training.arguments:add_megatron_arguments", "training.argumen
 
 
 def install() -> None:
-    """Megatron knows this package's options wherever it parses, and checks go around its own. Idempotent."""
+    """Adds this package's options and checks to Megatron's, wherever it parses. Idempotent."""
     stock_add, stock_validate = seams.original(_ADD), seams.original(_VALIDATE)
 
     @functools.wraps(stock_add)
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def check_argv() -> None:
-    """Refuses what would go past the checks.
+    """Refuses arguments that the checks would not see.
 
     Raises:
         ValueError: the process's command line asks for magi and for a YAML file of arguments.

@@ -77,14 +77,19 @@ class BatchDispatcher:
         """
         if not isinstance(batch, LoadedBatch):
             batch = LoadedBatch(batch, self.planner.attempt(batch))
-        planned, agreement, result = batch.planned, None, None
-        failure = planned if isinstance(planned, Exception) else None
+        planned, result, failure = None, None, None
+        # Before the ranks compare: one that has agreed and then fails would leave the others in their first layer.
+        try:
+            fields, planned = batch.parts
+            if isinstance(planned, Exception):
+                failure = planned
+            else:
+                result = self._local(fields, planned)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
+            failure = error
         if self._agreement_group is not None:
-            fingerprint = FAILED if isinstance(planned, Exception) else planned.fingerprint
+            fingerprint = FAILED if failure is not None else planned.fingerprint
             agreement = start_agreement(fingerprint, self._agreement_group, "tokens and plan of a microbatch")
-        if not isinstance(planned, Exception):
-            result = self._local(batch.fields, planned)
-        if agreement is not None:
             self._settle(agreement, failure)
         if failure is not None:
             raise failure

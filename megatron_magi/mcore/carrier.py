@@ -25,7 +25,7 @@ class LayerPlans:
 
     Args:
         planner: that made them.
-        fields: of the microbatch, for masks that were not foreseen.
+        fields: of the microbatch, for masks that were not prepared.
         planned: what was made ahead.
         successors: made of its arrays, if it has them.
 
@@ -59,7 +59,7 @@ class LayerPlans:
         return self._plans[source.text]
 
     def successors(self, device: torch.device) -> RollArgs:
-        """How each row gets the content of the next token's row; made on first use where nobody foresaw it."""
+        """How each row gets the content of the next token's row; made on first use where it was not prepared."""
         if self._successors is None:
             dispatch, rank = self.dispatch, self._planner.cp_rank
             arrays = make_roll_args(dispatch.global_indices(), -1, dispatch.total_seqlen, rank)

@@ -148,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
         add_arguments(seams.original("training.arguments:add_megatron_arguments")(self))
 
     def actions_by_name(self) -> dict[str, argparse.Action]:
-        """Each option of two dashes without these."""
+        """Each option that begins with two dashes, by its name without them."""
         return {name.removeprefix("--"): action for name, action in self._options()}
 
     def _options(self) -> Iterator[tuple[str, argparse.Action]]:

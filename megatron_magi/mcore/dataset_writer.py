@@ -9,7 +9,7 @@ import numpy as np
 
 
 def write_indexed_dataset(prefix: str | Path, documents: Iterable[np.ndarray], *, eod: int) -> np.ndarray:
-    """Write ``prefix.bin`` and ``prefix.idx``, each document followed by ``eod``.
+    """Writes ``prefix.bin`` and ``prefix.idx``, each document followed by ``eod``.
 
     Args:
         prefix: path without suffix, as ``--data-path`` takes it; its folder must exist.

@@ -16,7 +16,7 @@ _BIAS = "core.transformer.moe.router:TopKRouter._apply_expert_bias"
 
 
 def install() -> None:
-    """Has Megatron's router count padding rightly. Idempotent; nothing changes without padding."""
+    """Makes Megatron's router leave padding out of its counts. Idempotent; nothing changes without padding."""
     seams.put(_COUNTS, count_tokens)
     seams.put(_BIAS, apply_expert_bias)
 

@@ -26,13 +26,15 @@ from megatron_magi.mcore.kernels import compile_ahead
 from megatron_magi.mcore.loss import microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
-from megatron_magi.mcore.settings import layer_masks, magi_config
+from megatron_magi.mcore.settings import layer_masks, magi_config, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 
 
 def make_dispatcher(args: Namespace) -> BatchDispatcher:
     """The dispatcher that a validated command line asks for; collective over all ranks."""
-    config = _with_shared_rates(magi_config(args, envs.load().default_config()), args.tensor_model_parallel_size)
+    environment = envs.load()
+    config = with_nodes(args, magi_config(args, environment.default_config()), environment)
+    config = _with_shared_rates(config, args.tensor_model_parallel_size)
     # Tensor-parallel ranks read the data too. Pipeline stages do so at different times and cannot wait.
     readers = get_tensor_and_context_parallel_group()
     agreement_group = make_agreement_group(readers) if config.comm.verify else None

@@ -8,50 +8,46 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.arguments import is_magi
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
-from megatron_magi.upload import PackedArrays, pack
+from megatron_magi.parcel import Sendable
 
-_PACKED = (torch.int64, torch.int32, torch.float32, torch.bool)
 _BUILD = "training.training:build_pretraining_data_loader"
 
 
-@dataclass(frozen=True, eq=False)
-class LoadedBatch:
-    """What the data loader gives: a microbatch, and what was made of it.
+class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
+    """A microbatch as the data loader returns it, and its plan.
 
     A copy is the microbatch alone. Megatron copies what it keeps to replay an iteration, and saves that in checkpoints;
     a microbatch that is replayed is planned again.
 
-    Attributes:
+    Args:
         fields: as Megatron collates them.
         planned: or why there is none.
     """
 
-    fields: Fields
-    planned: PlannedBatch | Exception
+    def __init__(self, fields: Fields, planned: PlannedBatch | Exception) -> None:
+        super().__init__((fields, planned))
+
+    @property
+    def fields(self) -> Fields:
+        """As Megatron collates them."""
+        return self.parts[0]
+
+    @property
+    def planned(self) -> PlannedBatch | Exception:
+        """What was made of them, or why nothing was."""
+        return self.parts[1]
 
     def __copy__(self) -> dict[str, Any]:
         return dict(self.fields)
 
-    def __reduce__(self) -> tuple:
-        # From process to process a tensor costs an exchange of file descriptors, so they go side by side.
-        together = {n: x for n, x in self.fields.items() if isinstance(x, torch.Tensor) and x.dtype in _PACKED}
-        others = {name: x for name, x in self.fields.items() if name not in together}
-        return _arrived, (tuple(together), pack([x.numpy() for x in together.values()]), others, self.planned)
-
-    def pin_memory(self) -> LoadedBatch:
-        """The same, what goes to the device in page-locked memory, as data loaders ask for it."""
-        planned = self.planned if isinstance(self.planned, Exception) else self.planned.pin_memory()
-        return LoadedBatch(self.fields, planned)  # fields are read on the CPU
-
-
-def _arrived(names: tuple[str, ...], packed: PackedArrays, others: Fields, planned: Any) -> LoadedBatch:
-    return LoadedBatch({**dict(zip(names, packed.to("cpu"), strict=True)), **others}, planned)
+    def _pinned(self, parts: tuple[Fields, PlannedBatch | Exception]) -> tuple[Fields, PlannedBatch | Exception]:
+        fields, planned = parts  # fields are read on the CPU
+        return fields, planned if isinstance(planned, Exception) else planned.pin_memory()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +82,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def install(planner: Planner) -> None:
-    """Data loaders that Megatron builds from now on plan with ``planner``; loaders of a user's own stay as they are."""
+    """Makes data loaders that Megatron builds from now on plan with ``planner``; a user's own stay as they are."""
     from megatron.core.datasets.utils import Split
     from megatron.training import get_args
 

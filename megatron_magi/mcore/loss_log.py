@@ -41,7 +41,7 @@ class LossLog:
         self._plans.append(stats)
 
     def install(self) -> None:
-        """Has Megatron's trainer report here each time it logs an iteration."""
+        """Makes Megatron's trainer report to this log each time it logs an iteration."""
         stock = seams.original(_LOG)
 
         @functools.wraps(stock)

@@ -55,7 +55,7 @@ class MagiModelMixin:
 
     @contextmanager
     def given(self, batch: LocalBatch) -> Iterator[None]:
-        """Inside it the model runs on ``batch``, whoever calls it and however."""
+        """A context in which the model runs on ``batch``, whatever calls it."""
         self._given = batch
         try:
             yield

@@ -140,7 +140,7 @@ class Planner:
         )
 
     def attempt(self, fields: Fields, *, needs_backward: bool = True) -> PlannedBatch | Exception:
-        """As a call; what it raises is returned, for the step that the microbatch belongs to."""
+        """Calls the planner and returns what it raises, for the step that the microbatch belongs to."""
         try:
             return self(fields, needs_backward=needs_backward)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
@@ -210,7 +210,7 @@ class Planner:
 
 
 def checksum(fields: Fields, names: Sequence[str] = SEQUENCES) -> int:
-    """32 bits that tell batches apart whose masks are the same."""
+    """A checksum of 32 bits that differs between batches of the same mask."""
     value = 0
     for name in names:
         value = zlib.crc32(fields[name].contiguous().numpy(), value)

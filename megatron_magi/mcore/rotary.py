@@ -1,4 +1,4 @@
-"""Rotary embedding of dispatched tokens: each row turns by its own position, not by its place."""
+"""Rotary embedding of dispatched tokens: each row is rotated by its own position, not by its place."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ How a target is touched:
 - ``exchanged in specs``: the class is taken out of layer specs, and ours put in.
 
 Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs that capture attention, Mamba
-layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else the user guide lists.
+layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else docs/megatron.md lists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_magi.mcore.versions import KNOWN_VERSIONS
 
 @dataclass(frozen=True)
 class Seam:
-    """One place.
+    """One place of Megatron that the adapter changes or relies on.
 
     Attributes:
         target: ``module:name`` or ``module:Class.name``, without ``megatron.`` in front.
@@ -127,6 +127,9 @@ SEAMS = (
          fragment='["make", "-C"'),
     Seam("core.transformer.torch_norm:WrappedTorchNorm.__new__", "repaired", ("cls", "config"), "wheel_repairs",
          "norms of torch under sequence parallelism", fragment="assert not config.sequence_parallel"),
+    Seam("core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules", "repaired",
+         ("num_experts", "moe_grouped_gemm", "use_te_op_fuser"), "wheel_repairs", "says that TE is missing",
+         fragment="backend = TESpecProvider()"),
     Seam(f"{_OPTIMIZER}.state_dict", "repaired", ("self",), "wheel_repairs", "steps of torch's AdamW",
          'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))', "no te"),
     Seam(f"{_OPTIMIZER}.load_state_dict", "repaired", ("self", "state_dict"), "wheel_repairs", "likewise",

@@ -6,8 +6,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.envs import Environment
 from megatron_magi.mask.builders import causal
 from megatron_magi.mask.source import LayerMasks, MaskSource, load_function
 from megatron_magi.mcore.carrier import Window
@@ -44,6 +46,20 @@ def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
         overlap=replace(default.overlap, degree=degree, cost=cost),
         attend=replace(default.attend, deterministic=deterministic),
     )
+
+
+def with_nodes(args: Namespace, config: MagiConfig, environment: Environment) -> MagiConfig:
+    """``config`` with the nodes of ``--hierarchical-context-parallel-sizes``, of which the last size counts them.
+
+    Raises:
+        ValueError: the environment asks for two levels, and the command line does not tell the nodes.
+    """
+    if args.context_parallel_size == 1:
+        return config
+    sizes = args.hierarchical_context_parallel_sizes
+    told = prod(sizes[:-1]) if sizes else None
+    nodes = environment.ranks_per_node(told, "--hierarchical-context-parallel-sizes")
+    return replace(config, comm=replace(config.comm, ranks_per_node=nodes))
 
 
 def _dispatch_config(args: Namespace, default: DispatchConfig) -> DispatchConfig:

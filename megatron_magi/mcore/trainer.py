@@ -19,7 +19,7 @@ _SCHEDULE, _SKIP = "training.training:get_forward_backward_func", "training.trai
 
 
 def install() -> None:
-    """Megatron's trainer fits batches that every rank reads and dispatches. Idempotent.
+    """Fits Megatron's trainer to batches that every rank reads and dispatches. Idempotent.
 
     Its pipeline schedules get the length of the tensors instead of ``args.seq_length``, and iterations that are
     skipped are read on every rank: Megatron reads them on the first tensor-parallel rank and cuts them. Without

@@ -26,7 +26,7 @@ _OVER_TP, _OVER_CP = "core.utils:get_batch_on_this_tp_rank", "core.utils:get_bat
 
 
 def install() -> None:
-    """Megatron's ``pretrain`` gives dispatched microbatches to the forward step that it is called with. Idempotent.
+    """Makes ``pretrain`` give dispatched microbatches to the forward step it is called with. Idempotent.
 
     Without `--attention-backend magi` nothing changes.
     """

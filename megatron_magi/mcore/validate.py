@@ -29,7 +29,7 @@ def check_unused(args: Namespace) -> None:
 
 
 def settle_arguments(args: Namespace) -> list[str]:
-    """Gives up, in place, what only makes things faster and does not fit dispatched tokens.
+    """Turns off, in place, optimizations that do not fit dispatched tokens.
 
     Returns:
         One notice for each option that was changed.
@@ -44,7 +44,7 @@ def settle_arguments(args: Namespace) -> list[str]:
         reason = "more than one sequence in a microbatch"
     if args.apply_rope_fusion and reason is not None and _is_rotary(args):
         args.apply_rope_fusion = False
-        notices.append(f"apply_rope_fusion: off, the fused kernel cannot turn dispatched tokens with {reason}")
+        notices.append(f"apply_rope_fusion: off, the fused kernel cannot rotate dispatched tokens with {reason}")
     return notices
 
 

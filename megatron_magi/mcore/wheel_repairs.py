@@ -18,16 +18,18 @@ from megatron_magi.mcore import seams
 _HELPERS = "core.datasets.utils:compile_helpers"
 _NORM = "core.transformer.torch_norm:WrappedTorchNorm.__new__"
 _OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
+_LAYERS = "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
 _SET = "_set_main_param_and_optimizer_states"
 
 
 def install() -> None:
-    """Repair what this process has imported, or will import, of megatron. Idempotent.
+    """Repairs what this process has imported, or will import, of megatron. Idempotent.
 
     To be called after `cpu_device.install`, as it imports megatron.
     """
     _repair_compile_helpers()
     _repair_torch_norm()
+    _repair_layer_spec()
     _repair_distributed_optimizer()
 
 
@@ -70,6 +72,27 @@ def _repair_torch_norm() -> None:
         return norm
 
     seams.put(_NORM, make_norm)
+
+
+def _repair_layer_spec() -> None:
+    """Layers of Transformer Engine where it is not installed are a TypeError: 'NoneType' object is not callable.
+
+    core/models/gpt/gpt_layer_specs.py:233.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if HAVE_TE:
+        return
+    original = seams.original(_LAYERS)
+
+    @functools.wraps(original)
+    def submodules(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "transformer_impl: transformer_engine, which is Megatron's default, but Transformer Engine cannot be "
+            "imported; install megatron_magi[te], or give --transformer-impl local"
+        )
+
+    seams.put(_LAYERS, submodules)
 
 
 def _repair_distributed_optimizer() -> None:

@@ -47,7 +47,7 @@ def flex_flash_attn_func(
     sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
-    """Attention in which queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as type ``attn_type_map[i]``. Autograd.
+    """Computes attention: queries ``q_ranges[i]`` see keys ``k_ranges[i]`` as type ``attn_type_map[i]``. Autograd.
 
     Args:
         q: ``[num_tokens_q, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64, any strides.

@@ -9,7 +9,6 @@ those by 0. The other implementations never use them.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.finite import describe_by_bands, require_finite
+from megatron_magi.ops.impl import blocked, hopper, reference
 from megatron_magi.ops.mask_tensors import bands_of
 from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -35,13 +35,10 @@ from megatron_magi.ops.options import (
     check_sink,
     make_options,
 )
+from megatron_magi.profiling import profiled_backward, profiled_forward
 
-IMPLS = {
-    "reference": "megatron_magi.ops.impl.reference",
-    "torch": "megatron_magi.ops.impl.blocked",
-    "ffa": "megatron_magi.ops.impl.hopper",
-}
-"""Implementations by name: modules with `forward` and `backward`, imported when first used."""
+IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
+"""Implementations by name: modules with `forward` and `backward`."""
 
 
 def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
@@ -56,18 +53,13 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     if isinstance(impl, str) and impl == "auto":
         impl = "torch"
         if q.device.type == "cuda":
-            if _module("ffa").is_supported(q, v, deterministic):
+            if hopper.is_supported(q, v, deterministic):
                 impl = "ffa"
             else:
-                _module("ffa").say_why_not(q, v)
+                hopper.say_why_not(q, v)
     if not isinstance(impl, str) or impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
-    return _module(impl)
-
-
-@cache
-def _module(impl: str) -> ModuleType:
-    return importlib.import_module(IMPLS[impl])
+    return IMPLS[impl]
 
 
 @torch.no_grad()
@@ -88,7 +80,7 @@ def slice_attention_forward(
     sm_margin: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One forward pass, without autograd.
+    """Computes one forward pass, without autograd.
 
     Args:
         q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides; finite, hidden tokens too.
@@ -130,6 +122,7 @@ def slice_attention_forward(
     return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
 
 
+@profiled_forward
 def forward_pass(
     q: Tensor,
     k: Tensor,
@@ -172,8 +165,7 @@ def _has_autocast(device: str) -> bool:
 
 def _no_autocast(q: Tensor):
     """Autocast would narrow the products; what is computed in which dtype is decided here."""
-    device = q.device.type
-    casts = _has_autocast(device) and torch.is_autocast_enabled(device)
+    casts = _has_autocast(device := q.device.type) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if casts else _NOTHING
 
 
@@ -197,7 +189,7 @@ def slice_attention_backward(
     sm_margin: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
+    """Computes one backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
 
     Args:
         dout: gradient of out, ``[num_rows, num_heads_q, head_dim_v]``, any float dtype.
@@ -231,6 +223,7 @@ def slice_attention_backward(
     return backward_pass(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
 
 
+@profiled_backward
 def backward_pass(
     dout: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -246,10 +239,9 @@ def backward_pass(
     """`slice_attention_backward` of checked arguments, without recording; ``hints``: the module's own."""
     adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
     dq, dk, dv = (t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(qkv, given, strict=True))
-    if adds_keys:
-        for grad, before in ((dk, given[1]), (dv, given[2])):
-            if before is None:
-                grad.zero_()
+    for grad, before in ((dk, given[1]), (dv, given[2])):
+        if adds_keys and before is None:
+            grad.zero_()
     with _no_autocast(dout):
         module.backward(
             dout, *qkv, lse, delta, bands, options,
@@ -259,7 +251,7 @@ def backward_pass(
 
 
 def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
-    """``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
+    """Computes ``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
 
     fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
     garbage in the gradient of rows that see nothing stays there.
@@ -302,9 +294,8 @@ class _SliceAttention(torch.autograd.Function):
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
             module = resolve_impl(ctx.impl, q, v, ctx.options.deterministic)
-            dq, dk, dv = backward_pass(
-                dout, (q, k, v), lse, delta, ctx.bands, ctx.options, module, (None, None, None), q.dtype
-            )  # fmt: skip
+            given = (None, None, None)
+            dq, dk, dv = backward_pass(dout, (q, k, v), lse, delta, ctx.bands, ctx.options, module, given, q.dtype)
         if ctx.needs_input_grad[3]:
             dsink = sink_gradient(sink, lse, delta)
         return dq, dk, dv, dsink, None, None, None, None
@@ -325,7 +316,7 @@ def slice_attention(
     sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
-    """Attention with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
+    """Computes attention, with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
 
     Functions that call it can be compiled as a whole (``fullgraph=True``): masks are inputs of the graph, which is
     compiled again for masks of another size class (see `AttnMask.packed`), not for each mask.

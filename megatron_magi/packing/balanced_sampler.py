@@ -16,12 +16,25 @@ def causal_area(lengths: np.ndarray) -> np.ndarray:
     return lengths * (lengths + 1) / 2
 
 
+def causal_work(layer_parameters: int, num_heads_q: int, head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Work of causal documents in a model: visible pairs, and what a layer's matrix products make of a token, in pairs.
+
+    Both as operations of a training step: 14 a pair, head and dimension, 6 a token and parameter.
+
+    Args:
+        layer_parameters: that multiply a token: of the matrices of a layer, of experts those that one token takes.
+        num_heads_q, head_dim: of its attention.
+    """
+    pairs = 6 * layer_parameters / (14 * num_heads_q * head_dim)
+    return lambda lengths: causal_area(lengths) + pairs * lengths
+
+
 _MOST_STATES = 4096
 """Steps that a data loader may draw ahead of training, with room to spare."""
 
 
 class BalancedSampler:
-    """Which documents each microbatch of a data-parallel rank packs; a ``batch_sampler`` of torch's data loader.
+    """Packs documents into microbatches of equal work; a ``batch_sampler`` of torch's data loader.
 
     A step has ``dp_size * num_microbatches`` microbatches of at most ``max_tokens`` tokens. Its documents are the next
     ones of a random order, somewhat more than there is room for; the longest first, each goes to the microbatch of the
@@ -39,7 +52,7 @@ class BalancedSampler:
         num_microbatches: of a rank in a step.
         dp_rank, dp_size: of the caller. Ranks of one sequence are one.
         seed: of the order.
-        area: work of documents by their lengths, to be evened: `causal_area` or the masks' own.
+        area: work of documents by their lengths, to be evened: `causal_area`, `causal_work` or the masks' own.
 
     Raises:
         ValueError: an argument, named in the message, is wrong.
@@ -99,7 +112,7 @@ class BalancedSampler:
         return [bins[i] for i in self._dealt(work)]
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
-        """Where it was after some steps: integers and a list of them.
+        """Returns the state after some steps: integers and a list of them.
 
         Args:
             num_steps: that have been trained on since the sampler was made or loaded, not fewer than at the call
@@ -120,7 +133,7 @@ class BalancedSampler:
         return {"epoch": self._epoch, "place": self._place, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from a state."""
         self._epoch, self._place = int(state["epoch"]), int(state["place"])
         self._waiting = [int(i) for i in state["waiting"]]
         self._states, self._num_dropped = [self._state()], 0

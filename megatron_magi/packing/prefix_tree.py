@@ -62,7 +62,7 @@ class PrefixTree:
         return prefix_tree(self.node_lengths, paths)[0]
 
     def gather(self, values: Any) -> list:
-        """Each sample's values, ``[length - 1, ...]``, of its tokens but the first.
+        """Returns each sample's values, ``[length - 1, ...]``, of its tokens but the first.
 
         Of an array or a tensor ``[num_rows, ...]``, such as the log-probabilities of the labels. Where autograd goes
         through it, a shared row gets the sum of its samples' gradients: losses over the samples have the gradients that
@@ -74,7 +74,7 @@ class PrefixTree:
         return [flat[start:end] for start, end in pairwise(self.sample_bounds.tolist())]
 
     def weights(self, samples: Sequence[Any] | None = None) -> np.ndarray:
-        """Weights of rows, float64 ``[num_rows]``, with which a loss over rows is the loss over samples.
+        """Returns weights of rows, float64 ``[num_rows]``, with which a loss over rows is the loss over samples.
 
         Args:
             samples: for each sample a number or ``[length - 1]`` of them, by which the losses of its tokens but the
@@ -96,7 +96,7 @@ class PrefixTree:
         return np.bincount(self.rows, np.concatenate([np.zeros(0), *parts]), self.num_rows)
 
     def item(self, seqlen: int, num_nodes: int, samples: Sequence[Any] | None = None) -> dict[str, np.ndarray]:
-        """An item of a data set for Megatron with ``--magi-mask prefix_tree``.
+        """Makes an item of a data set for Megatron with ``--magi-mask prefix_tree``.
 
         Args:
             seqlen: rows of an item; what is left is padding without loss.
@@ -127,7 +127,7 @@ class PrefixTree:
 
 
 def make_prefix_tree(samples: Sequence[IntArrayLike]) -> PrefixTree:
-    """The tree of rollouts: of answers to shared prompts, of turns that branch, of several prompts side by side.
+    """Makes the tree of rollouts: answers to shared prompts, conversations that branch, several prompts side by side.
 
     Args:
         samples: token ids of each rollout, prompt and answer, from its first token on; not negative.

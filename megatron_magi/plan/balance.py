@@ -129,7 +129,7 @@ def _even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
 
 
 def _deal(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:
-    """Chunks by falling area, dealt to the ranks to and fro."""
+    """Chunks by decreasing area, dealt to the ranks in serpentine order."""
     cp_size = len(capacity)
     order = np.argsort(-area, kind="stable")
     position = np.arange(len(area))

@@ -13,7 +13,8 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask.documents import int_at_least
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
-from megatron_magi.plan.overlap import choose_degree
+from megatron_magi.plan.degree import choose_degree
+from megatron_magi.plan.nodes import gather_in_nodes, nodes_in_use
 from megatron_magi.plan.partition import areas_by_place, localise, partition, split_stages
 from megatron_magi.plan.schedule import make_schedule
 from megatron_magi.plan.swaps import sum_by_rank
@@ -59,7 +60,8 @@ class Plan:
         pieces = split_stages(part, self.degree)
         self._bands = localise(part, pieces, dispatch.cp_size, self.degree)
         self._lower_bound = part.remote_rows
-        self._transfers = TransferTable(part.runs, pieces, dispatch.cp_size, self.degree)
+        ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
+        self._transfers = TransferTable(part.runs, pieces, dispatch.cp_size, self.degree, ranks_per_node)
         self._received = np.zeros(dispatch.cp_size, dtype=np.int64)
         np.add.at(self._received, pieces.dst, pieces.length)
         overlap = config.overlap
@@ -140,7 +142,7 @@ def make_plan(
             f"total_seqlen_k={mask.total_seqlen_k}"
         )
     if dispatch is None:
-        dispatch = make_dispatch(mask, config.dispatch, cp_size, config.overlap)
+        dispatch = make_dispatch(mask, config.dispatch, cp_size, config.overlap, config.comm.ranks_per_node)
     elif not isinstance(dispatch, Dispatch):
         raise ValueError(f"dispatch: expected Dispatch or None, got {type(dispatch).__name__}")
     elif dispatch.total_seqlen != mask.total_seqlen_q or dispatch.cp_size != cp_size:
@@ -152,15 +154,20 @@ def make_plan(
 
 
 def make_dispatch(
-    mask: AttnMask, config: DispatchConfig, cp_size: int, overlap: OverlapConfig | None = None
+    mask: AttnMask,
+    config: DispatchConfig,
+    cp_size: int,
+    overlap: OverlapConfig | None = None,
+    ranks_per_node: int | None = None,
 ) -> Dispatch:
     """Spreads the tokens of a mask over ranks.
 
     Args:
         overlap: the stages and the shape of the attention that times are predicted for; defaults when None.
+        ranks_per_node: see `CommConfig`: ranks that need each other's keys become neighbours.
 
     Raises:
-        ValueError: uneven shards of fewer tokens than ranks.
+        ValueError: uneven shards of fewer tokens than ranks, or ranks that are no whole number of nodes.
     """
     total = mask.total_seqlen_q
     bounds = chunk_bounds(total, cp_size, config)
@@ -169,7 +176,10 @@ def make_dispatch(
             f"cp_size: {total} tokens in chunks of {int(bounds[1]) if total else 0} give "
             f"{len(bounds) - 1} chunks, fewer than {cp_size} ranks; use a smaller chunk_size or even shards"
         )
+    ranks_per_node = nodes_in_use(ranks_per_node, cp_size)
     rank = assign_chunks(mask, bounds, cp_size, config, OverlapConfig() if overlap is None else overlap)
+    if ranks_per_node is not None and config.algorithm in ("auto", "affinity"):
+        rank = gather_in_nodes(mask, bounds, rank, cp_size, ranks_per_node)
     return dispatch_from_chunks(total, bounds, rank, cp_size)
 
 

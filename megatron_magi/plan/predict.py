@@ -9,14 +9,14 @@ import numpy as np
 
 from megatron_magi.config import CostModel, OverlapConfig
 from megatron_magi.plan.counts import Counts
-from megatron_magi.plan.overlap import choose_degree
+from megatron_magi.plan.degree import choose_degree
 from megatron_magi.rates import Rates
 
 _SHORT_ROWS, _MOST_PACKED, _TALL_TILE_KEYS = 4096, 8, 4000
 """As the Hopper kernels choose their tiles (`ops/hopper/choices.py`): rows of a run below which heads are packed, how
 many at most, and keys a row from which a tile of the forward has 192 rows."""
-_APART_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
-_APART = (256 << 20, 650), (128 << 20, 450)
+_SEPARATE_DQ_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
+_SEPARATE_DQ = (256 << 20, 650), (128 << 20, 450)
 """Likewise from so many bytes of sums of dq on, where a row sees fewer keys than this, dq has a kernel of its own:
 where heads can be packed, and where they cannot."""
 _KEY_TILE, _QUERY_BLOCK = 128, 64
@@ -128,21 +128,21 @@ class _Steps(NamedTuple):
     def backward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
         """Microseconds of the backward over a stage, all its parts together; ``adds`` to the dq of one before."""
         rates, (dk, dv), packed = self.rates, self._dims, self._packed(stage)
-        apart = self._is_apart(stage, packed)
-        packed = np.where(apart, packed, 1.0)
+        separate = self._has_separate_dq(stage, packed)
+        packed = np.where(separate, packed, 1.0)
         block = _QUERY_BLOCK / packed
         rows = stage.key_edges * (_KEY_TILE / 2) + stage.keys * (block / 2 + rates.tile_rows / packed)
         columns = stage.row_edges * (_DQ_TILE / packed / 2) + stage.rows * (_DQ_BLOCK / 2 + rates.tile_columns)
         # Where dq has a kernel of its own logits are computed twice.
         products = np.where(
-            apart,
+            separate,
             (stage.area + rows) * (2.0 * dk + 2.0 * dv) + (stage.area + columns) * (2.0 * dk + dv),
             (stage.area + rows) * (3.0 * dk + 2.0 * dv),
         )
-        heads = np.where(apart, self.cost.num_heads_kv, self.cost.num_heads_q)
+        heads = np.where(separate, self.cost.num_heads_kv, self.cost.num_heads_q)
         tail = _with_tail(stage.keys * heads / _KEY_TILE)
         # dq is written, or added to what is there; if it is summed in memory the sums are zeroed and read besides.
-        gradient = (np.where(apart, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
+        gradient = (np.where(separate, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
         some = np.where(stage.area > 0, 1.0, 0.0)
         return some * (
             products * tail * (2.0 * self.cost.num_heads_q) / (rates.backward_tflops * 1e6)
@@ -150,12 +150,12 @@ class _Steps(NamedTuple):
             + rates.backward_us
         )
 
-    def _is_apart(self, stage: _Stage, packed: np.ndarray) -> np.ndarray:
+    def _has_separate_dq(self, stage: _Stage, packed: np.ndarray) -> np.ndarray:
         """Whether dq has a kernel of its own, on each rank."""
         keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self._dims[0]
         some, single = (
             np.any([(sum_bytes >= many) & (keys < few) for many, few in limits], axis=0)
-            for limits in (_APART_PACKED, _APART)
+            for limits in (_SEPARATE_DQ_PACKED, _SEPARATE_DQ)
         )
         return np.where(packed > 1, some, single)
 

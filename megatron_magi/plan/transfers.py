@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.plan.hierarchy import Pieces, two_levels
 from megatron_magi.plan.partition import RemotePieces, Runs, stage_offsets
 from megatron_magi.plan.types import Transfer
 
@@ -12,10 +13,13 @@ from megatron_magi.plan.types import Transfer
 class TransferTable:
     """All pieces of all ranks, from which the view of one rank is cut when it is asked for."""
 
-    def __init__(self, runs: Runs, pieces: RemotePieces, cp_size: int, degree: int) -> None:
+    def __init__(
+        self, runs: Runs, pieces: RemotePieces, cp_size: int, degree: int, ranks_per_node: int | None = None
+    ) -> None:
         self._pieces = pieces
         self._cp_size = cp_size
         self._degree = degree
+        self._ranks_per_node = ranks_per_node
         self._src = runs.rank[pieces.run]
         self._src_row = pieces.start - runs.bounds[pieces.run] + runs.local[pieces.run]
         self._buffer_row = stage_offsets(pieces, cp_size, degree)
@@ -30,7 +34,12 @@ class TransferTable:
         sent = np.flatnonzero((self._src == rank) & here)  # by dst, then start
         received = np.flatnonzero((p.dst == rank) & here)
         by_source = received[np.lexsort((p.start[received], self._src[received]))]
+        levels = None
+        if self._ranks_per_node is not None:
+            of_all = Pieces(self._src, p.dst, self._src_row, p.length, self._buffer_row)
+            levels = two_levels(of_all.take(np.flatnonzero(here)), rank, self._cp_size, self._ranks_per_node)
         return Transfer(
+            levels=levels,
             send_index=_rows(self._src_row[sent], p.length[sent]),
             send_splits=self._splits(p.dst[sent], p.length[sent]),
             recv_splits=self._splits(self._src[received], p.length[received]),

@@ -69,6 +69,7 @@ class Transfer:
     buffer_rows: np.ndarray  # [sum(send_splits)]: row of each sent row in the buffer of its destination
     most_rows: int  # of any rank: rows of its shard up to the last that it sends
     most_recv: int  # of any rank: rows that it receives
+    levels: Levels | None = None  # the same in two levels, where nodes are told apart
 
     @property
     def num_recv(self) -> int:
@@ -79,6 +80,23 @@ class Transfer:
     def num_send(self) -> int:
         """Rows this rank sends."""
         return sum(self.send_splits)
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """A transfer between nodes of ``ranks_per_node`` neighbours in the group, as one rank sees it.
+
+    ``near`` moves its own rows among the ranks of its node. ``far`` moves them among the ranks that have its place in
+    their nodes, once to each node where any rank needs them; ``relay`` hands on inside the node what ``far`` brought.
+    Row i of what ``near`` brings is row ``near_rows[i]`` of the transfer's buffer; likewise ``relay_rows``.
+    """
+
+    ranks_per_node: int
+    near: Transfer
+    far: Transfer
+    relay: Transfer
+    near_rows: np.ndarray
+    relay_rows: np.ndarray
 
 
 class StepKind(Enum):

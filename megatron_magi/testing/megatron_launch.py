@@ -22,10 +22,9 @@ from pathlib import Path
 
 import torch
 
-import megatron_magi
 from megatron_magi.testing.megatron_rank import Outcome, Request, output_path
 
-PRETRAIN_GPT = str(Path(megatron_magi.__file__).parents[1] / "pretrain_scripts" / "pretrain_gpt.py")
+PRETRAIN_GPT = str(Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py")
 """Script that a user launches."""
 
 LOSS_LOG = "losses.jsonl"

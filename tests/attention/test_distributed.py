@@ -94,9 +94,16 @@ def feasible(case: cs.Case, num_ranks: int) -> bool:
     return not case.config.dispatch.uneven_shard or case.mask.total_seqlen_q >= num_ranks
 
 
+def in_nodes(case: cs.Case, ranks_per_node: int) -> cs.Case:
+    comm = dataclasses.replace(case.config.comm, ranks_per_node=ranks_per_node)
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, comm=comm))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_fp64_equals_dense_attention_to_rounding(ranks, num_ranks: int) -> None:
     todo = [c for c in cs.variants() if feasible(c, num_ranks)]
+    if num_ranks == 4:
+        todo += [in_nodes(c, 2) for c in todo[::3]]
     results = ranks(num_ranks, run_all_cases, todo)
     for i, case in enumerate(todo):
         found = gather(case, [r[i] for r in results])
@@ -130,6 +137,8 @@ def test_gpus_equal_dense_attention_within_the_error_of_one_device(ranks, impl: 
         for c in cs.variants()
         if feasible(c, num_ranks)
     ]
+    if num_ranks == 4:
+        todo += [in_nodes(c, 2) for c in todo[::3]]
     results = ranks(num_ranks, run_all_cases_on_gpus, todo, backend="nccl", timeout_s=240.0)
     for i, case in enumerate(todo):
         found = gather(case, [r[i] for r in results])

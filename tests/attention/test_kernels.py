@@ -50,7 +50,7 @@ def _taken(monkeypatch: pytest.MonkeyPatch, shape: AttnShape, deterministic: boo
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [(16, 2), (16, 16)], ids=str)
-@pytest.mark.parametrize("dims", list(hopper_kernels.BACKWARD_DIMS), ids=str)
+@pytest.mark.parametrize("dims", [*hopper_kernels.BACKWARD_DIMS, (96, 96), (192, 192)], ids=str)
 def test_attention_takes_the_kernels_that_are_compiled_and_no_others(
     monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], heads: tuple[int, int], deterministic: bool
 ) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import MASKS, NUM_SLICES, Shape, documents, equal_documents, log_uniform_lengths, short_documents
-from attention_providers import visibility
+from attention_providers import interval_ends, visibility
 
 from megatron_magi.mask.dense import dense_mask
 
@@ -53,6 +53,20 @@ def test_every_mask_is_what_it_is_described_as(name, length):
         if case.window is not None:
             told = told & (q - k < case.window)
         assert torch.equal(told, dense)
+
+
+@pytest.mark.parametrize("name", list(MASKS))
+def test_intervals_of_each_query_are_what_the_mask_shows_it(name):
+    mask = MASKS[name](2048).mask
+    ends = interval_ends(mask).astype(np.int64)
+    assert (np.diff(ends, axis=0) >= 0).all() and ends.shape[0] % 2 == 1
+    keys = np.arange(2048)
+    seen = keys < ends[0][:, None]
+    for low, high in zip(ends[1::2], ends[2::2], strict=True):
+        seen |= (keys >= low[:, None]) & (keys < high[:, None])
+    assert np.array_equal(seen, dense_mask(mask))
+    most = {"full": 1, "causal": 1, "distant_ranges": 9, "prefix_tree": 5}.get(name, 3)
+    assert len(ends) == most
 
 
 @pytest.mark.parametrize("length", [32768, 131072])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attention_timing
 import pytest
 import torch
-from attention_timing import Turns, attempt, time_together
+from attention_timing import Slots, attempt, time_together
 
 
 class Device:
@@ -56,31 +56,31 @@ class Device:
 @pytest.mark.parametrize("host", [0.01, 0.9, 7.0])
 def test_the_time_is_that_of_the_device_however_slow_the_host(monkeypatch, host):
     device = Device(monkeypatch, host, 0.25)
-    turns = Turns(device.call, torch.zeros(1))
-    assert turns.warm_up() == pytest.approx(16 * 0.25)
+    slots = Slots(device.call, torch.zeros(1))
+    assert slots.warm_up() == pytest.approx(16 * 0.25)
     for _ in range(2):
-        turns.take()
-    ms, waits = turns.summary()
+        slots.take()
+    ms, waits = slots.summary()
     assert ms == pytest.approx(0.25) and not waits
-    assert len(turns._samples) == 2 * 8, "16 calls a turn, the first half left out"
+    assert len(slots._samples) == 2 * 8, "16 calls a slot, the first half left out"
     assert device.delays[-1] > host
 
 
 def test_a_call_that_waits_for_the_device_is_said_to(monkeypatch):
     device = Device(monkeypatch, 0.5, 0.25)
-    turns = Turns(device.waiting_call, torch.zeros(1))
-    turns.warm_up()
-    turns.take()
-    assert turns.summary() == (pytest.approx(0.75), True)
+    slots = Slots(device.waiting_call, torch.zeros(1))
+    slots.warm_up()
+    slots.take()
+    assert slots.summary() == (pytest.approx(0.75), True)
     assert max(device.delays) == 64.0, "it gives up to wait longer"
 
 
 def test_a_long_call_is_made_once_a_turn(monkeypatch):
     device = Device(monkeypatch, 0.1, 150.0)
-    turns = Turns(device.call, torch.zeros(1))
-    assert turns.warm_up() == pytest.approx(150.0)
-    turns.take()
-    assert len(turns._samples) == 1 and turns.summary() == (pytest.approx(150.0), False)
+    slots = Slots(device.call, torch.zeros(1))
+    assert slots.warm_up() == pytest.approx(150.0)
+    slots.take()
+    assert len(slots._samples) == 1 and slots.summary() == (pytest.approx(150.0), False)
 
 
 def test_what_fails_is_said_and_costs_the_others_nothing(monkeypatch):

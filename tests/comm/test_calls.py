@@ -398,16 +398,17 @@ class Failing:
 
 def fail_beside(rank, num_ranks):
     be_quick()
-    group, guard = dist.group.WORLD, Failing()
+    group, guard, other = dist.group.WORLD, Failing(), Failing()
     calls.add_guard(group, guard)
+    calls.add_guard(group, other)  # of what serves the group as well, and has not failed
     key = new_key(group)
     undispatch(key)
     if rank == 0:
         guard.text = "group collective: rank 1 of the group (global rank 1) did not come within 2 s"
     end = time.monotonic() + 10
-    while not guard.is_stopped and time.monotonic() < end:
+    while not (guard.is_stopped and other.is_stopped) and time.monotonic() < end:
         time.sleep(0.05)
-    assert guard.is_stopped
+    assert guard.is_stopped and other.is_stopped
     with pytest.raises(RuntimeError, match=r"group collective: rank 1 .* did not come within 2 s"):
         undispatch(key)
 

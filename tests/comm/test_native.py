@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import time
 from datetime import timedelta
@@ -74,7 +75,7 @@ def test_a_wrong_other_side_is_refused(change, message):
 
 
 def rank_says(**change):
-    return {"host": ["a", "boot"], "device": "GPU-0", "capability": [9, 0], **change}
+    return {"host": ["a", "boot"], "device": "GPU-0", "capability": [9, 0], "groups": 0, **change}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def rank_says(**change):
         ([rank_says(), rank_says(device="GPU-1", host=["a", "other"])], "on one host"),
         ([rank_says(), rank_says(device="GPU-1", capability=[8, 0])], "compute capability 9.0"),
         ([rank_says(), rank_says()], "a GPU for each rank"),
+        ([rank_says(), rank_says(device="GPU-1", groups=16)], "at most 16 groups"),
     ],
 )
 def test_ranks_read_each_others_memory_on_one_host_with_hopper_gpus(said, reason):
@@ -144,6 +146,102 @@ def test_slots_grow_with_need_and_what_does_not_fit_is_refused():
     assert room.refusal(layout, 4097) is None and slots.grown[3:] == [32 << 20]
 
 
+def test_ranks_that_did_not_meet_to_make_room_do_not_try_again_alone():
+    class Broken(Slots):
+        def grow(self, slot_bytes):
+            super().grow(slot_bytes)
+            raise RuntimeError("native: rank 1 did not come within 3 s")
+
+    layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Broken(1 << 30)
+    room = native.Room(slots)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1 did not come"):
+            room.refusal(layout, 1)
+    assert len(slots.grown) == 1
+
+
+class Block:
+    """Shared memory of one rank, as `peers.Shared`."""
+
+    def __init__(self, rank: int) -> None:
+        self.addresses, self.done = [1000, 2000, 3000], []
+        self.rank = rank
+
+    def close(self) -> None:
+        self.done.append("closed")
+
+    def free(self) -> None:
+        self.done.append("freed")
+
+
+def test_memory_is_given_back_when_all_ranks_have_left_and_not_before(monkeypatch):
+    words: dict[int, int] = {}
+    monkeypatch.setattr(peers, "write_word", lambda address, value, device: words.__setitem__(address, value))
+    monkeypatch.setattr(peers, "read_words", lambda at, n, device: [words.get(at + 4 * i, 0) for i in range(n)])
+    monkeypatch.setattr(peers, "_LEAVE_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    ranks = []
+    for rank in range(3):
+        owned = peers._Owned(rank, torch.device("cuda", 0), torch.zeros(4, dtype=torch.int32), Block(rank))
+        owned.data = Block(rank)
+        ranks.append(owned)
+    for i, owned in enumerate(ranks):
+        owned.leave()
+        peers._give_back_what_all_have_left()
+        assert int(owned._notice[0]) == 1 and owned.data.done[:1] == owned._control.done[:1] == ["closed"]
+        assert [("freed" in r.data.done, "freed" in r._control.done) for r in ranks] == [(i == 2, i == 2)] * 3
+    assert not peers._left
+
+
+def test_without_any_memory_everything_is_refused_at_once():
+    layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Slots(0)
+    room = native.Room(slots)
+    assert "out of memory" in room.refusal(layout, 1)
+    assert "no room" in room.refusal(layout, 0) and "at most 0 bytes" in room.refusal(layout, 1)
+    assert len(slots.grown) == 1
+
+
+def ask_for_native(rank, num_ranks):
+    """The outcome of the first time holds, an error too."""
+    asked, group = [], dist.new_group(list(range(num_ranks)))
+
+    def decide(group, device):
+        asked.append(group)
+        raise RuntimeError("native: rank 1 did not come within 2 s")
+
+    native._decide = decide
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1 did not come within 2 s"):
+            native.native_of(group, torch.device("cpu"))
+    native._decide = lambda group, device: (None, "needs a GPU for each rank")
+    for _ in range(2):
+        assert native.native_of(dist.group.WORLD, torch.device("cpu")) == (None, "needs a GPU for each rank")
+    assert len(asked) == 1
+
+
+def test_whether_ranks_read_each_others_memory_is_decided_once(ranks):
+    ranks(2, ask_for_native)
+
+
+def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypatch):
+    there, back = (RowLayout.make(((8, 128),), (t,)) for t in (torch.bfloat16, torch.float32))
+    slots = Slots(1 << 30)
+    room = native.Room(slots)
+    way = group_collective._Way(room, None, None, 0, 2)
+    monkeypatch.setattr(group_collective, "_find_way", lambda *_: way)
+    sizes = ((3000, 9000), (20_000, 50_000), (10_000, 4000))
+    casts = []
+    for most_rows, most_recv in sizes:
+        rows = PeerRows(np.array([0]), np.array([0]), most_rows, most_recv)
+        casts.append(GroupCastArgs.build(np.array([0]), [0, 1], [0, 1], peers=rows))
+    group = Slots(0)  # anything that can be referred to
+    group_collective.make_room(casts, there, back, group)
+    assert slots.grown == [256 << 20]  # of 50,000 rows of 4 KB
+    for most_rows, most_recv in sizes:
+        assert room.refusal(there, most_rows) is None and room.refusal(back, most_recv) is None
+    assert len(slots.grown) == 1
+
+
 @pytest.mark.parametrize(
     ("source", "params", "num_tables", "defines"),
     [
@@ -163,6 +261,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<Peers*>(0)->rank) == {peers.PEERS.size - 8}, "rank");'
         f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
         f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
+        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
         f"static_assert(kMaxChunks == {native._MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(sizeof(Notice) == 16 && kMaxRanks == {peers.MAX_RANKS}, "notice");'
     )
@@ -178,21 +277,25 @@ def test_rows_of_a_slot_have_their_tensors_side_by_side():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_large_transfers_of_several_ranks_are_left_to_nccl_unless_native_is_asked_for(num_ranks):
+def test_large_reductions_of_several_ranks_are_left_to_nccl_unless_native_is_asked_for(num_ranks):
     class Able:
         def refusal(self, layout, most_rows):
             return None
 
     layout, able, packed = RowLayout.make(((8, 128),), (torch.bfloat16,)), Able(), object()
-    most = group_collective.MOST_BYTES_OF_MANY // layout.row_bytes
+    most = group_collective.MOST_BYTES_BACK // layout.row_bytes
     way = group_collective._Way(able, packed, None, 0, num_ranks)
-    assert way.mover(layout, 10 * most, most) is able and way.mover(layout, None, None) is able
-    assert way.mover(layout, most // 3, most + 1) is (able if num_ranks == 2 else packed)
-    assert way._replace(packed=None).mover(layout, most, most + 1) is able
+    assert way.mover(layout, 10 * most) is able and way.mover(layout, None) is able
+    assert way.mover(layout, most, back=True) is able
+    assert way.mover(layout, most + 1, back=True) is (able if num_ranks == 2 else packed)
+    assert way._replace(packed=None).mover(layout, most + 1, back=True) is able
 
 
-def test_kernels_that_wait_leave_processors_to_those_that_publish():
-    assert all(native.SHAPES[name].num_blocks <= 64 for name in ("pull_rows", "pull_bulk", "pull_sums"))
+@pytest.mark.parametrize("num_groups", range(1, peers.MOST_GROUPS + 1))
+def test_kernels_that_wait_leave_processors_to_those_that_publish_however_many_groups_there_are(num_groups):
+    for names in (("pull_rows", "pull_bulk", "pull_sums"), ("publish_rows",)):
+        waiting = num_groups * max(native.blocks_of(name, num_groups) for name in names)
+        assert num_groups <= waiting <= native.MOST_WAITING < 132  # of both kinds: less than the 264 that a GPU takes
 
 
 on_gpus = pytest.mark.parametrize(
@@ -292,7 +395,7 @@ def test_slots_are_used_again_and_grow_over_a_thousand_calls(num_ranks):
     assert [wrong for wrong, _ in found] == [0] * num_ranks
 
 
-def stay_away(rank, num_ranks, width):
+def stay_away(rank, num_ranks, width, sums):
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=2))
     rows = [[np.arange(4 * (i != j)) for j in range(num_ranks)] for i in range(num_ranks)]
     transfers = Transfers([4] * num_ranks, rows, [None] * num_ranks)
@@ -304,18 +407,64 @@ def stay_away(rank, num_ranks, width):
         time.sleep(6)
         return
     begin = time.monotonic()
-    group_cast([x], args, group, "native").wait()
+    if sums:
+        rows = group_reduce(
+            [x.new_ones(args.num_recv, width)], args, group, into=[x], impl="native", at_once=True
+        ).wait()
+    else:
+        rows = group_cast([x], args, group, "native").wait()
     torch.cuda.synchronize()
     assert 1.5 < time.monotonic() - begin < 4
+    absent = slice(0, 4) if sums or rank == 0 else slice(4, 8)  # each rank's sums have a part of rank 1
+    assert rows[0][absent].isnan().all()  # nobody goes on with what was there before
     with pytest.raises(RuntimeError, match=r"rank 1 of the group \(global rank 1\) did not come within 2 s"):
         group_cast([x], args, group, "native")
     assert torch.ones(3, device="cuda").sum() == 3  # the device is as it was
 
 
 @on_gpus
-@pytest.mark.parametrize("width", [128, 1024], ids=["threads", "copy_engine"])
-def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(width, num_ranks):
-    run_ranks(stay_away, num_ranks, width, backend="nccl", timeout_s=60)
+@pytest.mark.parametrize(("width", "sums"), [(128, False), (1024, False), (128, True)], ids=["rows", "bulk", "sums"])
+def test_a_rank_that_does_not_come_is_named_its_rows_are_nan_and_nothing_hangs(width, sums, num_ranks):
+    run_ranks(stay_away, num_ranks, width, sums, backend="nccl", timeout_s=60)
+
+
+def free_mb():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / 1e6
+
+
+def end_a_group(rank, num_ranks):
+    """Arguments are kept, the group is not; other groups, of which several wait at once, go on."""
+    args = many_rows(num_ranks, 4, 3000).args(rank, "cuda")
+    x = torch.randn(3000, 4096, device="cuda")
+    expected = [y.clone() for y in group_cast([x], args, impl="all_to_all").wait()]
+    dist.barrier()
+    before = free_mb()
+    groups = [dist.new_group(list(range(num_ranks))) for _ in range(3)]
+    for turn in range(4):
+        if rank == 1:
+            time.sleep(0.2)
+        handles = [group_cast([x], args, group, "native") for group in groups[turn % 3 :] + groups[: turn % 3]]
+        for handle in handles:
+            assert same_bits(handle.wait()[0], expected[0])
+    del handles, handle
+    held = free_mb()
+    assert before - held > 3 * 60
+    for group in groups:
+        dist.destroy_process_group(group)
+    del group, groups
+    gc.collect()
+    dist.barrier()
+    peers._give_back_what_all_have_left()
+    assert not peers._left and before - free_mb() < 30 and len(args.launches) == 0
+    assert same_bits(group_cast([x], args, impl="native").wait()[0], expected[0])
+
+
+@on_gpus
+def test_memory_goes_with_its_group_though_arguments_are_kept_and_groups_wait_beside_each_other(num_ranks):
+    run_ranks(end_a_group, num_ranks, backend="nccl", timeout_s=120)
 
 
 def ask_for_too_much(rank, num_ranks):

@@ -369,3 +369,61 @@ MEMBERS = {
         "SORTED_SEQUENTIAL_SELECT": "sorted_sequential_select",
     },
 }
+
+_FA2 = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+_FA3 = "q_descale k_descale v_descale window_size attention_chunk softcap"
+_FA4 = "softmax_scale causal softcap num_splits pack_gqa deterministic return_attn_probs"
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+EXTENSIONS = {
+    "fa2_func_with_sink": f"q k v sink sink_layout {_FA2}",
+    "fa2_qkvpacked_func_with_sink": "qkv sink sink_layout",
+    "fa2_kvpacked_func_with_sink": "q kv sink sink_layout",
+    "fa2_varlen_func_with_sink": f"q k v {_LENGTHS} sink sink_layout {_FA2} block_table",
+    "fa2_varlen_qkvpacked_func_with_sink": "qkv cu_seqlens max_seqlen sink sink_layout",
+    "fa2_varlen_kvpacked_func_with_sink": f"q kv {_LENGTHS} sink sink_layout",
+    "fa3_func_with_sink": f"q k v sink sink_layout softmax_scale causal qv {_FA3} num_splits pack_gqa deterministic "
+    "sm_margin return_attn_probs",
+    "fa3_varlen_func_with_sink": f"q k v {_LENGTHS} sink sink_layout seqused_q seqused_k softmax_scale causal qv "
+    f"{_FA3} num_splits pack_gqa deterministic sm_margin return_attn_probs",
+    "fa3_qkvpacked_func_with_sink": f"qkv sink sink_layout softmax_scale causal {_FA3} deterministic num_heads_q "
+    "sm_margin return_attn_probs",
+    "fa4_func_with_sink": f"q k v sink sink_layout {_FA4}",
+    "fa4_varlen_func_with_sink": f"q k v {_LENGTHS} sink sink_layout {_FA4}",
+    "dsa_attn_func": None,
+}
+"""Of the package magi_attn_extensions 1.1.0. What packed variants take behind the layout they pass on as it comes."""
+
+AUTOMODEL = {
+    "AttnMaskSpec": "q_ranges k_ranges mask_types total_seqlen",
+    "MagiState": "enabled custom cp_group cp_size",
+    "build_flex_key": "spec num_heads_q num_heads_kv head_dim cp_group",
+    "get_active_attn_spec": None,
+    "get_active_cp_group": None,
+    "get_cp_group": "device_mesh",
+    "is_magi_available": "",
+    "magi_prepare_batch": "model batch cp_group chunk_size",
+    "magi_prepare_packed_cp": "model batch cp_group",
+    "magi_prepare_vlm": "model batch cp_group",
+    "make_magi_attn_func": "softmax_scale",
+    "register_magi_attention": "",
+    "set_active_attn_spec": None,
+    "set_active_cp_group": None,
+    "setup_magi": "cfg device_mesh * label domain",
+    "DEFAULT_CHUNK_SIZE": None,
+}
+"""Public names of nemo_automodel.components.distributed.magi_attn_utils."""
+
+AUTOMODEL_METHODS = {
+    "AttnMaskSpec": {
+        "causal": "seqlen",
+        "varlen": "seqlens causal",
+        "prefix_tree": "node_lengths sample_paths",
+        "fingerprint": "",
+    },
+    "MagiState": {
+        "hf_dispatch": None,
+        "prepare_llm_batch": "model batch * device_mesh is_thd pad_id num_chunks",
+        "prepare_vlm_batch": "model batch",
+        "make_cp_batch": "cp_mesh batch * padding_token_id num_chunks is_thd model return_local_indices",
+    },
+}

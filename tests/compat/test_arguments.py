@@ -1,12 +1,15 @@
 """What the public functions refuse, and what they take in more than one form."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_magi import api
-from megatron_magi.config import CostModel, MagiConfig
+from megatron_magi.config import CommConfig, CostModel, MagiConfig
 from megatron_magi.config import OverlapConfig as Overlap
 
 
@@ -84,8 +87,23 @@ def key_of_an_unnamed_mesh(rank, num_ranks):
     mesh = init_device_mesh("cpu", (1, num_ranks))
     with pytest.raises(ValueError, match=r"cp_group_or_mesh: .* mesh_dim_names"):
         flex_key(cp_group_or_mesh=mesh)
+    named = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("nodes", "ranks"))
+    variable = "MAGI_ATTENTION_HIERARCHICAL_COMM"
+    assert flex_key(cp_group_or_mesh=named).config.comm.ranks_per_node == num_ranks
+    assert flex_key(cp_group_or_mesh=dist.group.WORLD).config.comm.ranks_per_node is None
+    ours = MagiConfig(comm=CommConfig(ranks_per_node=1))
+    key = flex_key(cp_group_or_mesh=named, dist_attn_config=ours)
+    new = api.make_flex_key_for_new_mask_after_dispatch([[0, 8]], [[0, 8]], "full", key, dist_attn_config=MagiConfig())
+    assert key.config.comm.ranks_per_node == new.config.comm.ranks_per_node == 1
+    os.environ[variable] = "0"
+    assert flex_key(cp_group_or_mesh=named).config.comm.ranks_per_node is None
+    os.environ[variable] = "1"
+    assert flex_key(cp_group_or_mesh=named).config.comm.ranks_per_node == num_ranks
+    with pytest.raises(ValueError, match=f"{variable}: needs cp_group_or_mesh of two dimensions"):
+        flex_key(cp_group_or_mesh=dist.group.WORLD)
+    assert flex_key().config.comm.ranks_per_node is None  # one rank
     return True
 
 
-def test_a_mesh_of_two_dimensions_without_names_is_refused(ranks):
+def test_a_mesh_of_two_dimensions_needs_names_and_tells_nodes_unless_the_environment_says_otherwise(ranks):
     assert ranks(2, key_of_an_unnamed_mesh) == [True, True]

@@ -8,7 +8,7 @@ import pytest
 
 import megatron_magi
 from megatron_magi import api
-from tests.compat.reference_names import MEMBERS, METHODS, NAMES
+from tests.compat.reference_names import AUTOMODEL, AUTOMODEL_METHODS, EXTENSIONS, MEMBERS, METHODS, NAMES
 
 PAGE = (Path(megatron_magi.__file__).parents[1] / "docs/migration.md").read_text()
 ALL_NAMES = [(module, name) for module, names in NAMES.items() for name in names]
@@ -32,6 +32,15 @@ def quoted(texts):
 HERE = quoted(cells(section("Names that are here"), 1))
 REPLACED = quoted(cells(section("Names that are replaced"), 0))
 METHODS_REPLACED = quoted(cells(section("Methods and attributes"), 0))
+
+
+def with_new_imports(text):
+    """As the command of the page changes it."""
+    rules = re.findall(r" -e 's/(.*)/(.*)/'", PAGE)
+    assert len(rules) == 4
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    return text
 
 
 def takes(function, expected):
@@ -76,7 +85,6 @@ def test_the_page_promises_no_name_that_is_not_here():
 
 def test_an_import_line_needs_only_another_module():
     """The command of the page, on lines such as the documents of MagiAttention have."""
-    pattern, replacement = re.search(r"sed -E -i 's/(.*)/(.*)/'", PAGE).groups()
     lines = """
 from magi_attention.api import calc_attn, compute_pad_size, dispatch, magi_attn_flex_key, roll, undispatch
 from magi_attention.api import magi_attn_varlen_key, make_varlen_key_for_new_mask_after_dispatch
@@ -91,8 +99,47 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.functional.utils import correct_attn_lse_with_sink, correct_attn_out_lse_with_sink
 from magi_attention.utils import clearup_dist_env, setup_dist_env
 """
-    changed = re.sub(pattern, replacement, lines)
+    changed = with_new_imports(lines)
     assert "magi_attention" not in changed
     names = {}
     exec(changed, names)
     assert names["calc_attn"] is api.calc_attn and names["AttnRange"] is api.AttnRange
+
+
+def test_every_extension_is_here_with_its_arguments_or_the_page_says_so():
+    from megatron_magi import extensions
+
+    promised = quoted(cells(section("Extensions"), 1))
+    assert promised == set(extensions.__all__) - {"Kernel"}
+    for name, expected in EXTENSIONS.items():
+        if expected is None:
+            assert f"`{name}` is not there" in section("Extensions")
+            continue
+        assert takes(getattr(extensions, name), expected), name
+    changed = with_new_imports("from magi_attn_extensions import fa2_func_with_sink\n")
+    changed += with_new_imports("from magi_attn_extensions.fa4_interface_with_sink import fa4_func_with_sink\n")
+    names = {}
+    exec(changed, names)
+    assert names["fa4_func_with_sink"] is extensions.fa4_func_with_sink
+
+
+def test_every_name_of_nemo_automodel_is_here_with_its_arguments_or_the_page_says_what_replaces_it():
+    rows = list(zip(*(cells(section("NeMo Automodel"), column) for column in (0, 1)), strict=True))
+    here, replaced = quoted([rows[0][0]]), quoted(there for there, _ in rows[1:])
+    assert here | replaced == set(AUTOMODEL) and not here & replaced
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+    from megatron_magi.hf import automodel
+
+    assert here == set(automodel.__all__) - {"MagiAttnFunc"}
+    for name in here:
+        owner = getattr(automodel, name)
+        if AUTOMODEL[name] is not None:
+            assert takes(owner, AUTOMODEL[name]), name
+        for method, expected in AUTOMODEL_METHODS.get(name, {}).items():
+            assert hasattr(owner, method) and (expected is None or takes(getattr(owner, method), expected)), method
+    names = {}
+    for module in ("magi_attn_utils", "context_parallel.magi"):
+        line = f"from nemo_automodel.components.distributed.{module} import MagiState, setup_magi"
+        exec(with_new_imports(line), names)
+    assert names["setup_magi"] is automodel.setup_magi

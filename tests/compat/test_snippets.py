@@ -5,6 +5,7 @@ Tiny sizes, gloo; compared with attention over the whole matrix. What happens be
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ from megatron_magi.api import (
 )
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
+from tests.compat.test_names import with_new_imports
 from tests.dense_attention import dense_attention
 
 HEADS_Q, HEADS_KV, DIM = 4, 2, 8
@@ -81,13 +83,18 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run_quick_start(rank, num_ranks):
-    """Set up as torchrun would, block-causal mask, sink, roll, loss, gradients, tear down."""
+def as_torchrun_starts(rank, num_ranks):
+    """The environment of a process that joins no group yet."""
     port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port[0]}
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+
+
+def run_quick_start(rank, num_ranks):
+    """Set up as torchrun would, block-causal mask, sink, roll, loss, gradients, tear down."""
+    as_torchrun_starts(rank, num_ranks)
     found = api.setup_dist_env("gloo", base_seed=7, seed_bias=lambda rank: 100 * rank)
     env_rank, local_rank, world_size, num_nodes, num_local_ranks, world_group, device, seed = found
     assert (env_rank, local_rank, world_size, num_nodes, num_local_ranks) == (rank, rank, num_ranks, 1, num_ranks)
@@ -352,3 +359,26 @@ def test_a_window_of_a_part_of_the_sequence():
     for row in range(5, 15):
         visible[row, max(5, row - 2) : min(15, row + 4)] = True
     torch.testing.assert_close(attended(key, qkv), dense_attention(*qkv, visible)[0])
+
+
+def run_user_script(rank, num_ranks, text):
+    as_torchrun_starts(rank, num_ranks)
+    names = {"__name__": "user_script"}
+    exec(compile(text, "user_script", "exec"), names)
+    assert not dist.is_initialized()
+    return [names[name].detach() for name in ("total_out", "dsink", "out", "x", "sink", "q", "k", "v")]
+
+
+@pytest.mark.ranks(2)
+def test_a_script_runs_with_its_imports_changed_alone(ranks):
+    text = with_new_imports((Path(__file__).parent / "user_script.txt").read_text())
+    for line in text.splitlines():
+        assert not line.startswith(("import magi_", "from magi_")), line
+    for total_out, dsink, out, _, sink, *qkv in ranks(2, run_user_script, text):
+        sink = sink.double().requires_grad_()
+        visible = dense_mask(AttnMask.from_ranges([[0, 32], [32, 96]], [[0, 32], [0, 96]], [0, 1], 96))
+        want, _ = dense_attention(*(t.double() for t in qkv), visible, sink=sink)
+        want.square().sum().backward()
+        for got in (total_out, out):
+            torch.testing.assert_close(got.double(), want.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dsink.double(), sink.grad, rtol=1e-4, atol=1e-4)

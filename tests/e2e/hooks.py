@@ -30,7 +30,7 @@ def split_head_dims(workdir: Path) -> None:
 
 
 def large_sinks(workdir: Path) -> None:
-    """Sinks of +-3 by turns, and each layer's gradient of the first iteration in ``sink_grads<rank>.pt``."""
+    """Sinks of +3 and -3, alternating, and each layer's gradient of the first iteration in ``sink_grads<rank>.pt``."""
     _add_model_hook(functools.partial(_set_sinks, workdir=workdir))
 
 

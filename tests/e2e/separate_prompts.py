@@ -1,4 +1,4 @@
-"""The data of the user guide's example without sharing: each sequence is a prompt and one answer. Run as a script."""
+"""The data of the example in docs/megatron.md without sharing: a sequence is a prompt and one answer. A script."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from megatron_magi.testing.megatron_launch import LaunchError, RunResult, launch
 from tests.e2e.parity import NUM_ITERATIONS, Case, Runs, assert_same_curve
 from tests.e2e.test_loss_parity import MICRO_BATCH_2, ODD_LENGTH
 
-GUIDE = Path(megatron_magi.__file__).parents[1] / "docs/user_guide.md"
+GUIDE = Path(megatron_magi.__file__).parents[1] / "docs/megatron.md"
 MASKS = "tests.e2e.masks"
 MAGI = ("--attention-backend", "magi")
 VIDEO = ("--magi-mask", "block_causal:block_size=16")
@@ -39,7 +39,7 @@ def test_prefix_lm_of_two_odd_sequences_trains_alike_on_one_rank_and_on_three(ru
 
 
 def test_tree_of_eight_samples_trains_as_the_samples_by_themselves(tmp_path: Path) -> None:
-    """The example of the user guide. Each iteration has two trees, or 16 sequences of stock Megatron."""
+    """The example of docs/megatron.md. Each iteration has two trees, or 16 sequences of stock Megatron."""
     block = next(b for b in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "SharedPrompts" in b)
     script = tmp_path / "shared_prompts.py"
     script.write_text(block)

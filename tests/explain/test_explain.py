@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.__main__ import main
+from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.explain import command
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.report import dispatch_figures, explain_text
@@ -60,6 +61,18 @@ def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
     for rank, spans in enumerate(backward_timeline(plan)):
         busy = sum(s.end - s.start - cost.stage_latency_us for s in spans if s.step.kind is StepKind.ATTEND)
         assert busy == pytest.approx(BACKWARD_WORK * cost.attend_us(plan.stats().areas[rank]))
+
+
+def test_the_report_names_what_auto_takes():
+    figures = dispatch_figures(MASK, 4)
+    auto = figures[0]
+    named = {f.taken: f.plan for f in figures[1:]}
+    assert "auto takes " + auto.taken in explain_text(MASK, figures, "auto")
+    if auto.taken in named:
+        assert np.array_equal(named[auto.taken].dispatch.chunk_rank, auto.plan.dispatch.chunk_rank)
+    nodes = MagiConfig(comm=CommConfig(ranks_per_node=2))
+    assert dispatch_figures(MASK, 4, nodes)[0].taken == auto.taken
+    assert list(named) == ["affinity 1.01", "min_heap", "sorted_sequential", "zigzag", "sequential"]
 
 
 def test_the_report_lists_dispatches_and_ranks():

@@ -93,12 +93,23 @@ def refusals(mesh):
         "attention_mask": raises(model, **{**batch, "attention_mask": square}),
         "attention_mask: a layer": raises(without_mask, **batch),
         "logits_to_keep": raises(model, **batch, logits_to_keep=1),
-        "return_dict": raises(model, **batch, return_dict=False),
         "output_router_logits": raises(context_parallel(experts, mesh), **batch),
         "attn_implementation": raises(context_parallel, make_model("llama", "sdpa"), mesh),
         "magi_mask": raises(context_parallel(make_model("mistral"), mesh), **batch, magi_mask=builders.causal(53)),
         "dropout": raises(context_parallel(with_dropout(), mesh).train(), **batch),
     }
+
+
+def as_tuple(mesh):
+    """Loss and logits without names, and with them."""
+    model = context_parallel(make_model("qwen3_moe"), mesh)
+    batch = packed_batch()
+    named = model(**batch)
+    loss, logits, *_ = model(**batch, return_dict=False)
+    without_labels = model(batch["input_ids"], position_ids=batch["position_ids"], return_dict=False)
+    assert type(without_labels) is tuple
+    pairs = (loss, named.loss), (logits, named.logits), (without_labels[0], named.logits)
+    return [torch.equal(x, y) for x, y in pairs]
 
 
 def with_dropout():
@@ -158,6 +169,7 @@ def on_two_ranks(_rank, num_ranks):
     out["fsdp"] = {name: both(name, "packed", mesh, fsdp=True) for name in ("llama", "gpt_oss")}
     out["recompute"] = both("gemma3", "packed", mesh, recompute=True)
     out["refusals"] = refusals(mesh)
+    out["tuple"] = as_tuple(mesh)
     out["logits"] = undispatched_logits(mesh)
     out["rollouts"] = policy_gradients(mesh)
     return out
@@ -193,6 +205,11 @@ def test_what_cannot_be_sharded_is_refused_by_name(results):
         for name, message in result["refusals"].items():
             assert message is not None, name
             assert message.startswith(name), message
+
+
+def test_a_result_may_be_a_tuple(results):
+    for result in results:
+        assert all(result["tuple"]), result["tuple"]
 
 
 def test_logits_come_back_in_the_order_of_the_batch(results):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask.source import LayerMasks, MaskSource
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
+from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import Planner, checksum
+from megatron_magi.upload import PackedArrays
 
 EOD = 99
 SHAPE = AttnShape(2, 2, 8, 8, torch.float32)
@@ -232,3 +236,39 @@ def test_documents_are_those_that_confine_attention() -> None:
     bounds = [start for start, _ in _documents(_batch(1, 40))]
     assert all(shard.documents.tolist() == [*bounds, 40] for shard in confined)
     assert all(shard.documents is None for shard in _shards(_batch(1, 40), 2, eod=None))
+
+
+def _one_rank_cannot_place_it(rank: int, num_ranks: int) -> str:
+    def out_of_memory(self: PackedArrays, device: object) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("no room for the shard")
+
+    if rank == 1:
+        PackedArrays.to = out_of_memory  # a process of its own
+    dispatcher = BatchDispatcher(Planner(MagiConfig(), rank, num_ranks, SHAPE, eod=EOD), dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="no room for the shard") as error:
+        dispatcher.dispatch(_batch(1, 64))
+    return str(error.value)
+
+
+def test_a_shard_that_one_rank_cannot_place_is_an_error_on_all_ranks(ranks) -> None:
+    message = "no room for the shard (on 1 of 2 ranks, first on global rank 1)"
+    assert ranks(2, _one_rank_cannot_place_it) == [message] * 2
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple:
+        return int, ("no number",)
+
+
+def _one_rank_cannot_read_it(rank: int, num_ranks: int) -> str:
+    planner = Planner(MagiConfig(), rank, num_ranks, SHAPE, eod=EOD)
+    fields = _batch(1, 64)
+    loaded = LoadedBatch({**fields, "more": Unreadable()} if rank == 1 else fields, planner(fields))
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        BatchDispatcher(planner, dist.group.WORLD).next(iter([pickle.loads(pickle.dumps(loaded))]))
+    return str(error.value)
+
+
+def test_a_batch_that_one_rank_cannot_take_apart_is_an_error_on_all_ranks(ranks) -> None:
+    for message in ranks(2, _one_rank_cannot_read_it):
+        assert message.startswith("invalid literal for int") and message.endswith("first on global rank 1)")

@@ -9,10 +9,13 @@ import pytest
 import torch
 from megatron.training import arguments
 
-from megatron_magi.config import MagiConfig
+from megatron_magi import envs
+from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
-from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length
+from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, with_nodes
 from megatron_magi.mcore.validate import check_unused, settle_arguments, validate_arguments
+from megatron_magi.plan import make_dispatch
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
@@ -162,3 +165,31 @@ def test_any_length_is_padded_to_what_matrix_products_take(
     length = padded_seq_length(args, magi_config(args, MagiConfig()).dispatch)
     assert length % unit == 0
     assert 125 <= length < 125 + unit
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "affinity", "min_heap", "zigzag"])
+@pytest.mark.parametrize("seq_length", [125, 1000, 4099])
+def test_the_padded_length_is_that_of_every_dispatch(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, seq_length: int
+) -> None:
+    args = _parse(monkeypatch, "--seq-length", str(seq_length))
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    config = magi_config(args, MagiConfig(dispatch=DispatchConfig(algorithm=algorithm))).dispatch
+    for mask in (builders.causal(seq_length), builders.varlen(doc_lengths=[seq_length - 60, 60])):
+        dispatched = make_dispatch(mask, config, args.context_parallel_size)
+        assert dispatched.padded_seqlen == padded_seq_length(args, config)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "variable", "nodes"), [([], "", None), (["1", "2"], "", 1), (["2", "1"], "1", 2), (["2", "1"], "0", None)]
+)
+def test_nodes_are_those_of_the_command_line_unless_the_environment_refuses(monkeypatch, sizes, variable, nodes):
+    extra = ["--hierarchical-context-parallel-sizes", *sizes] if sizes else []
+    environment = envs.load({"MAGI_ATTENTION_HIERARCHICAL_COMM": variable})
+    assert with_nodes(_parse(monkeypatch, *extra), MagiConfig(), environment).comm.ranks_per_node == nodes
+
+
+def test_two_levels_that_only_the_environment_asks_for_are_an_error(monkeypatch):
+    environment = envs.load({"MAGI_ATTENTION_HIERARCHICAL_COMM": "1"})
+    with pytest.raises(ValueError, match="HIERARCHICAL_COMM: needs --hierarchical-context-parallel-sizes"):
+        with_nodes(_parse(monkeypatch), MagiConfig(), environment)

@@ -50,6 +50,17 @@ def test_dataset_helper_of_the_wheel_needs_no_compiler(monkeypatch: pytest.Monke
     utils.compile_helpers()
 
 
+@pytest.mark.parametrize("experts", [None, 2], ids=["dense", "experts"])
+def test_layers_of_transformer_engine_are_refused_by_name_where_it_is_missing(experts: int | None) -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if HAVE_TE:
+        pytest.skip("Transformer Engine is installed")
+    with pytest.raises(ValueError, match=r"^transformer_impl: .* --transformer-impl local"):
+        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=experts)
+
+
 def test_repairing_twice_changes_nothing() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

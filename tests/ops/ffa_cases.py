@@ -20,6 +20,8 @@ from megatron_magi.ops.options import AttnOptions, make_options
 from megatron_magi.testing.error_budget import assert_within_budget
 
 FREE = bd.NO_DIAGONAL
+NARROW_DIMS = [(96, 96), (80, 80), (16, 16), (128, 64), (40, 72), (160, 160), (192, 192), (192, 120)]
+"""Head dims that kernels of wider ones take."""
 SUM_OF_A_HEAD = 128**0.5
 """How large the sum of 128 products of two unit inputs is: its standard deviation."""
 

@@ -19,6 +19,7 @@ from megatron_magi.ops.slice_attention import slice_attention
 from tests.ops.ffa_cases import (
     FREE,
     MASKS,
+    NARROW_DIMS,
     Inputs,
     assert_as_good,
     exact_backward,
@@ -58,7 +59,8 @@ KERNEL_DIMS = [(128, 128), *hopper_kernels.PART_TILES]
 
 def all_ways(all_dims):
     """Parameters ``dims`` and ``way``: dq as sums in memory, if a kernel does so, and by a kernel of its own."""
-    ways = [(d, way) for d in all_dims for way in WAYS if way != "summed" or d in hopper_kernels.WHOLE_DIMS]
+    kernels = {d: hopper_kernels.kernel_dims(d) for d in all_dims}
+    ways = [(d, way) for d in all_dims for way in WAYS if way != "summed" or kernels[d] in hopper_kernels.WHOLE_DIMS]
     return pytest.mark.parametrize(("dims", "way"), ways, indirect=["way"], ids=str)
 
 
@@ -87,7 +89,7 @@ def test_random_bands_match_fp64(dims, way, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@all_ways(hopper_kernels.BACKWARD_DIMS)
+@all_ways([*hopper_kernels.BACKWARD_DIMS, *NARROW_DIMS])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(dims, way, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
@@ -111,7 +113,7 @@ def test_tiles_worked_on_in_pieces_match_fp64():
     assert any(bool(schedule.items[:, 3].any()) for schedule in plan.schedules.values())
 
 
-@all_ways(KERNEL_DIMS)
+@all_ways([*KERNEL_DIMS, (96, 80), (160, 160)])
 def test_gradients_add_to_given_fp32_and_bf16(dims, way):
     x = make_inputs(MASKS["causal"](300, 400), 300, 400, dims=dims)
     out, lse, _ = run_forward(x)
@@ -175,13 +177,14 @@ def test_lse_of_more_keys_gives_the_part_of_these_keys(dims, way):
     assert_as_good("dq", dq, plain[0], exact[0])
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (96, 80)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (2, 2)])
 @pytest.mark.parametrize("rows", [500, 5000])
 @pytest.mark.parametrize("way", ["summed"], indirect=True)
-def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads):
+def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads, dims):
     """Long tiles too, whose sums of dk and dv lie in dq until then; and again, with what was remembered."""
     keys = rows + 200
-    whole = make_inputs(MASKS["causal"](rows, keys), rows, keys, heads=heads)
+    whole = make_inputs(MASKS["causal"](rows, keys), rows, keys, heads=heads, dims=dims)
     out, lse, _ = run_forward(whole)
     plain, exact = plain_attention(whole)[1:], exact_backward(whole)
     delta, memos = hopper.row_delta(whole.dout, out), [{} for _ in range(3)]
@@ -203,6 +206,22 @@ def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads):
         assert parts.left == 0 and all(memos)
 
 
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "one_token", "empty"])
+@all_ways([*KERNEL_DIMS, (96, 80)])
+def test_what_lies_behind_the_last_visible_row_and_key_is_never_used(dims, way, mask):
+    x = make_inputs(MASKS[mask](300, 400), 333, 450, dims=dims)
+    last_row, last_key = x.bands[:, 1].max(initial=0), x.bands[:, 3].max(initial=0)
+    padded = Inputs(x.q.clone(), x.k.clone(), x.v.clone(), x.dout.clone(), x.bands, x.options)
+    for t, last in ((padded.q, last_row), (padded.k, last_key), (padded.v, last_key), (padded.dout, last_row)):
+        t[max(1, last) :] = torch.nan
+    out, lse, _ = run_forward(padded)
+    assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
+    for name, got, plain, exact in zip(
+        ("dq", "dk", "dv"), run_backward(padded, out, lse), plain_attention(x)[1:], exact_backward(x), strict=True
+    ):
+        assert_as_good(name, got, plain, exact)
+
+
 def test_row_delta_is_the_row_sum_and_ignores_garbage_where_out_is_zero():
     x = make_inputs(MASKS["documents"](390, 400), 390, 400)
     out, _, _ = run_forward(x)
@@ -214,7 +233,7 @@ def test_row_delta_is_the_row_sum_and_ignores_garbage_where_out_is_zero():
 
 
 @pytest.mark.parametrize("mask", ["causal", "global_and_window"])
-@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+@pytest.mark.parametrize("dims", [*KERNEL_DIMS, (96, 96)], ids=str)
 def test_deterministic_gradients_repeat_bit_by_bit_and_match_fp64(dims, mask):
     x = make_inputs(MASKS[mask](1500, 1500), 1500, 1500, heads=(8, 2), dims=dims)
     x.options = AttnOptions(x.options.softmax_scale, deterministic=True)
@@ -243,7 +262,7 @@ def test_dq_inside_a_larger_tensor_is_written_and_nothing_beside_it(monkeypatch,
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@all_ways(hopper_kernels.BACKWARD_DIMS)
+@all_ways([*hopper_kernels.BACKWARD_DIMS, (96, 80)])
 def test_autograd_through_views_of_one_projection_matches_fp64(dims, way, deterministic):
     x = make_inputs(MASKS["causal"](300, 300), 300, 300, dims=dims)
     columns = dims[0], dims[0], dims[1]

@@ -12,6 +12,7 @@ from megatron_magi.ops.options import AttnOptions
 from tests.ops.ffa_cases import (
     FREE,
     MASKS,
+    NARROW_DIMS,
     Inputs,
     assert_as_good,
     exact_forward,
@@ -66,17 +67,18 @@ def test_random_bands_match_fp64(packed, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", list(hopper_kernels.FORWARD_TILES))
+@pytest.mark.parametrize("dims", [*hopper_kernels.FORWARD_TILES, *NARROW_DIMS], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_every_compiled_kernel_matches_fp64(packed, dims, dtype, softcap):
     for mask, shape in (("causal", (300, 300)), ("full", (200, 2000)), ("global_and_window", (257, 400))):
         check(make_inputs(MASKS[mask](*shape), *shape, dims=dims, dtype=dtype, softcap=softcap))
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (96, 80)], ids=str)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_stages_merge_to_the_whole(packed, out_dtype):
+def test_stages_merge_to_the_whole(packed, out_dtype, dims):
     bands = MASKS["causal"](500, 700)
-    whole = make_inputs(bands, 500, 700)
+    whole = make_inputs(bands, 500, 700, dims=dims)
     want, want_lse, _ = exact_forward(whole)
     out = lse = None
     for k0, k1 in ((0, 300), (300, 700)):

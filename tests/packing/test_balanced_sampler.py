@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_magi.packing import BalancedSampler, causal_area
+from megatron_magi.packing import BalancedSampler, causal_area, causal_work
 
 SIZES = {"max_tokens": 4096, "num_microbatches": 4, "dp_size": 4}
 
@@ -94,6 +94,16 @@ def test_work_is_more_even_than_by_first_fit():
         order = np.random.default_rng(0).permutation(lengths)
         assert spread(work.sum(axis=0)) < 1.02 < spread(first_fit(order, 16, 4096).reshape(4, 4).sum(axis=0))
         assert tokens.min() > 0.9 * 4096
+
+
+def test_work_counts_the_matrix_products_of_tokens_beside_pairs():
+    """Of a layer with one head: 14 operations a pair and dimension, 6 a token and parameter."""
+    work = causal_work(layer_parameters=7 * 64, num_heads_q=1, head_dim=64)
+    assert work(np.array([1, 10])).tolist() == [1 + 3, 55 + 30]
+    lengths = heavy_tailed(4000)
+    sampler = BalancedSampler(lengths, **SIZES, area=causal_work(218_112_000, 32, 128))
+    tokens = np.array([[lengths[m].sum() for m in sampler.step()] for _ in range(5)]).reshape(5, 4, 4).sum(axis=1)
+    assert spread(tokens.T).max() < 1.02
 
 
 @pytest.mark.parametrize(

@@ -257,4 +257,4 @@ def test_the_kernels_choose_their_tiles_by_the_numbers_that_predictions_go_by() 
     assert tuning.TALL_TILE_KEYS[128, 128] == (0, predict._TALL_TILE_KEYS)
     assert (predict._KEY_TILE, predict._QUERY_BLOCK) == choices.WHOLE_TILE
     assert kernels.QUERIES_WIDTH[128, 128] == predict._DQ_BLOCK
-    assert (predict._APART_PACKED, predict._APART) == (tuning.SEPARATE_DQ_PACKED, tuning.SEPARATE_DQ)
+    assert (predict._SEPARATE_DQ_PACKED, predict._SEPARATE_DQ) == (tuning.SEPARATE_DQ_PACKED, tuning.SEPARATE_DQ)

@@ -22,7 +22,8 @@ constexpr int kGroups = GROUPS;  // consumer warpgroups
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
-constexpr int kRows = 64;  // query rows of a warpgroup
+constexpr int kRows = 64;         // query rows of a warpgroup
+constexpr int kBehind = 1 << 30;  // a key behind the last: TMA writes zeros
 using T = DTYPE;
 
 struct ForwardParams {
@@ -102,7 +103,7 @@ struct Loader {
 
   DEVICE void nothing(const int4& item) {
     skip_k(kMasked | kLast, item);
-    later(0, 0);  // zeros times some values
+    later(kBehind, 0);  // zeros times zeros
   }
 };
 

@@ -4,8 +4,9 @@
 #include "../../common/ptx.cuh"
 
 using T = DTYPE;
-constexpr int kLanes = HEAD_DIM_V / 8;  // of a row
-constexpr int kRowsAtOnce = 4;          // of a thread
+constexpr int kPieces = HEAD_DIM_V / 8;  // of a row, 16 bytes each
+constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
+constexpr int kRowsAtOnce = 4;  // of a thread
 constexpr int kThreads = 256;
 constexpr int kStride = kThreads / kLanes;  // rows of a block, once
 
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) ffa_row_delta(const __gri
   for (int i = 0; i < kRowsAtOnce; ++i) {
     const u32 item = first + i * kStride;
     x[i] = y[i] = make_uint4(0, 0, 0, 0);
-    if (item >= count) continue;
+    if (item >= count || lane >= kPieces) continue;
     const i64 row = item / heads, head = item % heads;
     x[i] = __ldcs(reinterpret_cast<const uint4*>(p.dout + (row * p.dout_row + head * p.dout_head) / 2) + lane);
     y[i] = __ldcs(reinterpret_cast<const uint4*>(p.out + (row * p.out_row + head * p.out_head) / 2) + lane);

@@ -55,12 +55,19 @@ class Room:
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
         self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
+        self._failure: str | None = None
         self.most_bytes = MOST_BYTES
 
     def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
-        """See `Native.refusal`."""
+        """See `Native.refusal`.
+
+        Raises:
+            RuntimeError: ranks did not come to make room, now or earlier.
+        """
         if (id(layout), most_rows) in self._fitting:
             return None
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         if most_rows is None:
             return "needs args that were built with peers"
         if len(layout.sizes) > MOST_TENSORS:
@@ -71,9 +78,15 @@ class Room:
             return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
         if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
             wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            if wanted > self.most_bytes:
+                return f"has no room for {wanted} bytes"
             before = self._memory.slot_bytes
             self._fitting.clear()
-            reason = self._memory.grow(wanted)
+            try:
+                reason = self._memory.grow(wanted)
+            except RuntimeError as error:  # ranks no longer know what the others have
+                self._failure = str(error)
+                raise
             if reason is not None:
                 self.most_bytes = before
                 return f"has no room for {wanted} bytes: {reason}"
@@ -96,6 +109,7 @@ class Native:
         self._ready = torch.cuda.Event()
         self._events: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
+        _of_device(device).add(self)
         add_guard(group, self)
 
     def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
@@ -175,10 +189,14 @@ class Native:
         tensors = [with_rows(x) for x in tensors]
         rows = _rows(tensors, layout.sizes)
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
-        key = (self, self._memory.generation, kind, types, *forms)
-        launches = args.launches.get(key)
+        num_groups = len(_of_device(self._device))
+        key = (self._memory.generation, num_groups, kind, types, *forms)
+        known = args.launches.get(self)
+        if known is None:
+            known = args.launches[self] = {}
+        launches = known.get(key)
         if launches is None:
-            launches = args.launches[key] = self._prepare(kind, args, layout, rows, results, types)
+            launches = known[key] = self._prepare(kind, args, layout, rows, results, types, num_groups)
         publish, pull = launches
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -202,6 +220,7 @@ class Native:
         rows: list[Rows],
         results: list[Rows],
         types: tuple[torch.dtype, ...],
+        num_groups: int,
     ) -> tuple[_Launch, _Launch]:
         """The kernels of a call with their parameters, all but addresses of rows."""
         tables, device, row_bytes = args.peers, self._device, slot_row_bytes(layout)
@@ -228,8 +247,12 @@ class Native:
             is_bulk = unit_to == WIDEST and row_bytes >= BULK_ROW_BYTES
             pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
         return (
-            _Launch(publish, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)),
-            _Launch(pull, packed, pack_slot_rows(results, row_bytes, unit_to, pull.loads), (*pulled, shift)),
+            _Launch(
+                publish, num_groups, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)
+            ),
+            _Launch(
+                pull, num_groups, packed, pack_slot_rows(results, row_bytes, unit_to, pull.loads), (*pulled, shift)
+            ),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
@@ -280,7 +303,6 @@ class _Shape(NamedTuple):
     shared_bytes: int = 0
 
 
-# Kernels that wait take half of the SMs at most: if they took all, those that publish could not start.
 SHAPES = {
     "publish_rows": _Shape(512, 64, 3),
     "pull_rows": _Shape(512, 32, 2),
@@ -289,11 +311,21 @@ SHAPES = {
 }
 
 
+MOST_WAITING = 128
+"""Blocks that may wait to read, and as many to publish, of all groups of a GPU together: of 132 SMs each takes two such
+blocks at least, so those that others wait for always find room."""
+
+
+def blocks_of(name: str, num_groups: int) -> int:
+    """Blocks of a kernel where so many groups of a GPU may wait at once."""
+    return min(SHAPES[name].num_blocks, MOST_WAITING // num_groups)
+
+
 class _PeerKernel(NamedTuple):
     """A kernel on one device."""
 
+    name: str
     kernel: Kernel
-    num_blocks: int
     params: struct.Struct
     loads: int
 
@@ -319,18 +351,18 @@ def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerK
     image = build(_source(name), defines)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
     params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq")
-    return _PeerKernel(kernel, shape.num_blocks, params, shape.loads)
+    return _PeerKernel(name, kernel, params, shape.loads)
 
 
 class _Launch:
     """A kernel with its parameters in memory; a call fills in the addresses of rows."""
 
-    def __init__(self, kernel: _PeerKernel, peers: bytes, rows: bytes, rest: tuple[int, ...]) -> None:
+    def __init__(self, kernel: _PeerKernel, num_groups: int, peers: bytes, rows: bytes, rest: tuple[int, ...]) -> None:
         self._kernel = kernel.kernel
         self._params = ctypes.create_string_buffer(kernel.params.pack(peers, rows, *rest))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._addresses = (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size)
-        self._config = LaunchConfig(self._kernel, kernel.num_blocks)
+        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups))
 
     def fire(self, rows: list[Rows], stream: int) -> None:
         """Queues the kernel on a stream; the parameters are copied."""
@@ -390,8 +422,15 @@ def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Rows]:
     return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Native | None, str]] = weakref.WeakKeyDictionary()
-"""One a group, decided when it is first asked for."""
+@cache
+def _of_device(device: torch.device) -> weakref.WeakSet[Native]:
+    """What serves the groups of a GPU."""
+    return weakref.WeakSet()
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Native | None, str] | RuntimeError]
+_known = weakref.WeakKeyDictionary()
+"""One a group, decided when it is first asked for, and for good: ranks that asked again would ask alone."""
 
 
 def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Native | None, str]:
@@ -402,15 +441,26 @@ def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Na
         device: this rank's GPU.
 
     Raises:
-        RuntimeError: ranks did not come within the time-out of the group.
+        RuntimeError: ranks did not come within the time-out of the group, now or when it was first asked for.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None
     if group not in _known:
-        meeting = Meeting(group)
-        reason = refusal_of_host(meeting, device)
-        memory = None
-        if reason is None:
-            memory, reason = PeerMemory.make(meeting, device)
-        _known[group] = (None if memory is None else Native(group, meeting, memory, device)), reason or ""
-    return _known[group]
+        try:
+            _known[group] = _decide(group, device)
+        except RuntimeError as error:
+            _known[group] = error.with_traceback(None)
+            raise
+    known = _known[group]
+    if isinstance(known, RuntimeError):
+        raise RuntimeError(str(known))
+    return known
+
+
+def _decide(group: dist.ProcessGroup, device: torch.device) -> tuple[Native | None, str]:
+    meeting = Meeting(group)
+    reason = refusal_of_host(meeting, device, len(_of_device(device)))
+    if reason is not None:
+        return None, reason
+    memory, reason = PeerMemory.make(meeting, device)
+    return (None if memory is None else Native(group, meeting, memory, device)), reason

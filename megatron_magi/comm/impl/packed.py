@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -25,7 +26,10 @@ class Packed:
     def __init__(
         self, exchange: Callable[..., list[dist.Work]] | None, ops: ModuleType, group: dist.ProcessGroup | None
     ) -> None:
-        self._exchange, self._ops, self._group = exchange, ops, group
+        self._exchange, self._ops = exchange, ops
+        group = dist.group.WORLD if group is None else group
+        # Not kept alive: arguments of plans know this, and plans may be kept longer than groups.
+        self._group = None if group is None else weakref.ref(group)
 
     def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
         """See `Mover`."""
@@ -45,7 +49,7 @@ class Packed:
     def _start(
         self, send: torch.Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]
     ) -> tuple[list[dist.Work], torch.Tensor]:
-        if self._exchange is None:
+        if self._exchange is None or self._group is None:
             return [], send
         received = torch.empty(sum(recv_splits), send.shape[1], dtype=torch.uint8, device=send.device)
-        return self._exchange(send, received, send_splits, recv_splits, self._group), received
+        return self._exchange(send, received, send_splits, recv_splits, self._group()), received

@@ -35,6 +35,7 @@ from megatron_magi.ops.hopper.support import (
     num_processors,
     problem_of,
     query_box,
+    seen_rows,
     stream_lock,
     work_counter,
 )
@@ -93,7 +94,7 @@ def backward(
             if not adds:
                 grad.zero_()
         return
-    check_support(q, (q.shape[2], v.shape[2]), hopper_kernels.BACKWARD_DIMS)
+    check_support(q, (q.shape[2], v.shape[2]))
     stream = current_stream(q.device)
     given = q, k, v, dout, lse, delta
     inputs = tuple(map(loadable, (q, k, v, in_dtype(dout, q.dtype))))
@@ -134,17 +135,19 @@ class _Target(NamedTuple):
     """Where a gradient is written to.
 
     Attributes:
-        is_new: fp32 memory of its own, from where it is copied or added to the gradient; else the gradient itself.
+        columns: of memory of its own, from where it is copied or added to the gradient; 0: the gradient itself.
+        dtype: of that memory.
         is_zeroed: it is added to, and begins with zeros.
     """
 
-    is_new: bool = False
+    columns: int = 0
+    dtype: torch.dtype = torch.float32
     is_zeroed: bool = False
 
     def buffer(self, grad: Tensor) -> Tensor:
         """What the kernels write to."""
-        if self.is_new:
-            grad = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+        if self.columns:
+            grad = torch.empty((*grad.shape[:2], self.columns), dtype=self.dtype, device=grad.device)
         return grad.zero_() if self.is_zeroed else grad
 
 
@@ -165,8 +168,11 @@ class _Pass:
         splits, group = 1, problem.group // packed
         if not whole and not options.deterministic:
             splits = hopper_plan.group_splits(plan, k.shape[1], group, processors)
-        dq_store, of_dq = _query_target(grads[0], dtype, adds[0])
-        store, of_dk, of_dv = _key_targets(grads[1:], dtype, adds[1], splits)
+        dims = problem.dims
+        last_row, last_key = seen_rows(bands)
+        seen = last_row, last_key, last_key, last_row  # of q, k, v, dout
+        dq_store, of_dq = _query_target(grads[0], dims[0], dtype, adds[0])
+        store, of_dk, of_dv = _key_targets(grads[1:], dims, dtype, adds[1], splits)
         self._targets, self._adds = (of_dq, of_dk, of_dv), (adds[0], adds[1], adds[1])
         self._is_direct = not any(map(any, self._targets))
         dq, dk, dv = (target.buffer(grad) for target, grad in zip(self._targets, grads, strict=True))
@@ -179,24 +185,24 @@ class _Pass:
         self._key_sums_in_dq, self._whole = False, whole
         # Statistics of rows, and sums: one block of memory, in this order.
         self._num_stats = -(-problem.num_heads * rows // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
-        self._num_sums = problem.num_heads * rows * q.shape[2] if adds_dq else 0
+        self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
         self._num_key_sums = 0
         num_stats = rows * packed
         if whole:
-            room = _room_bytes(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) else None
+            room = _room_bytes(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) and not adds[0] else None
             apart = most_apart(choice, problem, room)
             schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart)
-            self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * q.shape[2]
+            self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * dims[0]
             self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
             self._keys, self._keys_numbers = _launch(
-                inputs, num_stats, options, adds_dq, plan, schedule, store, (dk, dv), stream
+                inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
             )
             if schedule.num_apart:
                 self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store)
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_apart * k.shape[1]
         else:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
-                inputs, num_stats, options, plan, splits, store, (dk, dv), stream
+                inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
         if adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
@@ -204,7 +210,7 @@ class _Pass:
             tiling = Tiling(False, q.shape[0], *query_tiles(problem, packed))
             rows_plan = hopper_plan.device_plan(bands, tiling, q.device)
             self._queries, self._queries_numbers = hopper_parts.queries_launch(
-                inputs, num_stats, options, rows_plan, dq_store, dq, stream
+                inputs, dims, num_stats, options, rows_plan, seen, dq_store, dq, stream
             )
             self.num_bytes += rows_plan.num_bytes
         self._num_floats = 2 * self._num_stats + self._num_sums
@@ -263,8 +269,9 @@ class _Pass:
             parts.left -= 1
         if not self._is_direct:
             for target, grad, buffer, adds in zip(self._targets, grads, buffers, self._adds, strict=True):
-                if target.is_new:
-                    grad.copy_(grad + buffer if adds else buffer)
+                if target.columns and (is_last or grad is not grads[0]):
+                    made = buffer[..., : grad.shape[2]]
+                    grad.copy_(grad + made if adds else made)
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""
@@ -290,11 +297,13 @@ def _room_bytes(dq: Tensor) -> int | None:
 
 def _launch(
     inputs: hopper_parts.Inputs,
+    dims: tuple[int, int],
     stats_row: int,
     options: AttnOptions,
     adds_dq: bool,
     plan: DevicePlan,
     schedule: DeviceSchedule,
+    seen: tuple[int, ...],
     store: int,
     grads: tuple[Tensor, Tensor],
     stream: int,
@@ -313,13 +322,13 @@ def _launch(
             scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
             log2_packed=plan.log2_packed,
         )  # fmt: skip
-        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), softcap > 0, adds_dq)
+        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, dims, softcap > 0, adds_dq)
         maps = (query_box(q, queries, plan), (k, keys), (v, keys), query_box(dout, queries, plan))
         return Launch(kernel, 1, params, maps)
 
     num_items = len(schedule.items)
     numbers = Numbers(
-        plan, grid_size(q.device, num_items, options.sm_margin),  # the plan keeps its schedules
+        plan, grid_size(q.device, num_items, options.sm_margin), seen,  # the plan keeps its schedules
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
     )  # fmt: skip
@@ -330,30 +339,30 @@ def _launch(
     return prepared(key, make), numbers
 
 
-def _query_target(grad: Tensor, dtype: torch.dtype, adds: bool) -> tuple[int, _Target]:
-    """How dq is written, and where to."""
-    if grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
-        return _STORE_FLOAT, _Target(is_new=True)
+def _query_target(grad: Tensor, columns: int, dtype: torch.dtype, adds: bool) -> tuple[int, _Target]:
+    """How dq is written, and where to; ``columns``: of what the kernels write."""
+    if grad.shape[2] != columns and grad.dtype == dtype and not adds:
+        return _STORE_HALF, _Target(columns, dtype)
+    if grad.shape[2] != columns or grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
+        return _STORE_FLOAT, _Target(columns)
     if grad.dtype == torch.float32:
         return _ADD_FLOAT if adds else _STORE_FLOAT, _Target()
     return _ADD_HALF if adds else _STORE_HALF, _Target()
 
 
 def _key_targets(
-    grads: tuple[Tensor, Tensor], dtype: torch.dtype, adds: bool, splits: int
+    grads: tuple[Tensor, Tensor], dims: tuple[int, int], dtype: torch.dtype, adds: bool, splits: int
 ) -> tuple[int, _Target, _Target]:
-    """How dk and dv are written, and where to."""
-    fits = all(fits_tensor_map(g) for g in grads)
-    if splits == 1 and not adds and fits and grads[0].dtype == grads[1].dtype:
-        if grads[0].dtype == dtype:
-            return _STORE_HALF, _Target(), _Target()
-        if grads[0].dtype == torch.float32:
-            return _STORE_FLOAT, _Target(), _Target()
-    return _ADD_FLOAT, *(_sum_target(g, adds) for g in grads)
+    """How dk and dv are written, and where to; ``dims``: columns of what the kernels write."""
+    fits = all(g.shape[2] != dim or fits_tensor_map(g) for g, dim in zip(grads, dims, strict=True))
+    if splits == 1 and not adds and fits and grads[0].dtype == grads[1].dtype in (dtype, torch.float32):
+        wide = (_Target() if g.shape[2] == d else _Target(d, g.dtype) for g, d in zip(grads, dims, strict=True))
+        return _STORE_FLOAT if grads[0].dtype == torch.float32 else _STORE_HALF, *wide
+    return _ADD_FLOAT, *(_sum_target(g, dim, adds) for g, dim in zip(grads, dims, strict=True))
 
 
-def _sum_target(grad: Tensor, adds: bool) -> _Target:
+def _sum_target(grad: Tensor, columns: int, adds: bool) -> _Target:
     """Where fp32 sums go: the gradient itself if it can hold them, else a zeroed buffer."""
-    if grad.dtype == torch.float32 and fits_tensor_map(grad):
+    if grad.shape[2] == columns and grad.dtype == torch.float32 and fits_tensor_map(grad):
         return _Target(is_zeroed=not adds)
-    return _Target(is_new=True, is_zeroed=True)
+    return _Target(columns, is_zeroed=True)

@@ -31,7 +31,7 @@ def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:
     num_rows, num_heads, head_dim = out.shape
     if out.dtype.itemsize > 2:
         return row_products(dout, out)
-    check_support(out, (head_dim, head_dim), hopper_kernels.DELTA_DIMS)
+    check_support(out, (head_dim, head_dim))
     given = dout, out
     dout, out = loadable(in_dtype(dout, out.dtype)), loadable(out)
     if not out.numel():
@@ -44,7 +44,8 @@ def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:
         )  # fmt: skip
         defines = (f"HEAD_DIM_V={head_dim}", hopper_kernels.element(out.dtype))
         kernel = hopper_kernels.small_kernel(out.device, "row_delta", defines)
-        return Launch(kernel, -(-num_rows * num_heads * head_dim // _DELTA_ELEMENTS), params)
+        lanes = 1 << (head_dim // 8 - 1).bit_length()
+        return Launch(kernel, -(-num_rows * num_heads * lanes * 8 // _DELTA_ELEMENTS), params)
 
     launch = prepared(("row_delta", out.device, out.dtype, out.shape, dout.stride(), out.stride()), make)
     if memo is not None and given[0] is dout and given[1] is out:

@@ -24,9 +24,11 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def keys_launch(
     inputs: Inputs,
+    dims: tuple[int, int],
     stats_row: int,
     options: AttnOptions,
     plan: DevicePlan,
+    seen: tuple[int, ...],
     splits: int,
     store: int,
     grads: tuple[Tensor, Tensor],
@@ -35,15 +37,17 @@ def keys_launch(
     """Writes dk and dv, or adds to them.
 
     Args:
+        dims: head dims of the kernel; those of ``inputs`` may be less.
         stats_row: from the row statistics of a head to those of the next.
         plan: of the transposed mask, tiles as in `PART_TILES`.
+        seen: rows of the inputs that the mask uses, see `seen_rows`.
         splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
             ``store`` adds.
         store: how gradients are written, as the kernels number it.
     """
     q, k, v, dout = inputs
     dk, dv = grads
-    keys, block = hopper_kernels.PART_TILES[q.shape[2], v.shape[2]]
+    keys, block = hopper_kernels.PART_TILES[dims]
 
     def make() -> Launch:
         num_heads = q.shape[1] // plan.packed
@@ -51,17 +55,25 @@ def keys_launch(
         params.num_heads, params.group, params.log2_packed = num_heads, num_heads // k.shape[1], plan.log2_packed
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
-        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, (q.shape[2], v.shape[2]), options.softcap > 0)
+        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, dims, options.softcap > 0)
         maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
         return Launch(kernel, 1, params, maps)
 
     grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-    numbers = _numbers(plan, grid, splits=splits, heads_inner=int(plan.host.heads_inner))
+    numbers = _numbers(plan, grid, seen, splits=splits, heads_inner=int(plan.host.heads_inner))
     return prepared(_key("backward_keys", inputs, options, plan, store, grads, stream), make), numbers
 
 
 def queries_launch(
-    inputs: Inputs, stats_row: int, options: AttnOptions, plan: DevicePlan, store: int, grad: Tensor, stream: int
+    inputs: Inputs,
+    dims: tuple[int, int],
+    stats_row: int,
+    options: AttnOptions,
+    plan: DevicePlan,
+    seen: tuple[int, ...],
+    store: int,
+    grad: Tensor,
+    stream: int,
 ) -> tuple[Launch, Numbers]:
     """Writes dq, or adds to it; arguments as in `keys_launch`, ``plan``: tiles as in `query_tiles`.
 
@@ -69,7 +81,6 @@ def queries_launch(
     kernels before that are.
     """
     q, k, v, dout = inputs
-    dims = q.shape[2], v.shape[2]
     block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
@@ -82,7 +93,7 @@ def queries_launch(
         return Launch(kernel, 1, params, maps)
 
     work = row_work(plan, q.shape[1], block, k, v)
-    numbers = _numbers(plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin), **work)
+    numbers = _numbers(plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin), seen, **work)
     return prepared(_key("backward_queries", inputs, options, plan, store, (grad,), stream), make), numbers
 
 
@@ -95,9 +106,9 @@ def _params(inputs: Inputs, stats_row: int, options: AttnOptions, store: int, st
     )  # fmt: skip
 
 
-def _numbers(plan: DevicePlan, num_blocks: int, **work: int) -> Numbers:
+def _numbers(plan: DevicePlan, num_blocks: int, seen: tuple[int, ...], **work: int) -> Numbers:
     return Numbers(
-        plan, num_blocks, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+        plan, num_blocks, seen, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         num_tiles=plan.num_tiles, **work,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     Attributes:
         num_rows, num_keys: queries and keys.
         num_heads, num_heads_kv: of queries; of keys and values.
-        dims: head dims of queries and keys, and of values.
+        dims: head dims of the kernels, for queries and keys, and for values; those of tensors may be less.
     """
 
     num_rows: int
@@ -44,6 +44,13 @@ class Problem(NamedTuple):
     def group(self) -> int:
         """Query heads of a key head."""
         return self.num_heads // self.num_heads_kv
+
+
+def make_problem(num_rows: int, num_keys: int, num_heads: int, num_heads_kv: int, dims: tuple[int, int]) -> Problem:
+    """Shape of a pass over tensors of head dims ``dims``, for which there are kernels."""
+    of_kernels = hopper_kernels.kernel_dims(dims)
+    assert of_kernels is not None, f"head dims {dims}"
+    return Problem(num_rows, num_keys, num_heads, num_heads_kv, of_kernels)
 
 
 class RowTiles(NamedTuple):

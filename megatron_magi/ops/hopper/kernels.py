@@ -29,8 +29,8 @@ PART_TILES = {(192, 128): (64, 128), (256, 256): (64, 64)}
 
 BACKWARD_DIMS = (*WHOLE_DIMS, *PART_TILES)
 
-DELTA_DIMS = ((64, 64), (128, 128), (256, 256))
-"""Head dims of values that the kernel for delta takes, each twice."""
+DIM_UNIT = 8
+"""Head dims are multiples of it: TMA takes strides of 16 bytes."""
 
 QUERIES_WIDTH = {(64, 64): 96, (128, 128): 96, (192, 128): 64, (256, 256): 64}
 """Keys of a block of the kernel for dq, by head dims."""
@@ -40,6 +40,17 @@ _QUERIES_STAGES = {(64, 64): (3, 2), (128, 128): (3, 2), (192, 128): (3, 2), (25
 _ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 _STAGES, _TALL_STAGES = 2, 3
 _SPARE_BYTES = 1024  # barriers and the like
+
+
+@cache
+def kernel_dims(dims: tuple[int, int]) -> tuple[int, int] | None:
+    """Head dims (qk, v) of the kernels that take tensors of such head dims, or None.
+
+    They are the least that hold both: columns that a tensor lacks are read as zeros.
+    """
+    if any(dim <= 0 or dim % DIM_UNIT for dim in dims):
+        return None
+    return min((known for known in BACKWARD_DIMS if known[0] >= dims[0] and known[1] >= dims[1]), key=sum, default=None)
 
 
 def element(dtype: torch.dtype) -> str:

@@ -18,17 +18,20 @@ def needed_kernels(
 
     Args:
         dtype: of q, k and v.
-        dims: head dims of queries and keys, and of values; one of `BACKWARD_DIMS`.
+        dims: head dims of queries and keys, and of values, for which there are kernels.
         group: query heads of a key head.
         deterministic: every backward is to repeat bit by bit.
         softcap: logits have a cap.
     """
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
+    found.append(("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype))))
+    wide = hopper_kernels.kernel_dims(dims)
+    assert wide is not None, f"head dims {dims}"
+    dims = wide
     found += [
         ("forward", hopper_kernels.forward_macros(dtype, dims, tile, softcap))
         for tile in hopper_kernels.FORWARD_TILES[dims]
     ]
-    found.append(("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype))))
     whole = dims in hopper_kernels.WHOLE_DIMS
     if whole and not deterministic:
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True)))

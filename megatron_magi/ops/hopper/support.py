@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
+from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
-from megatron_magi.ops.hopper.choices import Problem
+from megatron_magi.ops.hopper.choices import Problem, make_problem
+from megatron_magi.ops.hopper.kernels import BACKWARD_DIMS, DIM_UNIT, kernel_dims
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.options import AttnOptions
 
@@ -30,20 +33,18 @@ def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-def kernels_exist(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], known: tuple[tuple[int, int], ...]
-) -> bool:
-    """Whether there are kernels for such tensors, with head dims among those known."""
-    return dims in known and dtype in _DTYPES and _is_hopper(device)
+def kernels_exist(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
+    """Whether there are kernels for such tensors."""
+    return kernel_dims(dims) is not None and dtype in _DTYPES and _is_hopper(device)
 
 
-def check_support(q: Tensor, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> None:
+def check_support(q: Tensor, dims: tuple[int, int]) -> None:
     """Raises ValueError, naming what would work, unless kernels for these tensors exist."""
-    if not kernels_exist(q.device, q.dtype, dims, known):
-        raise ValueError(why_not(q.device, q.dtype, dims, known))
+    if not kernels_exist(q.device, q.dtype, dims):
+        raise ValueError(why_not(q.device, q.dtype, dims))
 
 
-def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], known: tuple[tuple[int, int], ...]) -> str:
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
     """What keeps such tensors, for which there are no kernels, from having them, and what would work."""
     if not _is_hopper(device):
         there = device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
@@ -51,8 +52,11 @@ def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], kno
         return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'"
     if dtype not in _DTYPES:
         return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use impl 'torch'"
-    text = ", ".join(f"{a}/{b}" for a, b in known)
-    return f"q, v: impl 'ffa' takes head dims {text} (qk/v), got {dims[0]}/{dims[1]}; use impl 'torch'"
+    most = max(map(max, BACKWARD_DIMS))
+    return (
+        f"q, v: impl 'ffa' takes head dims that are multiples of {DIM_UNIT} up to {most}, got {dims[0]} (q, k) and "
+        f"{dims[1]} (v); use impl 'torch'"
+    )
 
 
 @cache
@@ -100,7 +104,14 @@ def work_counter(device: torch.device, stream: int) -> Tensor:
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor) -> Problem:
     """Shape of a pass over these tensors."""
-    return Problem(q.shape[0], k.shape[0], q.shape[1], k.shape[1], (q.shape[2], v.shape[2]))
+    return make_problem(q.shape[0], k.shape[0], q.shape[1], k.shape[1], (q.shape[2], v.shape[2]))
+
+
+def seen_rows(bands: np.ndarray) -> tuple[int, int]:
+    """Queries, and keys, up to the last that a mask lets see or be seen; at least one of each."""
+    if not len(bands):
+        return 1, 1
+    return int(bands[:, bd.Q1].max()), int(bands[:, bd.K1].max())
 
 
 def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Attention on Hopper GPUs: the kernels of ``csrc/attention/sm90``.
 
-Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256.
+Takes fp16 and bf16; head dims (qk/v) 64/64, 128/128, 192/128 and 256/256, and with the kernels of the next of these any
+multiple of 8: missing columns are read as zeros, and results are copied from wider memory.
 Row statistics and sums are fp32. Values must be finite, also of tokens that nobody sees: what is hidden is multiplied
 by zero.
 """
@@ -39,6 +40,7 @@ from megatron_magi.ops.hopper.support import (
     problem_of,
     query_box,
     row_work,
+    seen_rows,
     why_not,
     work_counter,
 )
@@ -87,7 +89,7 @@ def forward(
         known = memo.get(_layout(current_stream(q.device), q, k, v, out, lse))
         if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
             return max_logits
-    check_support(q, (q.shape[2], v.shape[2]), tuple(hopper_kernels.FORWARD_TILES))
+    check_support(q, (q.shape[2], v.shape[2]))
     stream = current_stream(q.device)
     known = _passes.get(_key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream))
     if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
@@ -98,8 +100,7 @@ def forward(
     if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
         k, v = q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:]))
         bands = _NOTHING_SEEN
-    direct = out.dtype in (q.dtype, torch.float32) and fits_tensor_map(out)
-    target = out if direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    target = _target(out, q.dtype, problem_of(q, k, v).dims[1], accumulate)
     target_lse = in_dtype(lse, torch.float32)
     key = _key(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
     known = _passes.get(key)
@@ -109,10 +110,21 @@ def forward(
     fired = known.run(q, k, v, target, target_lse, sink_lse, max_logits)
     assert fired
     if target is not out:
-        out.copy_(target)
+        out.copy_(target[..., : out.shape[2]])
     if target_lse is not lse:
         lse.copy_(target_lse)
     return max_logits
+
+
+def _target(out: Tensor, dtype: torch.dtype, columns: int, accumulate: bool) -> Tensor:
+    """What the kernel writes to, ``columns`` wide: ``out``, or memory whose first columns become it."""
+    if out.shape[2] == columns:
+        direct = out.dtype in (dtype, torch.float32) and fits_tensor_map(out)
+        return out if direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    wide = out.new_empty((*out.shape[:2], columns), dtype=dtype if out.dtype == dtype else torch.float32)
+    if accumulate:
+        wide[..., : out.shape[2]] = out
+    return wide
 
 
 def _layout(stream: int, *tensors: Tensor) -> tuple:
@@ -124,7 +136,7 @@ def _key(q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_
     """Of a pass: all that it depends on but addresses."""
     return (
         hopper_plan.content_digest(bands), q.device, stream, q.dtype, out.dtype, lse.dtype, options,
-        accumulate, q.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
+        accumulate, q.shape, v.shape, out.shape[2], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
         None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
 
@@ -137,9 +149,9 @@ class _Pass:
     """
 
     def __init__(self, q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream: int) -> None:
-        dims = (q.shape[2], v.shape[2])
         num_rows, num_heads, _ = q.shape
-        tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem_of(q, k, v))
+        problem = problem_of(q, k, v)
+        tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem)
         self.plan = hopper_plan.device_plan(bands, Tiling(False, num_rows, tile, packed), q.device)
         plan = self.plan
         # What sees nothing adds nothing; such tiles are the last.
@@ -148,9 +160,10 @@ class _Pass:
         work = row_work(plan, num_heads, tile[1], k, v)
         grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
         self._stream = stream
+        rows, keys = seen_rows(bands)
         self._numbers = Numbers(
-            plan, grid, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-            num_tiles=num_tiles, **work,
+            plan, grid, (rows, keys, keys),
+            tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles, **work,
         )  # fmt: skip
 
         def make() -> Launch:
@@ -164,7 +177,7 @@ class _Pass:
             )  # fmt: skip
             if sink_lse is not None:
                 params.sink_row, params.sink_head = sink_lse.stride()
-            kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0)
+            kernel = hopper_kernels.forward_kernel(q.device, q.dtype, problem.dims, tile, softcap > 0)
             # What is written in 32 bits is written without a map.
             stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
             return Launch(kernel, 1, params, (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored))
@@ -201,7 +214,7 @@ def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
 
 def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
     """Whether both passes take tensors on a device, of a dtype and with head dims (qk, v)."""
-    return kernels_exist(device, dtype, dims, hopper_kernels.BACKWARD_DIMS)
+    return kernels_exist(device, dtype, dims)
 
 
 def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:
@@ -219,5 +232,5 @@ def say_why_not(q: Tensor, v: Tensor) -> None:
 
 @cache
 def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    reason = why_not(device, dtype, dims, hopper_kernels.BACKWARD_DIMS)
+    reason = why_not(device, dtype, dims)
     logger.warning("attention falls back to the blocked implementation, which is slower: %s", reason)

@@ -1,0 +1,71 @@
+"""Bar charts of distributed attention: rates of each way, by mask, tokens a GPU and pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attention_charts import Row, read_results
+
+COLORS = {
+    "magi": "#c8372d", "magi_zigzag": "#e39a94", "ring": "#3b6fb6", "double_ring": "#7fa8d9", "all_gather": "#8c8c8c",
+    "ulysses": "#5aa3a0", "usp": "#b8a13c",
+}  # fmt: skip
+TITLES = {
+    "magi": "here", "magi_zigzag": "here, zigzag dispatch", "ring": "ring, zigzag", "double_ring": "double ring",
+    "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
+}  # fmt: skip
+PASSES = ("forward", "backward")
+
+
+def read_rows(paths: Sequence[str | Path]) -> tuple[str, list[Row]]:
+    """Where results come from, in a line, and the rows of all files."""
+    found = [read_results(path) for path in paths]
+    sources = dict.fromkeys(f"{notes.get('device')}, {notes.get('commit')}, {notes.get('date')}" for notes, _ in found)
+    return "; ".join(sources), [row for _, rows in found for row in rows]
+
+
+def draw(path: str | Path, source: str, rows: Sequence[Row], published: Mapping[str, Mapping[str, tuple]]) -> None:
+    """A panel for each number of GPUs and tokens, and pass; a group of bars for each mask.
+
+    Args:
+        published: for some tokens a GPU, by mask: rates of passes that others have published, shown as marks.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = list(dict.fromkeys((int(r["ranks"]), int(r["tokens_a_gpu"])) for r in rows))
+    masks = list(dict.fromkeys(r["mask"] for r in rows))
+    ways = [way for way in TITLES if any(r["way"] == way for r in rows)]
+    figure, axes = plt.subplots(
+        2 * len(panels), 1, figsize=(max(8.0, 1.7 * len(masks)), 2.4 * 2 * len(panels)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, (ranks, tokens, which) in zip(axes[:, 0], [(*p, w) for p in panels for w in PASSES], strict=True):
+        here = {(r["mask"], r["way"]): r for r in rows if (int(r["ranks"]), int(r["tokens_a_gpu"])) == (ranks, tokens)}
+        width = 0.84 / len(ways)
+        for i, way in enumerate(ways):
+            values = [float(here.get((mask, way), {}).get(f"{which}_tflops_a_gpu") or 0) for mask in masks]
+            at = [j + (i - (len(ways) - 1) / 2) * width for j in range(len(masks))]
+            bars = axis.bar(at, values, width, color=COLORS[way])
+            labels = [f"{v:.0f}" if v else "" for v in values]
+            axis.bar_label(bars, labels, fontsize=5.5, rotation=90, padding=1.5)
+        for mask, rates in published.get(str(tokens), {}).items():
+            if mask in masks:
+                at = masks.index(mask)
+                axis.plot([at - 0.45, at + 0.45], [rates[PASSES.index(which)]] * 2, color="black", ls="--", lw=1)
+        axis.set_xticks(range(len(masks)), [mask.replace("_", "\n") for mask in masks], fontsize=8)
+        axis.set_title(f"{which}, {tokens // 1024}k tokens a GPU, {ranks} GPUs", loc="left", fontsize=9)
+        axis.set_ylabel("TFLOP/s a GPU", fontsize=8)
+        axis.margins(y=0.16)
+        axis.grid(axis="y", lw=0.3)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[way], label=TITLES[way]) for way in ways]
+    if any(set(by_mask) & set(masks) for by_mask in published.values()):
+        label = "MagiAttention, published: 8 H100, 8k"
+        handles.append(plt.Line2D([], [], color="black", ls="--", lw=1, label=label))
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    figure.supxlabel(f"64:8 heads of 128, bf16; visible pairs. {source}", fontsize=6.5)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

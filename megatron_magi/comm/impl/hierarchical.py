@@ -1,0 +1,144 @@
+"""Rows in two levels: between nodes once, whoever needs them there, and inside a node by what serves best.
+
+A cast sends own rows inside the node and once to each other node, where the rank that receives them hands them on. A
+reduction goes the same way back: a node's partial rows are summed by the rank that handed the rows on, rounded once to
+the dtype in which they travel, and cross as one. Sums are formed in the order of ranks, so they repeat bitwise.
+
+What comes second waits for what comes first: on GPUs on a stream of its own, so that the host and the caller's stream
+wait for nothing; on CPUs when the result is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.level_args import LevelArgs
+from megatron_magi.comm.movement import Mover, Started
+from megatron_magi.comm.row_layout import RowLayout
+
+Choice = Callable[[RowLayout, GroupCastArgs, bool], Mover]
+"""What moves rows of a layout; the last argument says whether they go back."""
+
+
+class Hierarchical:
+    """A `Mover` for `LevelArgs`.
+
+    Args:
+        near, far, relay: what moves the rows of each part.
+        ops: the row operations, see `megatron_magi.comm.rows`.
+        merges: what goes back is ``(out, lse)``, merged by its lse instead of summed.
+    """
+
+    def __init__(self, near: Choice, far: Choice, relay: Choice, ops: ModuleType, merges: bool = False) -> None:
+        self._near, self._far, self._relay, self._ops, self._merges = near, far, relay, ops, merges
+
+    @cached_property
+    def merging(self) -> Hierarchical:
+        """The same for partial results of attention, ``(out, lse)``."""
+        return Hierarchical(self._near, self._far, self._relay, self._ops, merges=True)
+
+    def cast(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout) -> Started:
+        """See `megatron_magi.comm.movement.Mover`."""
+        far = self._far(layout, args.far, False).cast(tensors, args.far, layout)
+        near = self._near(layout, args.near, False).cast(tensors, args.near, layout)
+        relayed = _Next(
+            far,
+            lambda rows: self._relay(layout, args.relay, False).cast(rows, args.relay, layout),
+            args.device,
+        )
+        new = tensors[0].new_empty
+
+        def finish() -> list[torch.Tensor]:
+            out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
+            for rows, index in ((near.finish(), args.near_rows), (relayed.result(), args.relay_rows)):
+                for x, whole in zip(rows, out, strict=True):
+                    whole.index_copy_(0, index, x)
+            return out
+
+        return Started((*near.works, relayed), (*far.buffers, *near.buffers), finish)
+
+    def give_back(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout) -> Started:
+        """See `megatron_magi.comm.movement.Mover`; the result is in the order of `LevelArgs.arrivals`."""
+        home, away = ([x.index_select(0, index) for x in tensors] for index in (args.near_rows, args.relay_rows))
+        relayed = self._relay(layout, args.relay, True).give_back(away, args.relay, layout)
+        near = self._near(layout, args.near, True).give_back(home, args.near, layout)
+
+        def cross(arrived: torch.Tensor) -> Started:
+            sums = self._combined(arrived, args, layout)
+            return self._far(layout, args.far, True).give_back(sums, args.far, layout)
+
+        far = _Next(relayed, cross, args.device)
+        buffers = (*relayed.buffers, *near.buffers, *home, *away)
+        return Started((*near.works, far), buffers, lambda: torch.cat([near.finish(), far.result()]))
+
+    def _combined(self, arrived: torch.Tensor, args: LevelArgs, layout: RowLayout) -> list[torch.Tensor]:
+        """One partial row for each that `LevelArgs.far` brought, of those that the node's ranks have for it."""
+        shapes = zip(layout.shapes, layout.dtypes, strict=True)
+        sums = [torch.zeros(args.far.num_recv, *shape, dtype=t, device=args.device) for shape, t in shapes]
+        if self._merges:
+            sums[1].fill_(-torch.inf)
+            self._ops.merge_rows(*layout.views(arrived), args.relay.arrivals, *sums)
+        else:
+            self._ops.add_rows(arrived, layout, args.relay.arrivals, sums)
+        return sums
+
+
+class _Next:
+    """A step that begins where another has ended: a `Work`."""
+
+    def __init__(self, first: Started, step: Callable[[Any], Started], device: torch.device) -> None:
+        self._first, self._step = first, step
+        self._result: Any = None
+        self._event: torch.cuda.Event | None = None
+        self._kept: tuple[Any, ...] = ()
+        if device.type == "cuda":
+            stream = _side_stream(device)
+            with torch.cuda.stream(stream):
+                self._run()
+                self._event = stream.record_event()
+
+    def _run(self) -> None:
+        for work in self._first.works:
+            work.wait()
+        started = self._step(self._first.finish())
+        for work in started.works:
+            work.wait()
+        self._result = started.finish()
+        self._kept = started.buffers
+
+    def wait(self) -> None:
+        """Makes the current stream wait; the host, where there is none."""
+        if self._event is None:
+            if self._result is None:
+                self._run()
+            return
+        event, self._event = self._event, None
+        current = torch.cuda.current_stream()
+        current.wait_event(event)
+        result = self._result if isinstance(self._result, list) else [self._result]
+        for x in (*result, *self._kept):
+            x.record_stream(current)
+
+    def result(self) -> Any:
+        """What the second step gives, after `wait`."""
+        result, self._result, self._kept = self._result, None, ()
+        return result
+
+    def __del__(self) -> None:
+        # Who has been stopped by an error does not wait, but frees memory that is being written.
+        with suppress(Exception):
+            if self._event is not None:
+                self.wait()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: the allocator keeps memory apart for each stream."""
+    return torch.cuda.Stream(device, priority=-1)

@@ -1,0 +1,213 @@
+"""FlashAttention 3 (module flash_attn_interface) with a sink; names and arguments of ``magi_attn_extensions``.
+
+The functions are those of FlashAttention 3 with ``sink`` and ``sink_layout`` (see `attention_with_sink`). With
+``return_attn_probs`` they return ``(out, lse)``. ``qv`` and ``attention_chunk`` are refused: they have no backward.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, kernel_module
+
+
+def _module() -> ModuleType:
+    return kernel_module("flash_attn_interface", "fa3_*_with_sink need FlashAttention 3")
+
+
+@dataclass(frozen=True, eq=False)
+class _FlashAttention3:
+    """``lengths`` are cu_seqlens, seqused and max_seqlen of packed sequences, each of queries and keys."""
+
+    softmax_scale: float
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    deterministic: bool
+    sm_margin: int
+    forward_options: dict[str, Any]
+    lengths: tuple
+    empty_lse: float = -math.inf
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+        out, lse, *_ = _module()._flash_attn_forward(
+            q,
+            k,
+            v,
+            **dict(zip(names, self.lengths, strict=True)),
+            softmax_scale=self.softmax_scale,
+            causal=self.causal,
+            window_size_left=self.window_size[0],
+            window_size_right=self.window_size[1],
+            softcap=self.softcap,
+            sm_margin=self.sm_margin,
+            **self.forward_options,
+        )
+        return out, lse, ()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        # By position: versions name some of them differently.
+        options = (self.softmax_scale, self.causal, *self.window_size, self.softcap, self.deterministic, self.sm_margin)
+        _module()._flash_attn_backward(dout, q, k, v, out, lse, *self.lengths, *grads, *options)
+        return grads
+
+
+_NO_LENGTHS = (None,) * 6
+
+
+def _attend(
+    q, k, v, lengths, sink, sink_layout, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size,
+    attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs,
+):  # fmt: skip
+    for name, is_given in (("qv", qv is not None), ("attention_chunk", bool(attention_chunk))):
+        if is_given:
+            raise ValueError(f"{name}: not supported, it has no backward")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    forward_options = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    forward_options |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
+    options = (scale, causal, tuple(window_size), softcap, deterministic, sm_margin, forward_options, lengths)
+    out, lse = attention_with_sink(_FlashAttention3(*options), q, k, v, sink, sink_layout)
+    return (out, lse) if return_attn_probs else out
+
+
+def fa3_func_with_sink(
+    q,
+    k,
+    v,
+    sink=None,
+    sink_layout="sh",
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """``flash_attn_func`` with a sink: q, k, v ``[batch_size, seqlen, num_heads, head_dim]``. Differentiable.
+
+    Args:
+        sink, sink_layout: as in `fa2_func_with_sink`.
+        others: those of FlashAttention 3.
+
+    Returns:
+        out like q; with ``return_attn_probs`` ``(out, lse)``, lse fp32 ``[batch_size, num_heads_q, seqlen_q]``, natural
+        log, the sink in it.
+
+    Raises:
+        ImportError: FlashAttention 3 is not installed.
+        ValueError: the sink's shape does not fit; ``qv`` or ``attention_chunk`` is given.
+    """
+    descale = (q_descale, k_descale, v_descale)
+    options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)
+    options += (deterministic, sm_margin, return_attn_probs)
+    return _attend(q, k, v, _NO_LENGTHS, sink, sink_layout, *options)
+
+
+def fa3_varlen_func_with_sink(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    sink=None,
+    sink_layout="sh",
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """``flash_attn_varlen_func`` with a sink: q, k, v ``[total_seqlen, num_heads, head_dim]``.
+
+    Otherwise as `fa3_func_with_sink`; a sink by rows is ``[total_seqlen_q, num_sinks, num_heads_q]``, lse
+    ``[num_heads_q, total_seqlen_q]``.
+    """
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    descale = (q_descale, k_descale, v_descale)
+    options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)
+    options += (deterministic, sm_margin, return_attn_probs)
+    return _attend(q, k, v, lengths, sink, sink_layout, *options)
+
+
+def fa3_qkvpacked_func_with_sink(
+    qkv,
+    sink=None,
+    sink_layout="sh",
+    softmax_scale=None,
+    causal=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    deterministic=False,
+    num_heads_q=None,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """``flash_attn_qkvpacked_func`` with a sink.
+
+    Args:
+        qkv: ``[batch_size, seqlen, 3, num_heads, head_dim]``, or ``[batch_size, seqlen, num_heads, head_dim]`` with the
+            heads of q, k and v one after another, ``num_heads_q`` of them of q.
+
+    Raises:
+        ValueError: ``num_heads_q`` is needed, or leaves an odd number of heads.
+    """
+    if qkv.ndim == 5:
+        q, k, v = qkv.unbind(-3)
+    else:
+        others = None if num_heads_q is None else qkv.shape[-2] - num_heads_q
+        if others is None or others <= 0 or others % 2:
+            raise ValueError(f"num_heads_q: of {qkv.shape[-2]} heads, got {num_heads_q}")
+        q, k, v = qkv.split([num_heads_q, others // 2, others // 2], dim=-2)
+    return fa3_func_with_sink(
+        q,
+        k,
+        v,
+        sink,
+        sink_layout,
+        softmax_scale,
+        causal,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )

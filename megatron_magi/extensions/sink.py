@@ -1,0 +1,112 @@
+"""A sink joins the attention of any kernel that returns its lse, and whose backward takes out and lse.
+
+A sink adds a term to each row's denominator and nothing to its output. So the output is scaled and the lse grows, and
+the kernel's own backward is exact once it is given both: it computes the probabilities as ``exp(logits - lse)``, and
+``rowsum(dout * out)`` from the scaled output.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_magi.ops.merge import merge_sink_, row_products, sink_gradient, sink_lse
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Kernel(Protocol):
+    """Attention without a sink.
+
+    Shapes: q ``[..., seqlen_q, num_heads_q, head_dim]``; k, v ``[..., seqlen_k, num_heads_kv, ...]``; out like q with
+    the head dim of v; lse ``[..., num_heads_q, seqlen_q]``, natural log. Rows that see nothing: out 0, lse inf of
+    either sign.
+    """
+
+    empty_lse: float
+    """What the backward expects for a row that sees nothing, inf or -inf."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
+        """``(out, lse, kept)``: fresh tensors, and what the backward needs besides."""
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)``, from ``exp(logits - lse)`` and ``rowsum(dout * out)``."""
+        ...
+
+
+def attention_with_sink(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, sink_layout: str = "sh"
+) -> tuple[Tensor, Tensor]:
+    """Attention of a kernel with a sink in the denominator of each row. Differentiable.
+
+    Args:
+        kernel: the attention, for tensors of these shapes.
+        q, k, v: see `Kernel`.
+        sink: logits without a value, ``[num_sinks, num_heads_q]`` with ``sink_layout="sh"``, ``[..., seqlen_q,
+            num_sinks, num_heads_q]`` with "ssh"; None for the kernel's attention as it is.
+        sink_layout: see ``sink``.
+
+    Returns:
+        ``(out, lse)`` as `Kernel` has them, the sink in both; rows that see nothing have the sink's lse, -inf without
+        one. Gradients do not flow through lse.
+
+    Raises:
+        ValueError: the sink's shape does not fit.
+    """
+    if sink_layout not in ("sh", "ssh"):
+        raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
+    if sink is not None:
+        num_heads = q.shape[-2]
+        fits = [-1, num_heads] if sink_layout == "sh" else [*q.shape[:-2], -1, num_heads]
+        if sink.ndim != len(fits) or any(n not in (-1, have) for n, have in zip(fits, sink.shape, strict=True)):
+            raise ValueError(f"sink: expected shape {fits}, -1 for any number of sinks, got {list(sink.shape)}")
+    return _WithSink.apply(kernel, q, k, v, sink)
+
+
+def kernel_module(name: str, needed: str) -> ModuleType:
+    """A module that is installed apart; ``needed`` says by whom and what.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name}: {needed}") from error
+
+
+class _WithSink(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, kept = kernel.forward(q, k, v)
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+        if sink is not None:
+            rows = lse.transpose(-1, -2).contiguous()
+            merge_sink_(out, rows, sink_lse(sink, rows.dtype))
+            lse = rows.transpose(-1, -2).contiguous()
+        ctx.kernel = kernel
+        ctx.save_for_backward(q, k, v, sink, out, lse, *kept)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse, *kept = ctx.saved_tensors
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[4]:
+            rows, delta = lse.transpose(-1, -2), row_products(dout, out)
+            flat = sink if sink.ndim == 2 else sink.flatten(0, -3)
+            dsink = sink_gradient(flat, rows.flatten(0, -2), delta.flatten(0, -2).to(rows.dtype)).view(sink.shape)
+        lse = lse.masked_fill(lse == -torch.inf, ctx.kernel.empty_lse)
+        return None, *ctx.kernel.backward(dout, q, k, v, out, lse, tuple(kept)), dsink

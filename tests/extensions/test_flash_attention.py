@@ -1,0 +1,152 @@
+"""Sinks for FlashAttention, by stand-ins of its modules: the attention with a sink in the matrix, both passes."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron_magi import extensions
+from tests.dense_attention import dense_attention
+from tests.extensions import stand_ins
+
+HEADS_Q, HEADS_KV, DIM = 4, 2, 8
+VERSIONS = ("fa2", "fa3", "fa4")
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch):
+    stand_ins.install(monkeypatch)
+
+
+def tensors(batch, sq, sk, num_sinks, layout, dim=DIM, heads_kv=HEADS_KV):
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(*batch, sq, HEADS_Q, dim), (*batch, sk, heads_kv, dim), (*batch, sk, heads_kv, dim)]
+    shapes.append((num_sinks, HEADS_Q) if layout == "sh" else (*batch, sq, num_sinks, HEADS_Q))
+    return [torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def expected(q, k, v, sink, visible):
+    """``(out, lse)`` of one sequence, by rows if the sink is."""
+    if sink.ndim == 2:
+        return dense_attention(q, k, v, visible, sink=sink)
+    rows = [dense_attention(q[i : i + 1], k, v, visible[i : i + 1], sink=sink[i]) for i in range(len(q))]
+    return [torch.cat(x) for x in zip(*rows, strict=True)]
+
+
+def grads(out, inputs):
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.autograd.grad((out * weights).sum(), inputs)
+
+
+def assert_equal(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["sh", "ssh"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_batch_is_attention_with_the_sink_in_its_matrix(version, layout):
+    sq, sk = 7, 5  # causal: the first two rows see nothing but the sink
+    inputs = tensors((2,), sq, sk, 3, layout)
+    function = getattr(extensions, f"{version}_func_with_sink")
+    out, lse, *rest = function(*inputs, layout, causal=True, return_attn_probs=True)
+    assert rest == ([None] if version == "fa2" else [])
+    assert not lse.requires_grad
+    visible = stand_ins.seen(sq, sk, True, -1, -1)
+    each = [
+        expected(*(x[i] for x in inputs[:3]), inputs[3] if layout == "sh" else inputs[3][i], visible) for i in range(2)
+    ]
+    assert_equal([out, lse], [torch.stack([o for o, _ in each]), torch.stack([x.t() for _, x in each])])
+    assert_equal(grads(out, inputs), grads(torch.stack([o for o, _ in each]), inputs))
+
+
+@pytest.mark.parametrize("layout", ["sh", "ssh"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_packed_sequences_are_attention_with_the_sink_in_its_matrix(version, layout):
+    bounds = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    inputs = tensors((), 9, 9, 2, layout)
+    function = getattr(extensions, f"{version}_varlen_func_with_sink")
+    out = function(*inputs[:3], bounds, bounds, 5, 5, inputs[3], layout, causal=True)
+    document = torch.bucketize(torch.arange(9), bounds[1:].to(torch.int64), right=True)
+    visible = (document[:, None] == document[None]) & torch.ones(9, 9, dtype=torch.bool).tril()
+    want, _ = expected(*inputs, visible)
+    assert_equal([out], [want])
+    assert_equal(grads(out, inputs), grads(want, inputs))
+
+
+def test_packed_tensors_are_their_parts():
+    q, k, v, sink = tensors((2,), 6, 6, 2, "sh", heads_kv=HEADS_Q)
+    want = extensions.fa2_func_with_sink(q, k, v, sink, causal=True)
+    qkv, kv = torch.stack([q, k, v], dim=2), torch.stack([k, v], dim=2)
+    assert_equal([extensions.fa2_qkvpacked_func_with_sink(qkv, sink, causal=True)], [want])
+    assert_equal([extensions.fa2_kvpacked_func_with_sink(q, kv, sink=sink, causal=True)], [want])
+    assert_equal([extensions.fa3_qkvpacked_func_with_sink(qkv, sink, causal=True)], [want])
+    bounds, flat = torch.tensor([0, 6, 12], dtype=torch.int32), [x.flatten(0, 1) for x in (q, qkv, kv)]
+    lengths = (bounds, bounds, 6, 6)
+    ours = extensions.fa2_varlen_qkvpacked_func_with_sink(flat[1], bounds, 6, sink, "sh", causal=True)
+    assert_equal([ours.view_as(want)], [want])
+    ours = extensions.fa2_varlen_kvpacked_func_with_sink(flat[0], flat[2], *lengths, sink, causal=True)
+    assert_equal([ours.view_as(want)], [want])
+    assert_equal(grads(ours.view_as(want), [q, k, v, sink]), grads(want, [q, k, v, sink]))
+    q, k, v, sink = tensors((2,), 6, 6, 2, "sh")
+    heads = torch.cat([q, k, v], dim=2)
+    ours = extensions.fa3_qkvpacked_func_with_sink(heads, sink, num_heads_q=HEADS_Q)
+    assert_equal([ours], [extensions.fa3_func_with_sink(q, k, v, sink)])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("layout", ["sh", "ssh"])
+def test_gradients_are_those_of_small_differences(version, layout):
+    inputs = tensors((1,), 4, 3, 2, layout)
+    options = {"causal": True, "softcap": 1.5}
+    options |= {"window_size": (1, 0)} if version != "fa4" else {}
+    function = getattr(extensions, f"{version}_func_with_sink")
+    assert torch.autograd.gradcheck(lambda q, k, v, sink: function(q, k, v, sink, layout, **options), inputs)
+
+
+def test_dropout_leaves_sinks_alone_and_its_gradients_are_exact():
+    inputs = tensors((1,), 4, 4, 1, "sh")
+    assert torch.autograd.gradcheck(lambda *x: extensions.fa2_func_with_sink(*x, dropout_p=0.4), inputs)
+
+
+def test_head_dims_that_have_to_be_padded():
+    inputs = tensors((1,), 5, 5, 1, "sh", dim=6)
+    out = extensions.fa2_func_with_sink(*inputs, causal=True)
+    want, _ = expected(*(x[0] for x in inputs[:3]), inputs[3], stand_ins.seen(5, 5, True, -1, -1))
+    assert_equal([out[0]], [want])
+    assert_equal(grads(out[0], inputs), grads(want, inputs))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_without_sink_it_is_the_kernel(version):
+    q, k, v, _ = tensors((1,), 5, 3, 1, "sh")
+    out = getattr(extensions, f"{version}_func_with_sink")(q, k, v, causal=True)
+    want, _ = dense_attention(q[0], k[0], v[0], stand_ins.seen(5, 3, True, -1, -1))
+    assert_equal([out[0]], [want])
+    assert_equal(grads(out[0], [q, k, v]), grads(want, [q, k, v]))
+
+
+def test_arguments_are_checked():
+    q, k, v, sink = tensors((1,), 5, 5, 1, "sh")
+    lengths = (torch.tensor([0, 5]),) * 2 + (5, 5)
+    for call, message in (
+        (lambda: extensions.fa2_func_with_sink(q, k, v, sink[:, :2]), "sink: expected shape"),
+        (lambda: extensions.fa3_func_with_sink(q, k, v, sink, "ssh"), "sink: expected shape"),
+        (lambda: extensions.fa4_func_with_sink(q, k, v, sink, "hs"), "sink_layout: expected"),
+        (lambda: extensions.fa2_func_with_sink(q, k, v, dropout_p=0.1, return_attn_probs=True), "return_attn_probs:"),
+        (lambda: extensions.fa2_varlen_func_with_sink(q, k, v, *lengths, block_table=q), "block_table: not"),
+        (lambda: extensions.fa3_func_with_sink(q, k, v, qv=q), "qv: not supported"),
+        (lambda: extensions.fa3_func_with_sink(q, k, v, attention_chunk=2), "attention_chunk: not supported"),
+        (lambda: extensions.fa3_qkvpacked_func_with_sink(q), "num_heads_q: of 4 heads"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_kernel_that_is_not_installed_is_named(version, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    q, k, v, sink = tensors((1,), 5, 5, 1, "sh")
+    with pytest.raises(ImportError, match=f"^flash_attn.*{version}.*_with_sink need"):
+        getattr(extensions, f"{version}_func_with_sink")(q, k, v, sink)

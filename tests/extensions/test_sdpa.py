@@ -1,0 +1,119 @@
+"""Sinks for torch's attention: the attention with a sink in the matrix, forward and backward."""
+
+import pytest
+import torch
+
+from megatron_magi.extensions import sdpa_func_with_sink
+from megatron_magi.testing.error_budget import assert_within_budget
+
+BATCH, HEADS_Q, HEADS_KV, DIM = 2, 4, 2, 8
+
+
+def tensors(sq, sk, layout="sh", dim=DIM, dtype=torch.float64, device="cpu", num_sinks=2):
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, HEADS_Q, sq, dim), (BATCH, HEADS_KV, sk, dim), (BATCH, HEADS_KV, sk, dim)]
+    shapes.append((num_sinks, HEADS_Q) if layout == "sh" else (BATCH, sq, num_sinks, HEADS_Q))
+    made = [torch.randn(s, generator=draw).to(device, dtype) for s in shapes]
+    made[3] = made[3].to(torch.promote_types(dtype, torch.float32))
+    return [x.requires_grad_() for x in made]
+
+
+def dense(q, k, v, sink, visible, scale=None):
+    """``(out, lse)`` straight from the definition; ``visible`` bool or added to logits."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = logits.masked_fill(~visible, -torch.inf) if visible.dtype == torch.bool else logits + visible
+    if sink is not None:
+        sinks = sink.t()[None, :, None] if sink.ndim == 2 else sink.permute(0, 3, 1, 2)
+        logits = torch.cat([logits, sinks.to(logits.dtype).expand(*logits.shape[:3], -1)], dim=-1)
+    lse = logits.logsumexp(-1)
+    p = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., : k.shape[2]]
+    return p.to(v.dtype) @ v, lse
+
+
+def grads(out, inputs):
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.autograd.grad((out * weights.to(out)).sum(), inputs)
+
+
+def assert_equal(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def masks(sq, sk):
+    draw = torch.Generator().manual_seed(2)
+    seen = torch.rand(BATCH, 1, sq, sk, generator=draw) < 0.6
+    seen[:, :, 1] = False
+    added = torch.randn(HEADS_Q, sq, sk, generator=draw, dtype=torch.float64).masked_fill(~seen[0, 0], -torch.inf)
+    return {"bool": seen, "added": added}
+
+
+@pytest.mark.parametrize("layout", ["sh", "ssh"])
+@pytest.mark.parametrize("kind", ["full", "causal", "bool", "added"])
+def test_it_is_attention_with_the_sink_in_its_matrix(layout, kind):
+    sq, sk = 6, 9
+    inputs = tensors(sq, sk, layout)
+    options = {"full": {}, "causal": {"is_causal": True}}.get(kind) or {"attn_mask": masks(sq, sk).get(kind)}
+    visible = {"full": torch.ones(sq, sk, dtype=torch.bool), "causal": torch.ones(sq, sk, dtype=torch.bool).tril()}
+    visible.update(masks(sq, sk))
+    out, lse = sdpa_func_with_sink(*inputs, layout, scale=0.4, enable_gqa=True, return_lse=True, **options)
+    want = dense(*inputs, visible[kind], 0.4)
+    assert not lse.requires_grad
+    assert_equal([out, lse], want)
+    assert_equal(grads(out, inputs), grads(want[0], inputs))
+
+
+@pytest.mark.parametrize("layout", ["sh", "ssh"])
+def test_gradients_are_those_of_small_differences(layout):
+    inputs = tensors(4, 5, layout)
+    mask = masks(4, 5)["bool"]
+
+    def attend(q, k, v, sink):
+        return sdpa_func_with_sink(q, k, v, sink, layout, attn_mask=mask, enable_gqa=True)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_without_sink_it_is_torch_own():
+    q, k, v, _ = tensors(5, 5)
+    out, lse = sdpa_func_with_sink(q, k, v, attn_mask=masks(5, 5)["bool"], enable_gqa=True, return_lse=True)
+    want = dense(q, k, v, None, masks(5, 5)["bool"])
+    assert_equal([out, lse], want)
+    assert (lse[:, :, 1] == -torch.inf).all()
+    assert_equal(grads(out, [q, k, v]), grads(want[0], [q, k, v]))
+
+
+def test_arguments_are_checked():
+    q, k, v, sink = tensors(5, 5)
+    mask = torch.zeros(5, 5, dtype=torch.float64)
+    for call, message in (
+        (lambda: sdpa_func_with_sink(q, k, v, sink, attn_mask=mask, is_causal=True), "attn_mask: not beside"),
+        (lambda: sdpa_func_with_sink(q, k, v, sink, attn_mask=mask.requires_grad_()), "attn_mask: not beside"),
+        (lambda: sdpa_func_with_sink(q, k, v, sink, "ssh", enable_gqa=True), "sink: expected shape"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["full", "causal", "longer", "bool", "wide"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_for_cuda_are_as_exact_as_plain_torch(dtype, kind):
+    sq, sk, dim = 130, 203 if kind == "longer" else 130, 100 if kind == "wide" else 64
+    inputs = tensors(sq, sk, dim=dim, dtype=dtype, device="cuda")
+    visible = torch.ones(sq, sk, dtype=torch.bool, device="cuda")
+    visible = visible.tril() if kind in ("causal", "longer") else visible
+    options = {"is_causal": kind in ("causal", "longer")}
+    if kind == "bool":
+        visible = options["attn_mask"] = masks(sq, sk)["bool"].cuda()
+        options["is_causal"] = False
+    out, lse = sdpa_func_with_sink(*inputs, enable_gqa=True, return_lse=True, **options)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    exact, exact_lse = dense(*exact_inputs, visible)
+    plain, plain_lse = dense(*inputs, visible)
+    assert_within_budget("out", out, plain, exact)
+    assert_within_budget("lse", lse, plain_lse.to(lse.dtype), exact_lse)
+    of = zip("qkvs", grads(out, inputs), grads(plain, inputs), grads(exact, exact_inputs), strict=True)
+    for name, ours, reference, true in of:
+        assert_within_budget(f"d{name}", ours, reference, true, elementwise=name != "s")

@@ -1,0 +1,79 @@
+"""A mesh stands for its group wherever a group is taken."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_magi import api
+from megatron_magi.attention import distributed_attention
+from megatron_magi.comm import dispatch as rows
+from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.group_collective import group_cast, group_reduce
+from megatron_magi.comm.groups import group_of
+from megatron_magi.config import MagiConfig
+from megatron_magi.mask import builders
+from megatron_magi.plan import make_plan
+
+pytestmark = pytest.mark.ranks(2)
+TOTAL = 40
+
+
+def of_keys(where):
+    """What the public functions give on a group or a mesh."""
+    key = api.magi_attn_varlen_key([0, 13, TOTAL], [0, 13, TOTAL], causal=True, cp_group_or_mesh=where)
+    assert api.get_most_recent_key(where) == key
+    x = torch.arange(TOTAL * 16.0).sin().view(TOTAL, 2, 8)
+    q = api.dispatch(x, key)
+    out = api.calc_attn(q, q, q, key)[0]
+    result = api.undispatch(out, key), api.roll(q, 1, 0, key)
+    api.clear_cache(where)
+    with pytest.raises(ValueError, match="cp_group"):
+        api.get_most_recent_key(where)
+    return result
+
+
+def of_plans(where, rank, num_ranks):
+    """Likewise of the functions that take a plan or tables."""
+    plan = make_plan(builders.causal(TOTAL), MagiConfig(), num_ranks)
+    shards = [plan.dispatch.global_index(r) for r in range(num_ranks)]
+    cpu = torch.device("cpu")
+    args = rows.UndispatchArgs.build(shards, TOTAL, rank, cpu)
+    x = torch.arange(TOTAL * 16.0).cos().view(TOTAL, 2, 8).requires_grad_()
+    local = rows.dispatch_replicated(x, args, where)
+    out, _ = distributed_attention(local, local, local, plan.for_rank(rank), where)
+    whole = rows.undispatch(out, args, where)
+    rolled = rows.roll(out, rows.RollArgs.build(rows.make_roll_args(shards, 1, TOTAL, rank), cpu), where)
+    (gradient,) = torch.autograd.grad(whole.sum() + rolled.sum(), x)
+    # Rank 0 sends its first row to rank 1, which sends nothing.
+    sends, receives = ([0], [0, 1]) if rank == 0 else ([], [0, 0]), [0, 0] if rank == 0 else [1, 0]
+    cast = GroupCastArgs.build(*sends, receives, None, cpu)
+    received = group_cast([local.detach()], cast, where).wait()[0]
+    returned = group_reduce([received], cast, where, into=[torch.zeros_like(local)]).wait()[0]
+    return whole.detach(), rolled.detach(), gradient, received, returned
+
+
+def on_ranks(rank, num_ranks):
+    line = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))
+    square = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("dp", "cp"))
+    world = dist.group.WORLD
+    assert group_of(line) is group_of(line["cp"]) and group_of(square["cp"]).size() == num_ranks
+    expected = *of_keys(world), *of_plans(world, rank, num_ranks)
+    for mesh in (line, square, square["cp"]):
+        for got, want in zip((*of_keys(mesh), *of_plans(mesh, rank, num_ranks)), expected, strict=True):
+            assert torch.equal(got, want)
+    cube = init_device_mesh("cpu", (1, 1, num_ranks), mesh_dim_names=("pp", "dp", "cp"))
+    without_names = init_device_mesh("cpu", (1, num_ranks))
+    messages = []
+    for wrong in (cube, without_names, "cp"):
+        with pytest.raises(ValueError) as error:
+            group_of(wrong, "cp_group_or_mesh")
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_mesh_is_its_group_everywhere(ranks):
+    for messages in ranks(2, on_ranks):
+        for message, said in zip(messages, ("one or two dimensions", "mesh_dim_names", "got str"), strict=True):
+            assert message.startswith("cp_group_or_mesh: ")
+            assert said in message

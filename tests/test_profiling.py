@@ -1,0 +1,105 @@
+"""Profile mode: what it records, and that there is nothing of it when it is off."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_magi import envs, profiling
+from megatron_magi.comm import group_collective
+from megatron_magi.ops import slice_attention as operators
+
+NAME = "MAGI_ATTENTION_PROFILE_MODE"
+_RANKS = """
+import torch, torch.distributed as dist
+from megatron_magi import make_plan, profiling
+from megatron_magi.attention import distributed_attention
+from megatron_magi.mask.builders import causal
+from megatron_magi.testing.spawn import run_ranks
+
+def run(rank, num_ranks):
+    plan = make_plan(causal(64), cp_size=2).for_rank(rank)
+    q, k, v = (torch.randn(plan.num_rows, 2, 8, requires_grad=True) for _ in range(3))
+    for i in range(3):
+        if i == 1:
+            profiling.reset()
+        distributed_attention(q, k, v, plan, dist.group.WORLD)[0].sum().backward()
+    return [tuple(row) for row in profiling.rows()], plan.area
+
+if __name__ == "__main__":
+    (rows, area), _ = run_ranks(run, 2)
+    found = {(kind, name): (calls, ms, tflops, share) for kind, name, calls, ms, tflops, _, share in rows}
+    assert found["pass", "attention forward"][0] == found["pass", "attention backward"][0] == 4, rows
+    assert found["collective", "group_cast"][0] == found["wait", "group_cast"][0], rows
+    assert found["wait", "group_reduce"][0] == 2, rows
+    calls, ms, tflops, share = found["pass", "attention forward"]
+    assert abs(tflops * ms * 1e9 - 2 * 4 * area * 2 * 8) < 1, (rows, area)
+    assert all(0 < share <= 1 for *_, share in found.values()), rows
+    print("as expected")
+"""
+_ALONE = """
+import torch
+from megatron_magi.mask.builders import causal
+from megatron_magi.ops.slice_attention import slice_attention
+q = torch.randn(16, 2, 8)
+slice_attention(q, q, q, causal(16))
+"""
+_GPU = """
+import torch
+from megatron_magi import profiling
+from megatron_magi.mask.builders import causal
+from megatron_magi.ops.slice_attention import slice_attention
+q, k, v = (torch.randn(8192, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (32, 8, 8))
+for i in range(6):
+    if i == 3:
+        profiling.reset()
+    slice_attention(q, k, v, causal(8192))[0].sum().backward()
+found = {(row.kind, row.name): row for row in profiling.rows()}
+forward, backward = found["kernel", "ffa_forward"], found["kernel", "ffa_backward"]
+assert forward.calls == backward.calls == 3
+assert 200 < forward.tflops < 1000 and 200 < backward.tflops < 1000, profiling.summary()
+assert forward.ms <= found["pass", "attention forward"].ms
+assert 0.2 < forward.share + backward.share <= 1
+print(profiling.summary())
+"""
+
+
+def run(text: str, tmp_path) -> str:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    environ = {**os.environ, NAME: "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_nothing_is_wrapped_when_it_is_off():
+    assert not profiling.ON
+    functions = (operators.forward_pass, operators.backward_pass, group_collective.group_cast)
+    assert [f.__code__.co_filename.endswith("profiling.py") for f in functions] == [False] * 3
+    kernel = object()
+    assert profiling.profiled_kernel("name", kernel, lambda config: None) is kernel
+
+
+def test_passes_and_collectives_of_two_ranks_are_counted_and_timed(tmp_path):
+    assert run(_RANKS, tmp_path).endswith("as expected\n")
+
+
+def test_the_process_says_at_its_end_what_it_has_recorded(tmp_path):
+    said = run(_ALONE, tmp_path)
+    assert NAME in said and "attention forward" in said
+
+
+def test_a_value_that_is_no_toggle_is_an_error():
+    assert envs.profile_mode({NAME: "1"}) and not envs.profile_mode({})
+    with pytest.raises(ValueError, match=NAME):
+        envs.profile_mode({NAME: "yes"})
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_kernels_are_timed_with_the_rate_of_visible_pairs(tmp_path):
+    assert "ffa_backward" in run(_GPU, tmp_path)
