@@ -323,6 +323,14 @@ def _most(args: Args, back: bool = False) -> int | None:
     return None if args.most is None else args.most[back]
 
 
+def choose_mover(
+    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
+) -> tuple[Native | Packed | Hierarchical, RowLayout]:
+    """What casts rows of tensors, and their layout; arguments and errors as in `group_cast`."""
+    layout = RowLayout.of(tensors)
+    return _choose(tensors, args, group, impl).mover(layout, _most(args)), layout
+
+
 def _handle(
     way: _Way, started: Started, finish: Callable[[], Any], args: Args, layout: RowLayout, back: bool = False
 ) -> Handle:
