@@ -19,7 +19,7 @@ struct Gate {
   const u32* arrived;  // of ArrivalFlags
   const u32* broken;   // not 0: a rank did not come
   u32* notice;         // Notice of peers.cuh
-  i64 timeout_ns;
+  i64 timeout_ns;      // twice that of the group
   int num_rows, part_rows;
   int first;  // of the rows where they follow others: the number of the first
   int pad;
@@ -58,17 +58,13 @@ struct Arrivals {
       const int part = rows / g.part_rows;
       const u32 call = load_volatile(g.call);
       u64 begin = 0;
-      bool said = false;
       rows += g.part_rows;
 #pragma unroll 1
       for (u32 i = 0; static_cast<int>(load_acquire_gpu(g.arrived + part) - call) < 0; ++i) {
         if (i == 0) begin = global_ns();
         if (i % 32 != 31) continue;
-        const bool late = global_ns() - begin > 2 * static_cast<u64>(g.timeout_ns);
-        if (!said && (late || load_volatile(g.broken))) {
-          *reinterpret_cast<volatile u32*>(g.notice + kNoticePart) = part + 1;
-          said = true;
-        }
+        const bool late = global_ns() - begin > static_cast<u64>(g.timeout_ns);
+        if (late || load_volatile(g.broken)) *reinterpret_cast<volatile u32*>(g.notice + kNoticePart) = part + 1;
         if (late) {
           rows = 0x7fffffff;
           break;

@@ -21,7 +21,7 @@ pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch br
 
 # The producer has 24 registers and keeps a few values on the stack; what consumers spill comes on top.
 PRODUCER_SPILL_BYTES = 90
-GATED_SPILL_BYTES = 110  # where it waits for keys
+GATED_SPILL_BYTES = 120  # where it waits for keys
 MOST_SHARED_BYTES = 227 << 10  # of a block on Hopper
 # With softcap the slope of the cap takes 32 registers more than the backward has.
 SOFTCAP_SPILL_BYTES = 320

@@ -78,7 +78,7 @@ class GateOf(NamedTuple):
     def of(self, arriving: Arriving) -> GateParams:
         """For a call."""
         return GateParams(
-            arriving.call, arriving.arrived, arriving.broken, arriving.notice, arriving.timeout_ns,
+            arriving.call, arriving.arrived, arriving.broken, arriving.notice, 2 * arriving.timeout_ns,
             self.num_rows, part_rows(self.num_rows), self.first,
         )  # fmt: skip
 
