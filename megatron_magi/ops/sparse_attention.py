@@ -198,7 +198,7 @@ def _backward_operator(
 ):
     deterministic = make_options(q, softmax_scale, 0.0, deterministic, 0).deterministic
     with torch.autocast(q.device.type, enabled=False):
-        delta = row_delta(dout, out)
+        delta = row_delta(dout, out, "torch" if impl == "reference" else "auto")
         dq, dk, dv = _module(impl, q, v).backward(
             dout, q, k, v, lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
             deterministic,

@@ -44,22 +44,19 @@ def check_support(q: Tensor, dims: tuple[int, int]) -> None:
         raise ValueError(why_not(q.device, q.dtype, dims))
 
 
-def why_not(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], known: str | None = None, other: str = "torch"
-) -> str:
-    """What keeps such tensors, for which there are no kernels, from having them, and what would work.
-
-    ``known``: the head dims that are taken, in words, where not all multiples are; ``other``: the implementation that
-    takes all.
-    """
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+    """What keeps such tensors, for which there are no kernels, from having them, and what would work."""
     if not _is_hopper(device):
         there = device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
         where = torch.cuda.get_device_name(device) if there else device.type
-        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use '{other}'"
+        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'"
     if dtype not in _DTYPES:
-        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use impl '{other}'"
-    known = known or f"that are multiples of {DIM_UNIT} up to {max(map(max, BACKWARD_DIMS))}"
-    return f"q, v: impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use impl '{other}'"
+        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use impl 'torch'"
+    most = max(map(max, BACKWARD_DIMS))
+    return (
+        f"q, v: impl 'ffa' takes head dims that are multiples of {DIM_UNIT} up to {most}, got {dims[0]} (q, k) and "
+        f"{dims[1]} (v); use impl 'torch'"
+    )
 
 
 @cache
@@ -115,14 +112,14 @@ def seen_rows(bands: np.ndarray) -> tuple[int, int]:
     return int(bands[:, bd.Q1].max(initial=1)), int(bands[:, bd.K1].max(initial=1))
 
 
-def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
+def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor, num_more: int = 0) -> dict[str, int]:
     """How a kernel whose tiles are rows deals out its work: these parameters of it.
 
     Heads that are packed in a tile are counted as one. Heads worked on together are whole groups whose keys and values
-    fit in the L2 cache. SMs that walk over blocks that exceed it begin together.
+    fit in the L2 cache. SMs that walk over blocks that exceed it begin together. ``num_more``: keys that lie elsewhere.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
-    together = max(1, min(num_kv, tuning.L2_BYTES // (k.shape[0] * row_bytes)))
+    together = max(1, min(num_kv, tuning.L2_BYTES // ((k.shape[0] + num_more) * row_bytes)))
     while num_kv % together:
         together -= 1
     packs = num_heads // plan.packed

@@ -31,18 +31,8 @@ logger = logging.getLogger(__name__)
 
 def is_supported(q: Tensor, v: Tensor) -> bool:
     """Whether both passes take tensors like these."""
-    dims = q.shape[2], v.shape[2]
+    dims = (q.shape[2], v.shape[2])
     return dims in kernels.DIMS and kernels_exist(q.device, q.dtype, dims)
-
-
-def _reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
-    known = " and ".join(str(dim) for dim, _ in kernels.DIMS)
-    return why_not(device, dtype, dims, f"{known}, the same of both", "reference")
-
-
-def _check_support(q: Tensor, v: Tensor) -> None:
-    if not is_supported(q, v):
-        raise ValueError(_reason(q.device, q.dtype, (q.shape[2], v.shape[2])))
 
 
 def say_why_not(q: Tensor, v: Tensor) -> None:
@@ -52,8 +42,22 @@ def say_why_not(q: Tensor, v: Tensor) -> None:
 
 @cache
 def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    reason = _reason(device, dtype, dims)
-    logger.warning("sparse attention falls back to the dense definition, slow and large: %s", reason)
+    logger.warning("sparse attention falls back to the dense definition: %s", _why_not(device, dtype, dims))
+
+
+def _why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+    if not kernels_exist(device, dtype, kernels.DIMS[0]):
+        return (
+            why_not(device, dtype, kernels.DIMS[0]).rsplit(";", 1)[0]
+            + "; use 'reference', which takes the memory of dense logits"
+        )
+    known = " and ".join(str(dim) for dim, _ in kernels.DIMS)
+    return f"q, v: sparse impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use 'reference'"
+
+
+def _check_support(q: Tensor, v: Tensor) -> None:
+    if not is_supported(q, v):
+        raise ValueError(_why_not(q.device, q.dtype, (q.shape[2], v.shape[2])))
 
 
 def forward(
