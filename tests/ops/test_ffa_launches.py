@@ -10,6 +10,7 @@ from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
@@ -149,3 +150,29 @@ def test_what_is_remembered_is_not_used_where_a_tensor_begins_elsewhere(launched
     wide = torch.zeros(300, 8, 128).bfloat16()
     assert is_direct(wide[:, ::2], straight)
     assert len(memo) == 2
+
+
+@pytest.mark.parametrize("empty", [[0, 0, 0, 300], [0, 300, 0, 0], [0, 0, 0, 0]])
+def test_tensor_maps_have_rows_where_a_band_has_none(launched, monkeypatch, empty):
+    described = []
+    monkeypatch.setattr(hopper_driver, "tensor_map", lambda t, *_: described.append(t.shape[0]) or bytes(128))
+    q, k, v, _ = tensors()
+    bands = np.array([[*empty, -1000, 1000]])
+    out, lse = torch.empty_like(q), torch.zeros(300, 4)
+    hopper.forward(
+        q, k, v, bands, AttnOptions(0.1), out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
+    )
+    grads = tuple(torch.empty_like(t) for t in (q, k, v))
+    hopper.backward(out, q, k, v, lse, lse, bands, AttnOptions(0.1), grads=grads, accumulate=False)
+    assert described and min(described) == 1
+
+
+def test_gradients_that_kernels_write_themselves_are_written_directly(launched):
+    q, k, v, bands = tensors()
+    grads = tuple(torch.empty(t.shape, dtype=t.dtype) for t in (q, k, v))
+    for accumulate, is_direct in ((False, True), (True, False)):
+        hopper.backward(
+            q, q, k, v, torch.zeros(300, 4), torch.zeros(300, 4), bands, AttnOptions(0.1),
+            grads=grads, accumulate=accumulate,
+        )  # fmt: skip
+        assert hopper_backward._passes.items()[-1][1]._is_direct == is_direct
