@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.ops.merge import merge_sink_, row_products, sink_gradient, sink_lse
+from megatron_magi.ops.options import check_tensor
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -59,15 +60,18 @@ def attention_with_sink(
         one. Gradients do not flow through lse.
 
     Raises:
-        ValueError: the sink's shape does not fit.
+        ValueError: the sink is no tensor of floats on the device of q, or its shape does not fit.
     """
     if sink_layout not in ("sh", "ssh"):
         raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
     if sink is not None:
+        check_tensor("sink", sink)
         num_heads = q.shape[-2]
         fits = [-1, num_heads] if sink_layout == "sh" else [*q.shape[:-2], -1, num_heads]
         if sink.ndim != len(fits) or any(n not in (-1, have) for n, have in zip(fits, sink.shape, strict=True)):
             raise ValueError(f"sink: expected shape {fits}, -1 for any number of sinks, got {list(sink.shape)}")
+        if not sink.dtype.is_floating_point or sink.device != q.device:
+            raise ValueError(f"sink: expected floats on the device of q, {q.device}, got {sink.dtype} on {sink.device}")
     return _WithSink.apply(kernel, q, k, v, sink)
 
 

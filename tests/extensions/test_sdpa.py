@@ -117,3 +117,16 @@ def test_kernels_for_cuda_are_as_exact_as_plain_torch(dtype, kind):
     of = zip("qkvs", grads(out, inputs), grads(plain, inputs), grads(exact, exact_inputs), strict=True)
     for name, ours, reference, true in of:
         assert_within_budget(f"d{name}", ours, reference, true, elementwise=name != "s")
+
+
+@pytest.mark.parametrize("sink", [[[0.0] * HEADS_Q], torch.zeros(1, HEADS_Q, dtype=torch.int64), torch.zeros(1, 3)])
+def test_sinks_that_are_no_floats_of_the_right_shape_are_named(sink):
+    q, k, v, _ = tensors(5, 7)
+    with pytest.raises(ValueError, match=r"^sink:"):
+        sdpa_func_with_sink(q, k, v, sink, enable_gqa=True)
+
+
+def test_a_sink_elsewhere_is_named():
+    q, k, v, sink = tensors(5, 7)
+    with pytest.raises(ValueError, match=r"^sink: .* got torch.float64 on meta"):
+        sdpa_func_with_sink(q, k, v, sink.to("meta"), enable_gqa=True)
