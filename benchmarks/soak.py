@@ -4,8 +4,8 @@
 
 A step is a forward and a backward pass of two layers over packed documents, whose lengths are drawn anew. Memory of the
 device (what tensors have, and what the allocator has taken), of the training process and of its workers is looked at
-after 1 % of the steps and then ten times more. Exits non-zero where any of them grows by more than `ALLOWED_MIB` after
-that. Runs on CPUs too.
+after 5 % of the steps, when the caches of launches are full, and then ten times more. Exits non-zero where any of them
+grows by more than `ALLOWED_MIB` after that. Runs on CPUs too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) ->
         Masks(rank, num_ranks, tokens, shape, num_steps), batch_size=None, num_workers=num_workers,
         pin_memory=device.type == "cuda", multiprocessing_context="fork" if num_workers else None,
     )  # fmt: skip
-    looks = {max(1, num_steps // 100), *(num_steps * i // 10 for i in range(1, 11))}
+    looks = {max(1, num_steps // 20), *(num_steps * i // 10 for i in range(1, 11))}
     rows, begin = [], time.perf_counter()
     x = torch.randn(tokens, HEADS_Q, HEAD_DIM, dtype=dtype, device=device, requires_grad=True)
     for step, batch in enumerate(loader, start=1):

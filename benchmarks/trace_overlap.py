@@ -7,9 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 COMMUNICATION = ("nccl", "magi_", "Memcpy PtoP")
 """How the names of kernels and copies begin that bring rows from other ranks, wait for them, pack or add them."""
+
+_AHEAD_CYCLES = 6_000_000
+"""Of the clock: some milliseconds, in which the host queues what is traced."""
 
 
 def is_communication(name: str) -> bool:
@@ -37,6 +41,8 @@ def overlap(a: np.ndarray, b: np.ndarray) -> float:
 def hidden_share(run: Callable[[], object], trace: Path | None = None) -> tuple[float, float]:
     """Milliseconds in which communication runs while ``run`` does, and in how many of them other kernels run too.
 
+    Called by all ranks.
+
     Nothing where there is no GPU.
 
     Args:
@@ -48,14 +54,19 @@ def hidden_share(run: Callable[[], object], trace: Path | None = None) -> tuple[
     if not torch.cuda.is_available():
         run()
         return 0.0, 0.0
-    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        # Ranks begin to profile one after the other: what counts is what comes after they have met.
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_AHEAD_CYCLES)
         run()
         torch.cuda.synchronize()
+    events = [(e.name, e.time_range) for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    begin = max(span.end for name, span in events if "spin_kernel" in name)
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            spans[is_communication(event.name)].append((event.time_range.start, event.time_range.end))
+    for name, span in events:
+        if span.start >= begin:
+            spans[is_communication(name)].append((span.start, span.end))
     if trace:
         profiler.export_chrome_trace(str(trace))
     comm, others = union(spans[True]), union(spans[False])

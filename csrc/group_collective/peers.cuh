@@ -22,6 +22,7 @@ struct Notice {
   u32 stop;    // by the host: give up
   u32 absent;  // 1 + the rank that did not come
   u32 call, kind;
+  u32 part;  // 1 + the part of its rows that attention waited for in vain
 };
 
 enum Kind : u32 { kPublish = 1, kPull = 2 };

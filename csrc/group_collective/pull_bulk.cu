@@ -1,8 +1,16 @@
 // pull_rows.cu for rows of multiples of 16 bytes, by TMA: one thread of each warp has pieces of rows loaded
 // into a ring of places in shared memory and stored from there. Few SMs have all in flight that the links carry. NaN
 // where a rank does not come.
+//
+// Compile-time: ANNOUNCES (0 or 1: says part by part what has arrived, to the next kernel on the stream, which may
+// start when all blocks of this one have; see arrivals.cuh).
 
+#include "../common/arrivals.cuh"
 #include "peers.cuh"
+
+#ifndef ANNOUNCES
+#define ANNOUNCES 0
+#endif
 
 struct PullParams {
   Peers peers;
@@ -10,6 +18,10 @@ struct PullParams {
   const i64* places;
   const i64* count;
   i64 chunk_shift;
+#if ANNOUNCES
+  ArrivalFlags* flags;
+  i64 part_rows;
+#endif
 };
 
 constexpr int kWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
@@ -74,9 +86,40 @@ DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
   if (smem) bulk_commit();
 }
 
+#if ANNOUNCES
+// Counts rows that this thread has stored, from `begin` to `end`, and says of which parts all are there.
+DEVICE void announce_rows(const PullParams& p, u32 call, i64 begin, i64 end, i64 num_rows) {
+  bulk_wait();
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __threadfence();
+  for (i64 part = begin / p.part_rows; part * p.part_rows < end; ++part) {
+    const i64 first = part * p.part_rows, past = first + p.part_rows < num_rows ? first + p.part_rows : num_rows;
+    const u32 stored = static_cast<u32>((end < past ? end : past) - (begin > first ? begin : first));
+    if (atomicAdd(&p.flags->done[part], stored) + stored < static_cast<u32>(past - first)) continue;
+    p.flags->done[part] = 0;
+    __threadfence();
+    store_release(&p.flags->arrived[part], call);
+  }
+}
+
+// Pieces to be stored: each run is announced once it is.
+struct AnnouncedPieces : Pieces {
+  const PullParams& p;
+  u32 call;
+  DEVICE void advance() {
+    const i64 before = at, last = row;
+    Pieces::advance();
+    if (at != before) announce_rows(p, call, last / run * run, last + 1, num_rows);
+  }
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[kWarps][kDepth];
+#if ANNOUNCES
+  let_next_kernel_start();
+#endif
   const SlotRows& s = p.to;
   const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
   const int warp = threadIdx.x / 32;
@@ -88,7 +131,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     fence_async_proxy();
     Pieces loads(p.peers, static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count,
                  s.units);
+#if ANNOUNCES
+    AnnouncedPieces stores{loads, p, call};
+#else
     Pieces stores = loads;
+#endif
     Pull pull(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
     i64 place = loads.any() ? p.places[loads.row] : 0;
     u64 from = 0;

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_magi.ops.finite import Describe, is_visible, kind_of_row
+from megatron_magi.ops.options import check_qkv, check_sink, check_tensor
 from megatron_magi.plan import RankPlan
 
 
@@ -80,3 +82,40 @@ def describe_row(plan: RankPlan) -> Describe:
         return kind_of_row(name, any(is_visible(bands, row, by_key=False) for bands in plan.bands)) + rank
 
     return describe
+
+
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RankPlan, group: dist.ProcessGroup | None
+) -> None:
+    """Raises ValueError for tensors or a group that do not fit the plan."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 3 or x.shape[0] != plan.num_rows:
+            raise ValueError(
+                f"{name}: expected [{plan.num_rows}, heads, dim], the rows of this rank's shard, got {list(x.shape)}"
+            )
+    check_qkv(q, k, v)
+    if plan.cp_size == 1:
+        return
+    if group is None:
+        raise ValueError(f"group: the plan is for {plan.cp_size} ranks, so a process group is needed")
+    if group.size() != plan.cp_size or group.rank() != plan.cp_rank:
+        raise ValueError(
+            f"group: this process is rank {group.rank()} of {group.size()}, "
+            f"the plan is for rank {plan.cp_rank} of {plan.cp_size}"
+        )
+
+
+def check_sinks(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:
+    """Raises ValueError for sinks that do not fit their layout or the queries."""
+    dims = {"sh": 2, "ssh": 3}
+    if layout not in dims:
+        raise ValueError(f"sink_layout: expected one of {', '.join(dims)}, got {layout!r}")
+    if sink is None:
+        return
+    check_tensor("sink", sink)
+    if sink.dim() != dims[layout]:
+        raise ValueError(
+            f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}"
+        )
+    check_sink(sink, q)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_magi.attention.calls import AttentionCall, describe_row
+from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, describe_row
+from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
@@ -23,7 +24,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import AttnOptions, check_qkv, check_sink, check_tensor, make_options
+from megatron_magi.ops.options import AttnOptions, make_options
 from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, Schedule, StepKind
 
@@ -44,6 +45,7 @@ class _Call:
         record, backward_record: what other ranks must mean too.
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
+        one_launch: the forward over all stages at once, where that pays and the implementation has it.
         sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
 
@@ -62,6 +64,7 @@ class _Call:
     record: AttentionCall
     backward_record: AttentionCall
     hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
+    one_launch: OneLaunch | None
     sums_meet: bool
     delta_memo: dict | None
 
@@ -137,8 +140,8 @@ def distributed_attention(
         call = known.get(key)
         is_new = call is None
         if call is None:
-            _check_inputs(q, k, v, rank_plan, group)
-            _check_sink(sink, sink_layout, q)
+            check_inputs(q, k, v, rank_plan, group)
+            check_sinks(sink, sink_layout, q)
             call = _make_call(
                 q, k, v, sink, rank_plan, group, config, sink_layout, softmax_scale, softcap, return_max_logits
             )
@@ -204,6 +207,7 @@ def _make_call(
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
+    one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
         schedule=plan.schedule,
@@ -225,6 +229,7 @@ def _make_call(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
             for _ in plan.bands
         ),
+        one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
     )
@@ -236,7 +241,8 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
     back = of_gradients if call.record.gradient else None
-    make_room(call.casts, of_keys, back, call.group, call.config.comm.impl)
+    casts = call.casts if call.one_launch is None else (*call.casts, call.one_launch.cast)
+    make_room(casts, of_keys, back, call.group, call.config.comm.impl)
 
 
 def _partial_dtype(k: torch.Tensor, call: _Call) -> torch.dtype:
@@ -261,41 +267,6 @@ def _agree(
         tensors = dict(zip(("q", "k", "v", "sink", "dout"), (*qkv_sink, dout), strict=True))
         require_finite(tensors, describe_row(plan))
     calls.agree(record, call.plan_hash, always=record.sanity_check)
-
-
-def _check_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RankPlan, group: dist.ProcessGroup | None
-) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-        if x.dim() != 3 or x.shape[0] != plan.num_rows:
-            raise ValueError(
-                f"{name}: expected [{plan.num_rows}, heads, dim], the rows of this rank's shard, got {list(x.shape)}"
-            )
-    check_qkv(q, k, v)
-    if plan.cp_size == 1:
-        return
-    if group is None:
-        raise ValueError(f"group: the plan is for {plan.cp_size} ranks, so a process group is needed")
-    if group.size() != plan.cp_size or group.rank() != plan.cp_rank:
-        raise ValueError(
-            f"group: this process is rank {group.rank()} of {group.size()}, "
-            f"the plan is for rank {plan.cp_rank} of {plan.cp_size}"
-        )
-
-
-def _check_sink(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:
-    dims = {"sh": 2, "ssh": 3}
-    if layout not in dims:
-        raise ValueError(f"sink_layout: expected one of {', '.join(dims)}, got {layout!r}")
-    if sink is None:
-        return
-    check_tensor("sink", sink)
-    if sink.dim() != dims[layout]:
-        raise ValueError(
-            f"sink: expected {dims[layout]} dimensions with sink_layout {layout!r}, got {list(sink.shape)}"
-        )
-    check_sink(sink, q)
 
 
 class _DistributedAttention(torch.autograd.Function):
@@ -345,6 +316,13 @@ class _Forward:
         self.saved_keys: list[torch.Tensor] = []
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if self._call.one_launch is not None:
+            call = self._call
+            done = call.one_launch.forward(
+                call.group, self._q, self._k, self._v, self._sink, call.forward_options, call.return_max_logits
+            )
+            if done is not None:
+                return done
         for step in self._schedule.forward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
@@ -400,6 +378,9 @@ class _Backward:
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        done = self._run_at_once()
+        if done is not None:
+            return _narrow(done, self._q.dtype)
         for step in self._schedule.backward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
@@ -413,6 +394,21 @@ class _Backward:
         assert self._dq is not None and self._dk is not None and self._dv is not None
         assert not self._fetches and not self._partial
         return _narrow((self._dq, self._dk, self._dv), self._q.dtype)
+
+    def _run_at_once(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """In one launch over all stages, where that is done."""
+        call = self._call
+        if call.one_launch is None or not backward_pays((self._q.shape[2], self._v.shape[2])):
+            return None
+        return call.one_launch.backward(
+            call.group,
+            self._dout,
+            (self._q, self._k, self._v),
+            self._lse,
+            self._delta,
+            call.backward_options,
+            _partial_dtype(self._k, call),
+        )
 
     def _attend(self, stage: int) -> None:
         call = self._call

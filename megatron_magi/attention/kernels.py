@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_magi.attention.one_launch import backward_pays
 from megatron_magi.attention.prepared import AttnShape
+from megatron_magi.comm.announced import may_announce
 from megatron_magi.comm.impl import cuda_rows, native
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.needed import needed_kernels as attention_kernels
@@ -27,11 +29,12 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
         return []
     deterministic = config.attend.deterministic or torch.are_deterministic_algorithms_enabled()
     group = shape.num_heads_q // shape.num_heads_kv
-    found = attention_kernels(
-        shape.dtype, (shape.head_dim, shape.head_dim_v), group, deterministic=deterministic,
-    )  # fmt: skip
+    dims = shape.head_dim, shape.head_dim_v
+    found = attention_kernels(shape.dtype, dims, group, deterministic=deterministic)
     if cp_size == 1:
         return found
+    if may_announce(cp_size, config.comm.impl):
+        found += attention_kernels(shape.dtype, dims, group, deterministic=deterministic, gated=True)
     # Rows of heads are multiples of 16 bytes.
     units = (16, 8, 4) if rolls else (16,)
     found += [cuda_rows.gather_source(unit) for unit in units]
@@ -42,4 +45,6 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
         found.append(cuda_rows.sum_source(partial, partial, 16 // partial.itemsize))
     if config.comm.impl in ("auto", "native"):
         found += native.needed_kernels(partial, wide)
+    if may_announce(cp_size, config.comm.impl) and backward_pays(dims):
+        found += [kernel for kernel in native.needed_kernels(partial, partial) if kernel not in found]
     return found

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.attention.runtime import cast_tables, uploaded_args
+from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
+from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import Problem, make_problem
-from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_tables, masks_meet
+from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_gated_tables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
@@ -55,7 +56,13 @@ class AttnShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _PreparedPlan:
-    """A `RankPlan` with what its collectives and its stages need beside arrays."""
+    """A `RankPlan` with what its collectives and its stages need beside arrays.
+
+    Attributes:
+        plan: of this rank.
+        casts: of the stages, and of all at once if that is prepared and they are several.
+        tables: of the bands of each stage, and of all at once if that is prepared; or none at all.
+    """
 
     plan: RankPlan
     casts: tuple[CastFacts | LevelFacts, ...]
@@ -65,11 +72,14 @@ class _PreparedPlan:
         self, left: Iterator[Tensor], device: torch.device, ready: torch.cuda.Event | None, plan_bytes: int
     ) -> None:
         """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
-        self.plan.runtime[str(device)] = tuple(
-            uploaded_args(cast, list(islice(left, cast.num_arrays))) for cast in self.casts
-        )
-        # One for the bands of each stage, or none at all.
-        for bands, tables in zip(self.plan.bands, self.tables, strict=False):
+        casts = [uploaded_args(cast, list(islice(left, cast.num_arrays))) for cast in self.casts]
+        self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
+        if len(casts) > self.plan.degree:
+            self.plan.runtime[joined_key(device)] = casts[-1]
+        masks = self.plan.bands
+        if len(self.tables) > len(masks):
+            masks = (*masks, joined_bands(self.plan))
+        for bands, tables in zip(masks, self.tables, strict=False):
             kept = tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
             self.plan.runtime.setdefault("tables", []).append(kept)
 
@@ -175,23 +185,37 @@ def _prepare_plan(
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
-    for transfer in plan.transfers:
+    dims = shape.head_dim, shape.head_dim_v
+    one_launch = shape.num_sms is not None and pays(plan, dims, config.comm.impl)
+    for transfer in (*plan.transfers, *([plan.joined] if one_launch and plan.joined is not None else ())):
         facts, made = cast_tables(transfer).arrays()
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:
         return _PreparedPlan(plan, tuple(casts), ())
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
-    dims = shape.head_dim, shape.head_dim_v
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
     heads = shape.num_heads_q, shape.num_heads_kv
     problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
+    at_once = None
+    if one_launch and needs_backward and backward_pays(dims):
+        at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
         writes_dq = stage == first == 0
         use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
+        if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
+            use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
         table, made = make_tables(bands, problem, use, config.dispatch.planner)
+        tables.append(table)
+        arrays += made
+    if one_launch:
+        num_arriving = joined_transfer(plan).num_recv
+        problem = problems[0]._replace(num_keys=plan.num_rows + num_arriving)
+        table, made = make_gated_tables(
+            joined_bands(plan), problem, num_arriving, shape.num_sms, at_once, config.dispatch.planner
+        )
         tables.append(table)
         arrays += made
     return _PreparedPlan(plan, tuple(casts), tuple(tables))
@@ -211,5 +235,5 @@ def _backward_use(
     return BackwardUse(
         deterministic=_is_deterministic(config),
         num_sms=max(1, shape.num_sms - (config.attend.backward_sm_margin if plan.degree else 0)),
-        room_bytes=dq_bytes if writes_dq or sums_meet else None,
+        rooms=(dq_bytes if writes_dq or sums_meet else None,),
     )

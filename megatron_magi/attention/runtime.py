@@ -50,3 +50,23 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[Args, ...]:
     if casts is None:
         casts = plan.runtime[key] = tuple(_built_args(transfer, device) for transfer in plan.transfers)
     return casts
+
+
+def joined_transfer(plan: RankPlan) -> Transfer:
+    """The transfer of the rows of all stages at once, of which there is one at least."""
+    return plan.transfers[0] if plan.joined is None else plan.joined
+
+
+def joined_key(device: torch.device) -> str:
+    """Where `joined_cast` keeps what it returns."""
+    return f"joined {device}"
+
+
+def joined_cast(plan: RankPlan, device: torch.device) -> Args:
+    """Arguments of the collective that brings the rows of all stages at once; kept like `plan_casts`."""
+    if plan.joined is None:
+        return plan_casts(plan, device)[0]
+    key = joined_key(device)
+    if key not in plan.runtime:
+        plan.runtime[key] = _built_args(plan.joined, device)
+    return plan.runtime[key]

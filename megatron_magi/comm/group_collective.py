@@ -116,7 +116,9 @@ class Handle:
         finish: Callable[[], Any],
         num_bytes: tuple[int, int],
         far_bytes: tuple[int, int],
+        args: Any = None,
     ) -> None:
+        self._args = args  # its tables are read by what is under way
         self.adds_late = False
         self.sent_bytes, self.received_bytes = num_bytes
         self.far_sent_bytes, self.far_received_bytes = far_bytes
@@ -146,7 +148,9 @@ class Handle:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
         self._works, self._buffers = [], ()
         with torch.no_grad():
-            return finish()
+            result = finish()
+        self._args = None
+        return result
 
 
 def _raw_stream(device: torch.device) -> int | None:
@@ -323,6 +327,14 @@ def _most(args: Args, back: bool = False) -> int | None:
     return None if args.most is None else args.most[back]
 
 
+def choose_mover(
+    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
+) -> tuple[Native | Packed | Hierarchical, RowLayout]:
+    """What casts rows of tensors, and their layout; arguments and errors as in `group_cast`."""
+    layout = RowLayout.of(tensors)
+    return _choose(tensors, args, group, impl).mover(layout, _most(args)), layout
+
+
 def _handle(
     way: _Way, started: Started, finish: Callable[[], Any], args: Args, layout: RowLayout, back: bool = False
 ) -> Handle:
@@ -331,7 +343,7 @@ def _handle(
         tuple(rows * layout.row_bytes for rows in counts[::step])
         for counts in (args.rows_away(way.rank), args.rows_far(way.rank))
     )
-    return Handle(started, finish, num_bytes, far_bytes)
+    return Handle(started, finish, num_bytes, far_bytes, args)
 
 
 def _choose(tensors: Sequence[torch.Tensor], args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:

@@ -199,14 +199,14 @@ class PeerMemory:
         slot_bytes: of one of the slots.
         generation: another one whenever the slots are others.
         packed: ``Peers`` of peers.cuh.
-        notice: int32 ``[4]`` in page-locked memory, ``Notice`` of peers.cuh.
+        notice: int32 ``[8]`` in page-locked memory, ``Notice`` of peers.cuh.
     """
 
     def __init__(self, meeting: Meeting, control: Shared, device: torch.device) -> None:
         self._meeting, self._control, self._device = meeting, control, device
         self._data: Shared | None = None
         self.slot_bytes = self.generation = 0
-        self.notice = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+        self.notice = torch.zeros(8, dtype=torch.int32, pin_memory=True)
         self._owned = _Owned(meeting.rank, device, self.notice, control)
         self._finalizer = weakref.finalize(self, self._owned.leave)
         self._finalizer.atexit = False  # it goes with the process

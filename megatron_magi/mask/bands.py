@@ -47,6 +47,15 @@ def row_bounds(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     return lo, hi
 
 
+def shift_keys(bands: IntArray, by: int) -> IntArray:
+    """The bands of the same mask over keys with numbers larger by so many."""
+    out = bands.copy()
+    out[:, [K0, K1]] += by
+    for column, none in ((D_LO, -NO_DIAGONAL), (D_HI, NO_DIAGONAL)):
+        out[bands[:, column] != none, column] += by
+    return out
+
+
 def has_diagonals(bands: IntArray) -> bool:
     """Whether a band of the table may be cut by a diagonal."""
     return bool(np.any((bands[:, D_LO] != -NO_DIAGONAL) | (bands[:, D_HI] != NO_DIAGONAL)))

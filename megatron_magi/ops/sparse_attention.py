@@ -195,7 +195,7 @@ def _backward_operator(
     dout, q, k, v, sink, out, lse, pattern, q_block, k_block, causal, softmax_scale, deterministic, impl
 ):
     with torch.autocast(q.device.type, enabled=False):
-        delta = row_delta(dout, out)
+        delta = row_delta(dout, out, "torch" if impl == "reference" else "auto")
         dq, dk, dv = _module(impl, q, v).backward(
             dout, q, k, v, lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
             deterministic,

@@ -92,6 +92,7 @@ class Plan:
                 num_rows=self.dispatch.shard_lengths[cp_rank],
                 bands=bands,
                 transfers=self._transfers.for_rank(cp_rank),
+                joined=self._transfers.joined(cp_rank),
                 schedule=self.schedule,
                 plan_hash=self.plan_hash,
                 area=int(sum(bd.areas(b).sum() for b in bands)),

@@ -28,9 +28,16 @@ class TransferTable:
         """The transfers of stages 1..degree as ``rank`` sees them."""
         return tuple(self._transfer(rank, stage) for stage in range(1, self._degree + 1))
 
+    def joined(self, rank: int) -> Transfer | None:
+        """One transfer of the rows of all stages, one stage behind the other; None unless there are several."""
+        return self._rows_of(rank, self._pieces.stage > 0, self._pieces.position) if self._degree > 1 else None
+
     def _transfer(self, rank: int, stage: int) -> Transfer:
+        return self._rows_of(rank, self._pieces.stage == stage, self._buffer_row)
+
+    def _rows_of(self, rank: int, here: np.ndarray, buffer_row: np.ndarray) -> Transfer:
+        """The transfer of some pieces, each to its row of a buffer."""
         p = self._pieces
-        here = p.stage == stage
         sent = np.flatnonzero((self._src == rank) & here)  # by dst, then start
         received = np.flatnonzero((p.dst == rank) & here)
         by_source = received[np.lexsort((p.start[received], self._src[received]))]
@@ -43,11 +50,11 @@ class TransferTable:
             send_index=_rows(self._src_row[sent], p.length[sent]),
             send_splits=self._splits(p.dst[sent], p.length[sent]),
             recv_splits=self._splits(self._src[received], p.length[received]),
-            recv_order=self._recv_order(by_source),
+            recv_order=self._recv_order(by_source, buffer_row),
             owner_rows=_rows(self._src_row[by_source], p.length[by_source]),
-            buffer_rows=_rows(self._buffer_row[sent], p.length[sent]),
+            buffer_rows=_rows(buffer_row[sent], p.length[sent]),
             most_rows=int((self._src_row + p.length)[here].max(initial=0)),
-            most_recv=int((self._buffer_row + p.length)[here].max(initial=0)),
+            most_recv=int((buffer_row + p.length)[here].max(initial=0)),
         )
 
     def _splits(self, peer: np.ndarray, length: np.ndarray) -> tuple[int, ...]:
@@ -55,11 +62,11 @@ class TransferTable:
         np.add.at(rows, peer, length)
         return tuple(rows.tolist())
 
-    def _recv_order(self, by_source: np.ndarray) -> np.ndarray | None:
+    def _recv_order(self, by_source: np.ndarray, buffer_row: np.ndarray) -> np.ndarray | None:
         """Received row of each buffer row; None when they agree."""
         length = self._pieces.length[by_source]
         arrives_at = np.cumsum(length) - length
-        in_buffer = np.argsort(self._buffer_row[by_source], kind="stable")
+        in_buffer = np.argsort(buffer_row[by_source], kind="stable")
         if np.array_equal(in_buffer, np.arange(len(in_buffer))):
             return None
         return _rows(arrives_at[in_buffer], length[in_buffer])

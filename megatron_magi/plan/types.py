@@ -138,13 +138,15 @@ class _SetOnce:
 @dataclass(eq=False)
 class RankPlan(_SetOnce):
     """What one rank does for one mask. ``bands[s]``: int64 ``[n, 6]`` in (row of the shard, row
-    of stage s's keys); stage 0's keys are the shard's own. ``transfers[s - 1]`` feeds stage s."""
+    of stage s's keys); stage 0's keys are the shard's own. ``transfers[s - 1]`` feeds stage s; ``joined`` feeds all of
+    them at once, one behind the other in one buffer, and is None unless there are several."""
 
     cp_rank: int
     cp_size: int
     num_rows: int
     bands: tuple[np.ndarray, ...]
     transfers: tuple[Transfer, ...]
+    joined: Transfer | None
     schedule: Schedule
     plan_hash: int
     area: int

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
+from megatron_magi.attention.one_launch import backward_pays
 from megatron_magi.comm.impl import cuda_rows, native
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
+from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
+from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.fake_driver import fake_driver
 
 MASKS = [[60], [8200], [256] * 64]
+FAR = -bd.NO_DIAGONAL, bd.NO_DIAGONAL
 
 
 def _taken(monkeypatch: pytest.MonkeyPatch, shape: AttnShape, deterministic: bool) -> set:
@@ -59,6 +65,43 @@ def test_attention_takes_the_kernels_that_are_compiled_and_no_others(
         taken = _taken(monkeypatch, shape, deterministic)
     config = MagiConfig(attend=AttendConfig(deterministic=deterministic))
     assert taken == set(needed_kernels(shape, config, 1))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", list(hopper_kernels.BACKWARD_DIMS), ids=str)
+def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatch, dims, deterministic) -> None:
+    shape = AttnShape(16, 2, *dims, torch.bfloat16, num_sms=132)
+    config = MagiConfig(attend=AttendConfig(deterministic=deterministic))
+    asked, options = set(), AttnOptions(0.1, deterministic=deterministic)
+
+    def load(_device, name, defines, threads, size):
+        asked.add((hopper_kernels.source_of(name), defines))
+        return Kernel(name, threads, size)
+
+    def rows(count, heads, dim):
+        return torch.empty(count, heads, dim, dtype=torch.bfloat16)
+
+    with fake_driver(monkeypatch) as launched:
+        monkeypatch.setattr(hopper_kernels, "_load", load)
+        for lengths in MASKS:
+            bands = builders.varlen(doc_lengths=lengths, causal=True).bands
+            n = int(bands[:, 1].max())
+            bands = np.concatenate([bands, [(0, n, gated.first_arriving(n), gated.first_arriving(n) + 7, *FAR)]])
+            q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
+            later = Arriving([rows(7, 2, dim) for dim in dims], lambda _: launched.append("pull"), 0, 0, 0, 0, 0)
+            lse = torch.empty(n, 16)
+            gated.forward(q, k, v, later, bands, options, out=out, lse=lse, sink_lse=None, max_logits=None, memo={})
+            assert launched[-2:] == ["pull", "forward"]
+            if backward_pays(dims):
+                grads, of_later = [torch.empty_like(t) for t in (q, k, v)], [torch.empty_like(t) for t in later.tensors]
+                gated_backward.backward(
+                    (q, k, v, out), lse, lse, later, bands, options, grads=grads, arriving_grads=of_later, memo={}
+                )  # fmt: skip
+                assert launched[launched.index("pull", 2) + 1] == "backward"
+            launched.clear()
+    gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
+    assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates
+    assert asked <= set(needed_kernels(shape, config, 2))
 
 
 @pytest.mark.parametrize("high_precision", [False, True])

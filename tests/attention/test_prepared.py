@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
+from megatron_magi.attention import AttnShape, distributed, distributed_attention, one_launch, prepare_batch
 from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.hopper import backward as hopper_backward
@@ -70,12 +71,24 @@ class NothingUnderWay:
 def one_rank_alone(monkeypatch):
     """This process is rank 0 of two; rows of the other are zero, and nothing is sent."""
 
+    def announced(tensors, args, group, impl):
+        if impl != "native":
+            return None
+        rows = [x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors]
+        return Arriving(rows, lambda _stream: None, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr(one_launch, "announced_cast", announced)
+
     def cast(tensors, args, group, impl):
         return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])
 
     monkeypatch.setattr(distributed, "group_cast", cast)
+    monkeypatch.setattr(distributed, "group_cast", cast)
     monkeypatch.setattr(distributed, "make_room", lambda *_: None)
-    monkeypatch.setattr(distributed, "group_reduce", lambda tensors, args, group, into, **_: NothingUnderWay(into))
+    for module in (distributed, one_launch):
+        monkeypatch.setattr(module, "group_reduce", lambda tensors, args, group, into, **_: NothingUnderWay(into))
+
+    monkeypatch.setattr(distributed, "group_of", lambda group: group)
 
     class Group:
         def size(self):
@@ -107,6 +120,8 @@ MASKS = {
         ((128, 128), {"overlap": OverlapConfig(degree=1, hide_tail_reduce=True)}),
         ((128, 128), {"comm": CommConfig(backward_high_precision_reduce=True)}),
         ((192, 128), {}),
+        ((128, 128), {"comm": CommConfig("native")}),
+        ((64, 64), {"comm": CommConfig("native"), "overlap": OverlapConfig(degree=3)}),
     ],
 )
 def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone, mask, dims, options):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, group_reduce_lse
+from megatron_magi.comm.group_collective import GroupCastArgs, Handle, group_cast, group_reduce, group_reduce_lse
+from megatron_magi.comm.movement import Started
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import random_tensor, random_transfers
@@ -222,6 +225,16 @@ def test_one_rank_needs_no_process_group(impl):
     into = torch.zeros(3, 2)
     group_reduce([got], args, into=[into], impl=impl).wait()
     assert torch.equal(into, x * torch.tensor([[1.0], [0.0], [1.0]]))
+
+
+def test_what_is_under_way_keeps_its_tables_and_what_is_done_does_not():
+    args = GroupCastArgs.build(np.array([0]), [1], [1])
+    alive, started = weakref.ref(args), Started((), (torch.zeros(1),), lambda: None)
+    handle = Handle(started, started.finish, (0, 0), (0, 0), args)
+    del args
+    assert alive() is not None
+    handle.wait()
+    assert alive() is None
 
 
 def test_waiting_twice_raises():

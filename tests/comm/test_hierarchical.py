@@ -13,15 +13,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.attention.runtime import cast_tables
+from megatron_magi.comm import calls as calls_module
 from megatron_magi.comm import nodes
 from megatron_magi.comm.calls import calls_of
-from megatron_magi.comm.group_collective import LevelArgs, group_cast, group_reduce, group_reduce_lse
+from megatron_magi.comm.group_collective import (
+    CastTables,
+    LevelArgs,
+    LevelTables,
+    group_cast,
+    group_reduce,
+    group_reduce_lse,
+)
+from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
 from megatron_magi.plan.hierarchy import Pieces, two_levels
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import Transfers, random_tensor, random_transfers
-from tests.comm.test_calls import be_quick
 from tests.comm.test_group_collective import IMPLS, same_bits
 
 SHAPES = [pytest.param((2, 2), id="2x2"), pytest.param((4, 2), id="4x2")]
@@ -45,9 +52,13 @@ def pieces_of(transfers: Transfers) -> Pieces:
 
 def level_args(transfers: Transfers, rank: int, per_node: int, device: torch.device | str = "cpu") -> LevelArgs:
     levels = two_levels(pieces_of(transfers), rank, len(transfers.rows), per_node)
-    nothing = np.zeros(0, dtype=np.int64)
-    flat = Transfer(nothing, (), (), None, nothing, nothing, 0, 0, levels)
-    return LevelArgs.build(cast_tables(flat), device)
+    parts = (_tables(part) for part in (levels.near, levels.far, levels.relay))
+    return LevelArgs.build(LevelTables(per_node, *parts, levels.near_rows, levels.relay_rows), device)
+
+
+def _tables(part: Transfer) -> CastTables:
+    peers = PeerRows(part.owner_rows, part.buffer_rows, part.most_rows, part.most_recv)
+    return CastTables.of(part.send_index, part.send_splits, part.recv_splits, part.recv_order, peers)
 
 
 def distinct(transfers: Transfers, per_node: int) -> np.ndarray:
@@ -300,7 +311,7 @@ def move_everything(rank, num_ranks, per_node):
 @pytest.fixture(scope="module", params=SHAPES)
 def found(request):
     num_nodes, per_node = request.param
-    return run_ranks(move_everything, num_nodes * per_node, per_node)
+    return run_ranks(move_everything, num_nodes * per_node, per_node, timeout_s=240)
 
 
 def test_casts_in_two_levels_bring_the_same_bits(found):
@@ -329,7 +340,7 @@ class Move(NamedTuple):
 
 def raise_on_one_rank(rank, num_ranks):
     """The others are in collectives of their nodes, and between nodes, in which it does not take part."""
-    be_quick()
+    calls_module.LOOK_S, calls_module.ASK_S, calls_module.BUSY_S, calls_module.GRACE_S = 0.1, 0.1, 0.02, 0.3
     group = dist.group.WORLD
     args = level_args(random_transfers(num_ranks, 2, with_order=True), rank, 2)
     x = torch.zeros(20, 3)

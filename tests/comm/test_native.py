@@ -139,7 +139,7 @@ def test_slots_grow_with_need_and_what_does_not_fit_is_refused():
     assert "built with peers" in room.refusal(layout, None)
     assert "at most 4 tensors" in room.refusal(RowLayout.make(((),) * 5, (torch.int8,) * 5), 1)
     narrow = RowLayout.make(((),), (torch.int8,))
-    assert "at most" in room.refusal(narrow, (native._MAX_CHUNKS << native.chunk_shift(16)) + 1)
+    assert "at most" in room.refusal(narrow, (native.MAX_CHUNKS << native.chunk_shift(16)) + 1)
     assert len(slots.grown) == 2
     assert "rank 1: out of memory" in room.refusal(layout, 1 << 17) and slots.grown[2:] == [512 << 20]
     assert "at most 33554432 bytes" in room.refusal(layout, 1 << 17)  # it is not tried again
@@ -248,22 +248,27 @@ def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypat
         ("publish_rows", "PublishParams", 3, ("UNIT=16",)),
         ("pull_rows", "PullParams", 2, ("UNIT=1",)),
         ("pull_bulk", "PullParams", 2, ()),
+        ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
         ("pull_sums", "PullSumsParams", 4, ("FROM=BFloat", "INTO=float", "VECTOR=8")),
     ],
 )
 def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, num_tables, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
     slot_rows, size = native._SLOT_ROWS.size, peers.PEERS.size + native._SLOT_ROWS.size + 8 * (num_tables + 1)
+    more = 16 if "ANNOUNCES=1" in defines else 0
     checks = (
-        f'static_assert(sizeof({params}) == {size}, "size");'
+        f'static_assert(sizeof({params}) == {size + more}, "size");'
         f'static_assert(__INTADDR__(&static_cast<{params}*>(0)->chunk_shift) == {size - 8}, "shift");'
         f'static_assert(sizeof(Peers) == {peers.PEERS.size} && sizeof(SlotRows) == {slot_rows}, "parts");'
         f'static_assert(__INTADDR__(&static_cast<Peers*>(0)->rank) == {peers.PEERS.size - 8}, "rank");'
         f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
         f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
+        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
+        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->calls_published) == {native._CALLS_PUBLISHED}, "calls");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
-        f"static_assert(kMaxChunks == {native._MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
-        f'"bounds");static_assert(sizeof(Notice) == 16 && kMaxRanks == {peers.MAX_RANKS}, "notice");'
+        f"static_assert(kMaxChunks == {native.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
+        f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
+        f'static_assert(kMaxRanks == {peers.MAX_RANKS}, "ranks");'
     )
     flatten = cuda_build.flatten_source
     monkeypatch.setattr(cuda_build, "flatten_source", lambda path: flatten(path) + checks + "\n")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_magi.cuda import driver, launch
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import backward, backward_ends, kernels, support
+from megatron_magi.ops.hopper import backward, backward_ends, gated, gated_backward, kernels, support
 from megatron_magi.ops.impl import hopper
 
 
@@ -18,16 +18,16 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     """Lets CPU tensors pass for tensors on a Hopper GPU; yields the names of the kernels that are queued."""
     names: list[str] = []
     monkeypatch.setattr(support, "_is_hopper", lambda _device: True)
-    for module in (support, backward, hopper):
+    for module in (support, backward, gated, gated_backward, hopper):
         monkeypatch.setattr(module, "num_processors", lambda _device: num_sms)
     monkeypatch.setattr(driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
     monkeypatch.setattr(driver, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(driver, "move_tensor_map", lambda *_: None)
     monkeypatch.setattr(kernels, "_load", lambda _d, name, _m, threads, size: driver.Kernel(name, threads, size))
-    for module in (hopper, backward, backward_ends):
+    for module in (hopper, backward, backward_ends, gated, gated_backward):
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)
     monkeypatch.setattr(launch, "_launches", LruCache(1 << 30))
-    for module in (hopper, backward):
+    for module in (hopper, backward, gated, gated_backward):
         monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
     known = (
         kernels.forward_kernel, kernels.backward_kernel, kernels.backward_keys_kernel,

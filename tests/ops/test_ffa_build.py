@@ -15,11 +15,13 @@ import torch
 from megatron_magi import envs
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper.needed import needed_kernels
 
 pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
 
 # The producer has 24 registers and keeps a few values on the stack; what consumers spill comes on top.
 PRODUCER_SPILL_BYTES = 90
+GATED_SPILL_BYTES = 120  # where it waits for keys
 MOST_SHARED_BYTES = 227 << 10  # of a block on Hopper
 # With softcap the slope of the cap takes 32 registers more than the backward has.
 SOFTCAP_SPILL_BYTES = 320
@@ -61,6 +63,14 @@ def test_attention_kernels_fit_shared_memory_and_compile_without_serialised_prod
         assert image[:4] == b"\x7fELF"
         spilled = int(re.search(r"(\d+) bytes spill stores", report).group(1))
         assert spilled <= (SOFTCAP_SPILL_BYTES if softcap else PRODUCER_SPILL_BYTES), f"{name} {defines}: {report}"
+
+
+def test_kernels_that_wait_for_keys_compile_like_those_that_do_not():
+    for source, macros in needed_kernels(torch.bfloat16, (128, 128), 8, deterministic=False, gated=True):
+        _, report = hopper_build.compile_kernel(source, macros)
+        assert int(re.search(r"(\d+) bytes spill stores", report).group(1)) <= GATED_SPILL_BYTES, f"{source}: {report}"
+        registers = re.search(r"Used (\d+) registers", report).group(1)
+        assert source.endswith("finish_keys.cu") or registers in ("128", "168")
 
 
 @pytest.mark.parametrize("name", ["prepare", "row_delta", "finish_dq", "finish_keys"])

@@ -14,7 +14,8 @@
 // and dK at the end.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
-// order of additions does not depend on time).
+// order of additions does not depend on time), GATED (0 or 1: keys from a number on lie elsewhere, arrive while the
+// kernel runs, and have gradients of their own; no tile has both).
 
 #include "../../common/wgmma.cuh"
 #include "gradients.cuh"
@@ -40,7 +41,11 @@ constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
 // Sums lie in pieces: 16 rows and half the columns as a warp's accumulators lie in registers.
 struct BackwardParams {
-  TensorMap q, k, v, dout;
+  TensorMap q, k, v;
+#if GATED
+  TensorMap k_remote, v_remote;
+#endif
+  TensorMap dout;
   TilePlan plan;
   // In the order of work: tile; first query head and 65536 * their number; of the blocks of the tile the first, and how
   // many, 0 for all.
@@ -58,6 +63,11 @@ struct BackwardParams {
   int heads_inner, stats_row, units, store;  // units: stats_row / 16
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // of the number of query heads packed together; 0 where dQ is added
+#if GATED
+  int store_remote;
+  void *dk_remote, *dv_remote;  // strides are those of dk and dv
+  Gate gate;
+#endif
 };
 
 struct Item {
@@ -120,17 +130,22 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
   prefetch_map(&p.dout);
+#if GATED
+  prefetch_map(&p.k_remote);
+  prefetch_map(&p.v_remote);
+  Arrivals arrivals;
+#endif
   Ring<kStages> ring;
   Ring<2> slot;
   u32 kv_parity = 1;
-  s.next_item = load_item(p, blockIdx.x);
+  s.next_item = load_item(p, GATED ? atomicAdd(p.counter, 1) : blockIdx.x);
   while (true) {
     barrier_wait(smem_address(&s.item_empty[slot.index]), slot.parity ^ 1);
     const Item& item = s.item[slot.index] = s.next_item;  // stays there while its blocks are loaded
     barrier_arrive(smem_address(&s.item_full[slot.index]));
     slot.advance();
     if (item.row < 0) break;
-    auto fetch_next = [&] { s.next_item = load_item(p, gridDim.x + atomicAdd(p.counter, 1)); };
+    auto fetch_next = [&] { s.next_item = load_item(p, (GATED ? 0 : gridDim.x) + atomicAdd(p.counter, 1)); };
     if (item.empty()) {
       fetch_next();
       continue;
@@ -140,8 +155,13 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     kv_parity ^= 1;
     const u32 kv = smem_address(&s.kv_full);
     barrier_expect_bytes(kv, kBytesKV);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k), kTileKeys * 128, item.row, head_kv, kv);
-    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v), kTileKeys * 128, item.row, head_kv, kv);
+#if GATED
+    arrivals.await(p.gate, item.row - p.gate.first + item.rows);
+#endif
+    load_panels<kHeadDim / kPanel>(&OF_KEY(p, item.row, k), smem_address(s.k), kTileKeys * 128, row_of_key(p, item.row),
+                                   head_kv, kv);
+    load_panels<kHeadDimV / kPanel>(&OF_KEY(p, item.row, v), smem_address(s.v), kTileKeys * 128,
+                                    row_of_key(p, item.row), head_kv, kv);
     int pass = item.first_pass, n = item.first_block, h = 0, left = item.blocks;
     while (n > 0 && n >= __ldg(p.plan.passes + 2 * pass).y) n -= __ldg(p.plan.passes + 2 * pass++).y;
     bool first = true, last = false;
@@ -185,6 +205,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   }
   let_next_kernel_start();
   leave(p.counter);
+  if (GATED) await_earlier_kernels();  // what follows this kernel follows that which brings rows, too
 }
 
 // ---- two warps, one for each warpgroup of consumers: they add to the sums in device memory ----
@@ -434,13 +455,13 @@ struct Consumer {
   }
 
   DEVICE void store_key_gradients(const Item& item, const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDimV / 2]) {
-    const i64 key = item.row + row;
+    const i64 key = row_of_key(p, item.row) + row;
     const int head_kv = item.head / p.group;
     const bool valid[2] = {row < item.rows, row + 8 < item.rows};
-    store_gradient<T, kHeadDim>(p.store, p.dk, key * p.dk_row + head_kv * p.dk_head, 8 * p.dk_row, valid, dk, p.scale,
-                                lane);
-    store_gradient<T, kHeadDimV>(p.store, p.dv, key * p.dv_row + head_kv * p.dv_head, 8 * p.dv_row, valid, dv, 1.f,
-                                 lane);
+    store_gradient<T, kHeadDim>(OF_KEY(p, item.row, store), OF_KEY(p, item.row, dk),
+                                key * p.dk_row + head_kv * p.dk_head, 8 * p.dk_row, valid, dk, p.scale, lane);
+    store_gradient<T, kHeadDimV>(OF_KEY(p, item.row, store), OF_KEY(p, item.row, dv),
+                                 key * p.dv_row + head_kv * p.dv_head, 8 * p.dv_row, valid, dv, 1.f, lane);
   }
 
   DEVICE void run() {
@@ -482,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     barrier_init_fence();
   }
   __syncthreads();
-  await_earlier_kernels();
+  if (!GATED) await_earlier_kernels();  // else what it reads was there before that which brings rows began
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // 24 * 128 + 240 * 256 is all that the block was launched with
     const int warp = uniform(threadIdx.x / 32);

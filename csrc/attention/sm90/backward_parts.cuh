@@ -19,7 +19,11 @@ constexpr int kRows = 64;   // rows of a warpgroup's accumulators
 using T = DTYPE;
 
 struct BackwardPartParams {
-  TensorMap q, k, v, dout, dq_map;
+  TensorMap q, k, v;
+#if GATED
+  TensorMap k_remote, v_remote;
+#endif
+  TensorMap dout, dq_map;
   TilePlan plan;       // of keys: the transposed mask; of queries: the mask
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: negated
@@ -35,6 +39,9 @@ struct BackwardPartParams {
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // see row_tiles.cuh
   int long_blocks;  // for queries: of a pass whose keys and values exceed the L2 cache
+#if GATED
+  Gate gate;
+#endif
 };
 
 // acc[64, kWidth] = a[64, kDepth] * b[kWidth, kDepth]^T

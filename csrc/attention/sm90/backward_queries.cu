@@ -9,7 +9,8 @@
 // work there, and is only complete when that one is.
 //
 // Compile-time, beside those of backward_parts.cuh: WIDTH (keys of a block), STAGES (of keys), STAGES_V (of values),
-// STAGED (0 or 1: there is room for dQ on its way out).
+// STAGED (0 or 1: there is room for dQ on its way out), GATED (0 or 1: keys from a number on lie elsewhere, and arrive
+// while the kernel runs).
 
 #include "backward_parts.cuh"
 #include "row_tiles.cuh"
@@ -43,15 +44,23 @@ struct Loader {
   Shared& s;
   Ring<kStages> rk;
   Ring<kStagesV> rv;
+#if GATED
+  Arrivals arrivals;
+#endif
 
   DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item) {
     u32 bar = announce_keys(s.blocks, rk, p, key, flags, pass, item, kBytesK);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kKeys * 128, key, head_kv, bar);
+#if GATED
+    arrivals.await(p.gate, key - p.gate.first + kKeys);
+#endif
+    load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[rk.index]), kKeys * 128, row_of_key(p, key),
+                                   head_kv, bar);
     rk.advance();
     bar = smem_address(&s.v_full[rv.index]);
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
     barrier_expect_bytes(bar, kBytesV);
-    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v[rv.index]), kKeys * 128, key, head_kv, bar);
+    load_panels<kHeadDimV / kPanel>(&OF_KEY(p, key, v), smem_address(s.v[rv.index]), kKeys * 128, row_of_key(p, key),
+                                    head_kv, bar);
     rv.advance();
   }
 

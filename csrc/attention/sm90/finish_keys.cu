@@ -1,6 +1,6 @@
 // Turns the sums of dK and dV, of tiles whose query heads were split, into gradients: dK times the softmax
 // scale.
-// Compile-time: HEAD_DIM, DTYPE.
+// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu).
 
 #include "gradients.cuh"
 
@@ -13,6 +13,11 @@ struct FinishKeysParams {
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   int heads_kv, store;
   float scale;
+#if GATED
+  int store_remote;
+  void *dk_remote, *dv_remote;
+  Gate gate;
+#endif
 };
 
 // One block: half of the columns of one tile and head, of dk or of dv.
@@ -27,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_c
   const int row = warp * 16 + lane / 4;
   const bool valid[2] = {row < tile.w, row + 8 < tile.w};
   const i64 row_stride = values ? p.dv_row : p.dk_row;
-  const i64 at = (tile.x + row) * row_stride + head * (values ? p.dv_head : p.dk_head) + half * kColumns;
-  finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), values ? p.dv : p.dk, at, row_stride, valid,
-                                p.store, values ? 1.f : p.scale, lane);
+  const i64 at = (row_of_key(p, tile.x) + row) * row_stride + head * (values ? p.dv_head : p.dk_head) + half * kColumns;
+  finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32),
+                                values ? OF_KEY(p, tile.x, dv) : OF_KEY(p, tile.x, dk), at, row_stride, valid,
+                                OF_KEY(p, tile.x, store), values ? 1.f : p.scale, lane);
 }

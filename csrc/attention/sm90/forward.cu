@@ -11,7 +11,7 @@
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, GROUPS (of consumers), BLOCK_N, STAGES, Q_STAGES (of queries), STAGED (0 or 1:
 // output leaves through the place of its queries, which takes two stages of them), DTYPE (Bf16 or Fp16), SOFTCAP (0 or
-// 1).
+// 1), GATED (0 or 1: keys from a number on lie elsewhere, and arrive while the kernel runs: arrivals.cuh).
 
 constexpr int kGroups = GROUPS;  // consumer warpgroups
 
@@ -27,7 +27,11 @@ constexpr int kBehind = 1 << 30;  // a key behind the last: TMA writes zeros
 using T = DTYPE;
 
 struct ForwardParams {
-  TensorMap q, k, v, out_map;
+  TensorMap q, k, v;
+#if GATED
+  TensorMap k_remote, v_remote;
+#endif
+  TensorMap out_map;
   TilePlan plan;
   void* out;
   float* lse;
@@ -45,6 +49,9 @@ struct ForwardParams {
   int accumulate, out_fp32;
   int log2_packed;  // see row_tiles.cuh
   int long_blocks;  // of a pass whose keys and values exceed the L2 cache
+#if GATED
+  Gate gate;
+#endif
 };
 
 struct Shared {
@@ -68,12 +75,16 @@ struct Loader {
   Shared& s;
   Ring<kStages> rk, rv;
   int previous = 0, previous_head = -1;  // block whose values have yet to be loaded; -1: none
+#if GATED
+  Arrivals arrivals;
+#endif
 
   DEVICE void load_v(int key, int head) {
     const u32 bar = smem_address(&s.v_full[rv.index]);
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
     barrier_expect_bytes(bar, kBytesV);
-    load_panels<kHeadDimV / kPanel>(&p.v, smem_address(s.v[rv.index]), kBlockN * 128, key, head, bar);
+    load_panels<kHeadDimV / kPanel>(&OF_KEY(p, key, v), smem_address(s.v[rv.index]), kBlockN * 128, row_of_key(p, key),
+                                    head, bar);
     rv.advance();
   }
 
@@ -85,7 +96,11 @@ struct Loader {
 
   DEVICE void block(int key, int head_kv, int flags, int pass, const int4& item) {
     const u32 bar = announce_keys(s.blocks, rk, p, key, flags, pass, item, kBytesK);
-    load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[rk.index]), kBlockN * 128, key, head_kv, bar);
+#if GATED
+    arrivals.await(p.gate, key - p.gate.first + kBlockN);
+#endif
+    load_panels<kHeadDim / kPanel>(&OF_KEY(p, key, k), smem_address(s.k[rk.index]), kBlockN * 128, row_of_key(p, key),
+                                   head_kv, bar);
     rk.advance();
     later(key, head_kv);
   }
@@ -110,10 +125,15 @@ struct Loader {
 DEVICE void produce(const ForwardParams& p, Shared& s) {
   prefetch_map(&p.k);
   prefetch_map(&p.v);
+#if GATED
+  prefetch_map(&p.k_remote);
+  prefetch_map(&p.v_remote);
+#endif
   Loader loader{p, s};
   walk_blocks(p, s.passes, loader);
   loader.later(0, -1);
   loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // nobody uses what is computed of it
+  if (GATED) await_earlier_kernels();          // what follows this kernel follows that which brings rows, too
 }
 
 // The prefetch thread's part: queries of an item as soon as there is place. Without `load`: they are what lies there.
@@ -449,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     barrier_init_fence();
   }
   __syncthreads();
-  await_earlier_kernels();
+  if (!GATED) await_earlier_kernels();  // else what it reads was there before that which brings rows began
   if (threadIdx.x < 128) {
     registers_shrink<kGroups == 3 ? 32 : 24>();  // together all that the block was launched with
     if (threadIdx.x == 0) produce(p, s);

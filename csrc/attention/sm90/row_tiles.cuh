@@ -76,7 +76,7 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
     barrier_wait(smem_address(&board.empty[slot.index]), slot.parity ^ 1);
     const bool first = pass >= item.w;
     if (first) {
-      index = started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x;
+      index = GATED ? atomicAdd(p.counter, 1) : started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x;
       item = section_item(p.plan, p.num_tiles, p.num_heads, p.head_section, index);
       pass = item.z;
     }

@@ -1,7 +1,11 @@
 // What the kernels share: rings of buffers, work items, and how SMs share them out.
 #pragma once
 
-#include "../../common/ptx.cuh"
+#include "../../common/arrivals.cuh"
+
+#ifndef GATED
+#define GATED 0
+#endif
 
 constexpr int kPanel = 64;  // columns of a swizzled panel
 
@@ -10,6 +14,22 @@ template <int kPanels>
 DEVICE void load_panels(const TensorMap* map, u32 smem, u32 panel_bytes, int row, int head, u32 bar) {
 #pragma unroll
   for (int i = 0; i < kPanels; ++i) load_box(smem + i * panel_bytes, map, i * kPanel, head, row, bar);
+}
+
+// Keys from gate.first on, where they arrive while the kernel runs, lie in tensors of their own: what a key's tensor is
+// described by among the parameters, and its row there. As a macro and a function of values these are nothing where no
+// keys arrive, to the instruction.
+#if GATED
+#define OF_KEY(p, key, name) (*((key) < (p).gate.first ? &(p).name : &(p).name##_remote))
+#else
+#define OF_KEY(p, key, name) ((p).name)
+#endif
+template <typename Params>
+DEVICE int row_of_key(const Params& p, int key) {
+#if GATED
+  if (key >= p.gate.first) return key - p.gate.first;
+#endif
+  return key;
 }
 
 // The same of heads packed together, of which row r is row r / heads of head r % heads; `head` counts them as one.
@@ -94,9 +114,10 @@ DEVICE void keep_together(const int* counter, int item, int num_items, int block
   const int enough = wave_end < num_items ? wave_end : num_items;
   const i64 until = clock64() + 32 * static_cast<i64>(blocks);
   while (true) {
-    const int taken = load_relaxed(counter);
+    // Where rows are awaited SMs come late, and the counter gives the first items as well.
+    const int taken = load_relaxed(counter) - (GATED ? static_cast<int>(gridDim.x) : 0);
     // 0: nothing is left and the counter is restored, or all have just begun.
-    if (taken >= enough || taken == 0 || clock64() > until) break;
+    if (taken >= enough || (GATED ? taken <= 0 : taken == 0) || clock64() > until) break;
     sleep_ns(100);
   }
 }

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,76 +24,22 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Started
-from megatron_magi.comm.peer_tables import CHUNK_ROWS
-from megatron_magi.comm.peers import PEERS, Meeting, PeerMemory, refusal_of_host
+from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, with_rows
+from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, slot_row_bytes
+from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
-MOST_BYTES = 1 << 30
-"""Of a slot, of which a rank has two; what does not fit travels otherwise."""
-_LEAST_BYTES = 16 << 20
-_MAX_CHUNKS = 1 << 16
-_CHUNK_BYTES = 64 << 10  # about what is published together
 BULK_ROW_BYTES = 1024
 """Rows at least as long are read by TMA."""
-_MAX_FITTING = 1024
 _SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
 _NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
 
-_CAST, _GIVE_BACK, _ADD = "cast", "give back", "add"
-
-
-class Room:
-    """What fits in the slots of a group, which grow with need. Every rank asks the same, and is told the same.
-
-    Attributes:
-        most_bytes: of a slot.
-    """
-
-    def __init__(self, memory: PeerMemory) -> None:
-        self._memory = memory
-        self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
-        self._failure: str | None = None
-        self.most_bytes = MOST_BYTES
-
-    def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
-        """See `Native.refusal`.
-
-        Raises:
-            RuntimeError: ranks did not come to make room, now or earlier.
-        """
-        if (id(layout), most_rows) in self._fitting:
-            return None
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-        if most_rows is None:
-            return "needs args that were built with peers"
-        if len(layout.sizes) > MOST_TENSORS:
-            return f"moves at most {MOST_TENSORS} tensors at once, got {len(layout.sizes)}"
-        row_bytes = slot_row_bytes(layout)
-        num_bytes = row_bytes * most_rows
-        if num_bytes > self.most_bytes or most_rows > _MAX_CHUNKS << chunk_shift(row_bytes):
-            return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
-        if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
-            wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-            if wanted > self.most_bytes:
-                return f"has no room for {wanted} bytes"
-            before = self._memory.slot_bytes
-            self._fitting.clear()
-            try:
-                reason = self._memory.grow(wanted)
-            except RuntimeError as error:  # ranks no longer know what the others have
-                self._failure = str(error)
-                raise
-            if reason is not None:
-                self.most_bytes = before
-                return f"has no room for {wanted} bytes: {reason}"
-        if len(self._fitting) >= _MAX_FITTING:
-            self._fitting.clear()
-        self._fitting[id(layout), most_rows] = layout
-        return None
+_CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
+_BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 1)
+"""Bytes into Control of peers.cuh."""
 
 
 class Native:
@@ -105,6 +51,8 @@ class Native:
         self._room = Room(memory)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
+        self._beside = 0  # calls on the other stream that the last one has not been made to wait for
+        self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready = torch.cuda.Event()
         self._events: list[torch.cuda.Event] = []
@@ -155,13 +103,51 @@ class Native:
         work = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
         return Started((work,), tuple(into), lambda: list(into))
 
+    def announce(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Arriving:
+        """`cast` for a kernel that waits for rows as they come: they are published, and read when it is queued.
+
+        All on the current stream, on which that kernel must be the next. Rows are of multiples of 16 bytes.
+        """
+        new = tensors[0].new_empty
+        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
+        tensors = [with_rows(x) for x in tensors]
+        rows, results = _rows(tensors, layout.sizes), _rows(out, layout.sizes)
+        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, ())
+        with self._lock:
+            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+            current = self._take_turn(raw)
+            publish.fire(rows, raw)
+            if self._beside:
+                current.wait_stream(self._side)
+                self._beside = 0
+        _, control, *_ = own = self._own_memory()
+        return Arriving(
+            out, lambda stream: pull.fire(results, stream), control + _CALLS_PUBLISHED, self._flags.data_ptr(),
+            control + _BROKEN, own[2], own[3],
+            # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
+            # other's ranks wait for.
+            overlaps=len(_of_device(self._device)) == 1,
+        )  # fmt: skip
+
+    def _own_memory(self) -> tuple[int, int, int, int]:
+        """Addresses of this rank's slots and flags and of the notice, and the time-out in nanoseconds."""
+        numbers = PEERS.unpack(self._memory.packed)
+        rank = self._meeting.rank
+        return numbers[rank], numbers[MAX_RANKS + rank], numbers[2 * MAX_RANKS], numbers[2 * MAX_RANKS + 2]
+
     def failure(self) -> str | None:
         """What a kernel that gave up waited for, or that all were told to; None as long as none did."""
-        absent = int(self._notice[1])
-        if not absent:
-            return "group collective: the group was ended by an earlier error" if self._notice[0] else None
-        names = self._meeting.names([absent - 1])
-        return f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
+        absent, part = int(self._notice[1]), int(self._notice[4])
+        waited = (
+            f"attention of {self._meeting.names([self._meeting.rank])} waited for part {part} of the keys it fetches"
+        )
+        if absent:
+            names = self._meeting.names([absent - 1])
+            text = f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
+            return f"{text}; {waited}" if part else text
+        if self._notice[0]:
+            return "group collective: the group was ended by an earlier error"
+        return f"group collective: {waited} for {self._meeting.timeout_s:g} s" if part else None
 
     def stop(self) -> None:
         """Makes kernels that wait give up."""
@@ -188,6 +174,30 @@ class Native:
         """
         tensors = [with_rows(x) for x in tensors]
         rows = _rows(tensors, layout.sizes)
+        publish, pull = self._launches(kind, args, layout, rows, results, types)
+        with self._lock:
+            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+            current = self._take_turn(raw)
+            self._beside += 1
+            self._ready.record(current)
+            publish.fire(rows, raw)
+            self._side.wait_event(self._ready)
+            pull.fire(results, self._side.cuda_stream)
+            event = self._events.pop() if self._events else torch.cuda.Event()
+            event.record(self._side)
+        return _Done(event, self)
+
+    def _take_turn(self, raw: int) -> torch.cuda.Stream:
+        """The current stream, of which this is the handle: calls are published one after the other."""
+        current = self._stream(raw)
+        if self._last not in (-1, raw):
+            current.wait_stream(self._stream(self._last))
+        self._last = raw
+        return current
+
+    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[_Launch, _Launch]:
+        """`_prepare`, once for all calls that differ in addresses alone; ``how``: the rest of its arguments."""
+        _, rows, results, types = how
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         num_groups = len(_of_device(self._device))
         key = (self._memory.generation, num_groups, kind, types, *forms)
@@ -196,21 +206,8 @@ class Native:
             known = args.launches[self] = {}
         launches = known.get(key)
         if launches is None:
-            launches = known[key] = self._prepare(kind, args, layout, rows, results, types, num_groups)
-        publish, pull = launches
-        with self._lock:
-            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
-            current = self._stream(raw)
-            if self._last not in (-1, raw):
-                current.wait_stream(self._stream(self._last))  # calls are published one after the other
-            self._last = raw
-            self._ready.record(current)
-            publish.fire(rows, raw)
-            self._side.wait_event(self._ready)
-            pull.fire(results, self._side.cuda_stream)
-            event = self._events.pop() if self._events else torch.cuda.Event()
-            event.record(self._side)
-        return _Done(event, self)
+            launches = known[key] = self._prepare(kind, args, *how, num_groups)
+        return launches
 
     def _prepare(
         self,
@@ -227,7 +224,7 @@ class Native:
         assert tables is not None  # or there would be a refusal
         counts = tables.counts.data_ptr()
         published: tuple[int, ...] = (0, 0, counts + _NUM_FETCHED)
-        if kind == _CAST:
+        if kind in (_CAST, _ANNOUNCE):
             published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
             pulled: tuple[int, ...] = (tables.fetch.data_ptr(), counts + _NUM_FETCHED)
         elif kind == _GIVE_BACK:
@@ -243,15 +240,24 @@ class Native:
             defines = f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}"
             pull, unit_to = _kernel("pull_sums", defines, device), vector * unit_to
         else:
-            unit_to = _widest(results)
+            unit_to = WIDEST if kind == _ANNOUNCE else _widest(results)
             is_bulk = unit_to == WIDEST and row_bytes >= BULK_ROW_BYTES
             pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
+        if kind == _ANNOUNCE:
+            pull = _kernel("pull_bulk", ("ANNOUNCES=1",), device)
+            after: tuple[int, ...] = (self._flags.data_ptr(), part_rows(args.num_recv))
+        else:
+            after = ()
         return (
             _Launch(
                 publish, num_groups, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)
             ),
             _Launch(
-                pull, num_groups, packed, pack_slot_rows(results, row_bytes, unit_to, pull.loads), (*pulled, shift)
+                pull,
+                num_groups,
+                packed,
+                pack_slot_rows(results, row_bytes, unit_to, pull.loads),
+                (*pulled, shift, *after),
             ),
         )
 
@@ -264,8 +270,10 @@ class Native:
 
     def await_event(self, event: torch.cuda.Event) -> None:
         """Makes the current stream wait for an event of this object, and takes that back."""
-        self._stream(torch._C._cuda_getCurrentRawStream(self._device.index)).wait_event(event)
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+        self._stream(raw).wait_event(event)
         self._events.append(event)
+        self._beside -= raw == self._last and self._beside > 0
 
 
 class _Done:
@@ -338,7 +346,10 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     """
     sums = f"FROM={ELEMENTS[partial]}", f"INTO={ELEMENTS[wide]}", f"VECTOR={WIDEST // partial.itemsize}"
     rows = [(name, (f"UNIT={WIDEST}",)) for name in ("publish_rows", "pull_rows")]
-    return [(_source(name), macros) for name, macros in (*rows, ("pull_bulk", ()), ("pull_sums", sums))]
+    return [
+        (_source(name), macros)
+        for name, macros in (*rows, ("pull_bulk", ()), ("pull_bulk", ("ANNOUNCES=1",)), ("pull_sums", sums))
+    ]
 
 
 def _source(name: str) -> str:
@@ -350,7 +361,8 @@ def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerK
     shape = SHAPES[name]
     image = build(_source(name), defines)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
-    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq")
+    more = "Qq" if "ANNOUNCES=1" in defines else ""  # where it says what has arrived, and how many rows at a time
+    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq{more}")
     return _PeerKernel(name, kernel, params, shape.loads)
 
 
@@ -405,17 +417,6 @@ def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> b
         *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
         units, log2_lanes, row_bytes,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def slot_row_bytes(layout: RowLayout) -> int:
-    """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""
-    return max(-(-sum(layout.sizes) // WIDEST), 1) * WIDEST
-
-
-def chunk_shift(row_bytes: int) -> int:
-    """Log2 of the rows that are published together."""
-    return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)
 
 
 def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Rows]:

@@ -5,7 +5,7 @@ What a pass over tensors of one layout does, for one mask, is found out once (`_
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart, query_tiles
-from megatron_magi.ops.hopper.params import BackwardParams
+from megatron_magi.ops.hopper.params import BackwardParams, GatedBackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
@@ -45,8 +45,9 @@ from megatron_magi.ops.options import AttnOptions
 Grads = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v, or what becomes them."""
 
-_STORE_HALF, _STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
-_SUMS_ALIGNMENT = 32  # floats: a cache line
+STORE_HALF, STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
+SUMS_ALIGNMENT = 32
+"""Floats: a cache line."""
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
@@ -184,17 +185,17 @@ class _Pass:
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole = False, whole
         # Statistics of rows, and sums: one block of memory, in this order.
-        self._num_stats = -(-problem.num_heads * rows // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+        self._num_stats = -(-problem.num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
         self._num_key_sums = 0
         num_stats = rows * packed
         if whole:
-            room = _room_bytes(dq) if dq_store in (_STORE_HALF, _STORE_FLOAT) and not adds[0] else None
+            room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
             apart = most_apart(choice, problem, room)
             schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart)
             self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * dims[0]
             self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
-            self._keys, self._keys_numbers = _launch(
+            self._keys, self._keys_numbers = keys_launch(
                 inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
             )
             if schedule.num_apart:
@@ -295,7 +296,7 @@ def _room_bytes(dq: Tensor) -> int | None:
     return dq.numel() * dq.element_size() if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
 
 
-def _launch(
+def keys_launch(
     inputs: hopper_parts.Inputs,
     dims: tuple[int, int],
     stats_row: int,
@@ -307,14 +308,18 @@ def _launch(
     store: int,
     grads: tuple[Tensor, Tensor],
     stream: int,
+    arriving: Sequence[Tensor] = (),
 ) -> tuple[Launch, Numbers]:
-    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
+    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out.
+
+    ``arriving``: keys and values that arrive while it runs, if there are any; ``seen`` has them behind v.
+    """
     (q, k, v, dout), (dk, dv) = inputs, grads
     keys, queries = WHOLE_TILE
 
     def make() -> Launch:
         softcap, scale = options.softcap, options.softmax_scale
-        params = BackwardParams(
+        params = (GatedBackwardParams if arriving else BackwardParams)(
             counter=work_counter(q.device, stream).data_ptr(),
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             group=q.shape[1] // plan.packed // k.shape[1], heads_kv=k.shape[1],
@@ -322,8 +327,9 @@ def _launch(
             scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
             log2_packed=plan.log2_packed,
         )  # fmt: skip
-        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, dims, softcap > 0, adds_dq)
-        maps = (query_box(q, queries, plan), (k, keys), (v, keys), query_box(dout, queries, plan))
+        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, dims, softcap > 0, adds_dq, bool(arriving))
+        of_keys = ((t, keys) for t in (k, v, *arriving))
+        maps = (query_box(q, queries, plan), *of_keys, query_box(dout, queries, plan))
         return Launch(kernel, 1, params, maps)
 
     num_items = len(schedule.items)
@@ -333,8 +339,8 @@ def _launch(
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
     )  # fmt: skip
     key = (
-        "backward", q.device, stream, q.dtype, options, store, adds_dq, plan.packed, q.shape, k.shape[1:], v.shape[1:],
-        *(t.stride() for t in (*inputs, *grads)),
+        "backward", bool(arriving), q.device, stream, q.dtype, options, store, adds_dq, plan.packed,
+        q.shape, k.shape[1:], v.shape[1:], *(t.stride() for t in (*inputs, *grads)),
     )  # fmt: skip
     return prepared(key, make), numbers
 
@@ -342,12 +348,12 @@ def _launch(
 def _query_target(grad: Tensor, columns: int, dtype: torch.dtype, adds: bool) -> tuple[int, _Target]:
     """How dq is written, and where to; ``columns``: of what the kernels write."""
     if grad.shape[2] != columns and grad.dtype == dtype and not adds:
-        return _STORE_HALF, _Target(columns, dtype)
+        return STORE_HALF, _Target(columns, dtype)
     if grad.shape[2] != columns or grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
-        return _STORE_FLOAT, _Target(columns)
+        return STORE_FLOAT, _Target(columns)
     if grad.dtype == torch.float32:
-        return _ADD_FLOAT if adds else _STORE_FLOAT, _Target()
-    return _ADD_HALF if adds else _STORE_HALF, _Target()
+        return _ADD_FLOAT if adds else STORE_FLOAT, _Target()
+    return _ADD_HALF if adds else STORE_HALF, _Target()
 
 
 def _key_targets(
@@ -357,7 +363,7 @@ def _key_targets(
     fits = all(g.shape[2] != dim or fits_tensor_map(g) for g, dim in zip(grads, dims, strict=True))
     if splits == 1 and not adds and fits and grads[0].dtype == grads[1].dtype in (dtype, torch.float32):
         wide = (_Target() if g.shape[2] == d else _Target(d, g.dtype) for g, d in zip(grads, dims, strict=True))
-        return _STORE_FLOAT if grads[0].dtype == torch.float32 else _STORE_HALF, *wide
+        return STORE_FLOAT if grads[0].dtype == torch.float32 else STORE_HALF, *wide
     return _ADD_FLOAT, *(_sum_target(g, dim, adds) for g, dim in zip(grads, dims, strict=True))
 
 

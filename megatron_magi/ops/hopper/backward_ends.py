@@ -7,7 +7,13 @@ from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper.params import FinishKeysParams, FinishParams, PrepareParams, RowDeltaParams
+from megatron_magi.ops.hopper.params import (
+    FinishKeysParams,
+    FinishParams,
+    GatedFinishKeysParams,
+    PrepareParams,
+    RowDeltaParams,
+)
 from megatron_magi.ops.hopper.support import check_support, current_stream, in_dtype, loadable
 from megatron_magi.ops.merge import row_products
 
@@ -105,16 +111,23 @@ def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, s
     return prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
 
 
-def finish_keys_launch(dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float, store: int) -> Launch:
-    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 blocks a tile and key head."""
+def finish_keys_launch(
+    dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float, store: int, gated: bool = False
+) -> Launch:
+    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 blocks a tile and key head.
+
+    ``gated``: some tiles are of keys that arrived, with gradients of their own.
+    """
     heads_kv, dim = dk.shape[1:]
 
     def make() -> Launch:
-        params = FinishKeysParams(
+        params = (GatedFinishKeysParams if gated else FinishKeysParams)(
             heads_kv=heads_kv, store=store, scale=scale,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         )  # fmt: skip
-        defines = (f"HEAD_DIM={dim}", hopper_kernels.element(dtype))
+        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated)
         return Launch(hopper_kernels.small_kernel(dk.device, "finish_keys", defines), 1, params)
 
-    return prepared(("finish_keys", dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make)
+    return prepared(
+        ("finish_keys", gated, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper.params import BackwardPartParams
+from megatron_magi.ops.hopper.params import BackwardPartParams, GatedBackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.hopper.support import (
     COUNTER_BYTES,
@@ -74,8 +76,11 @@ def queries_launch(
     store: int,
     grad: Tensor,
     stream: int,
+    arriving: Sequence[Tensor] = (),
 ) -> tuple[Launch, Numbers]:
     """Writes dq, or adds to it; arguments as in `keys_launch`, ``plan``: tiles as in `query_tiles`.
+
+    ``arriving``: keys and values that arrive while it runs, if there are any; ``seen`` has them behind v.
 
     Hold `stream_lock` from the kernel for dk and dv on: this one begins before that is complete, and takes it that the
     kernels before that are.
@@ -84,23 +89,27 @@ def queries_launch(
     block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
-        params = _params(inputs, stats_row, options, store, stream)
+        params = _params(inputs, stats_row, options, store, stream, bool(arriving))
         params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
-        kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0)
+        kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0, bool(arriving))
+        of_keys = ((t, block) for t in (k, v, *arriving))
         stored = query_box(grad if grad.dtype == q.dtype else q, 16, plan)
-        maps = (query_box(q, 64, plan), (k, block), (v, block), query_box(dout, 64, plan), stored)
+        maps = (query_box(q, 64, plan), *of_keys, query_box(dout, 64, plan), stored)
         return Launch(kernel, 1, params, maps)
 
-    work = row_work(plan, q.shape[1], block, k, v)
+    work = row_work(plan, q.shape[1], block, k, v, len(arriving[0]) if arriving else 0)
     numbers = _numbers(plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin), seen, **work)
-    return prepared(_key("backward_queries", inputs, options, plan, store, (grad,), stream), make), numbers
+    name = "gated backward_queries" if arriving else "backward_queries"
+    return prepared(_key(name, inputs, options, plan, store, (grad,), stream), make), numbers
 
 
-def _params(inputs: Inputs, stats_row: int, options: AttnOptions, store: int, stream: int) -> BackwardPartParams:
+def _params(
+    inputs: Inputs, stats_row: int, options: AttnOptions, store: int, stream: int, gated: bool = False
+) -> BackwardPartParams | GatedBackwardPartParams:
     """What both kernels are told beside a mask's numbers; addresses of tensors come with the launch."""
     softcap, scale = options.softcap, options.softmax_scale
-    return BackwardPartParams(
+    return (GatedBackwardPartParams if gated else BackwardPartParams)(
         counter=work_counter(inputs[0].device, stream).data_ptr(), stats_row=stats_row, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip

@@ -97,6 +97,13 @@ def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
     return RowTiles(hopper_kernels.forward_tile(problem.dims, facts.area / problem.num_rows, packed), packed)
 
 
+def late_blocks(problem: Problem, num_arriving: int, tile: tuple[int, int], products: float = 2.0) -> float:
+    """Blocks that an SM computes until so many keys have arrived; ``products``: matrix products of a block."""
+    row_bytes = 2 * problem.num_heads_kv * sum(problem.dims)
+    us = tuning.ARRIVAL_US + num_arriving * row_bytes / tuning.ARRIVAL_BYTES_PER_US
+    return us * tuning.SM_FLOP_PER_US / (products * tile[0] * tile[1] * sum(problem.dims))
+
+
 def backward_choice(facts: MaskFacts, problem: Problem, deterministic: bool) -> BackwardChoice:
     """The kernels of a backward pass."""
     whole = problem.dims in hopper_kernels.WHOLE_DIMS
@@ -143,3 +150,10 @@ def most_apart(choice: BackwardChoice, problem: Problem, room_bytes: int | None)
         return problem.num_keys  # all of them
     tile_bytes = 2 * 4 * WHOLE_TILE[0] * problem.num_heads_kv * problem.dims[0]
     return max(room_bytes or 0, tuning.SMALL_SUMS_BYTES) // tile_bytes
+
+
+def most_apart_at_once(choice: BackwardChoice, problem: Problem, dq_bytes: int) -> int:
+    """The same of a backward over keys of which some arrive: as many as the backward passes of stages, which take the
+    memory of dq or more.
+    """
+    return max(most_apart(choice, problem, room) for room in (None, dq_bytes))

@@ -12,7 +12,13 @@ from megatron_magi.ops.hopper.kernels import element, source_of
 
 
 def needed_kernels(
-    dtype: torch.dtype, dims: tuple[int, int], group: int, *, deterministic: bool, softcap: bool = False
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    group: int,
+    *,
+    deterministic: bool,
+    softcap: bool = False,
+    gated: bool = False,
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Sources and macros of all kernels that `choices` can choose, forward and backward.
 
@@ -22,27 +28,30 @@ def needed_kernels(
         group: query heads of a key head.
         deterministic: every backward is to repeat bit by bit.
         softcap: logits have a cap.
+        gated: those over keys that arrive while they run, alone.
     """
-    found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
-    found.append(("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype))))
+    found: list[tuple[str, tuple[str, ...]]] = []
+    if not gated:
+        found += [("prepare", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
     wide = hopper_kernels.kernel_dims(dims)
     assert wide is not None, f"head dims {dims}"
     dims = wide
     found += [
-        ("forward", hopper_kernels.forward_macros(dtype, dims, tile, softcap))
+        ("forward", hopper_kernels.forward_macros(dtype, dims, tile, softcap, gated))
         for tile in hopper_kernels.FORWARD_TILES[dims]
     ]
     whole = dims in hopper_kernels.WHOLE_DIMS
     if whole and not deterministic:
-        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True)))
-        # Only query heads that share a key head are worked on apart.
-        ends = ("finish_dq", "finish_keys") if group > 1 else ("finish_dq",)
-        found += [(name, (f"HEAD_DIM={dims[0]}", element(dtype))) for name in ends]
+        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, gated)))
+        if not gated:
+            found.append(("finish_dq", (f"HEAD_DIM={dims[0]}", element(dtype))))
+        if group > 1:  # only query heads that share a key head are worked on apart
+            found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
     packs = math.gcd(group, tuning.MOST_PACKED_HEADS) > 1
     if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`
-        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False)))
-        found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap)))
-    if not whole:
+        found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, gated)))
+        found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap, gated)))
+    if not whole and not gated:
         found.append(("backward_keys", hopper_kernels.keys_macros(dtype, dims, softcap)))
         found.append(("backward_queries", hopper_kernels.queries_macros(dtype, dims, softcap)))
     return [(source_of(name), macros) for name, macros in found]

@@ -5,10 +5,11 @@ The padding at the end is what C adds to a struct whose first member is aligned 
 
 import ctypes
 
+from megatron_magi.cuda.arriving import GateParams
 
-class ForwardParams(ctypes.Structure):
-    _fields_ = [
-        ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
+_MAPS = [("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128)]
+_REMOTE_MAPS = [("k_remote", ctypes.c_char * 128), ("v_remote", ctypes.c_char * 128)]
+_FORWARD_REST = [
         ("out_map", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("max_logits", ctypes.c_void_p),
@@ -21,13 +22,19 @@ class ForwardParams(ctypes.Structure):
         ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float), ("logit_scale", ctypes.c_float),
         ("accumulate", ctypes.c_int32), ("out_fp32", ctypes.c_int32),
         ("log2_packed", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
-        ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
+_PAD = ("pad", ctypes.c_char * 64)
 
 
-class BackwardParams(ctypes.Structure):
-    _fields_ = [
-        ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
+class ForwardParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_FORWARD_REST, _PAD]
+
+
+class GatedForwardParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_FORWARD_REST, ("gate", GateParams), _PAD]
+
+
+_BACKWARD_REST = [
         ("dout", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("items", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
@@ -39,13 +46,23 @@ class BackwardParams(ctypes.Structure):
         ("heads_inner", ctypes.c_int32), ("stats_row", ctypes.c_int32), ("units", ctypes.c_int32),
         ("store", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
-        ("log2_packed", ctypes.c_int32), ("pad", ctypes.c_char * 64),
+        ("log2_packed", ctypes.c_int32),
     ]  # fmt: skip
+_OF_REMOTE = [
+    ("store_remote", ctypes.c_int32), ("dk_remote", ctypes.c_void_p), ("dv_remote", ctypes.c_void_p),
+    ("gate", GateParams),
+]  # fmt: skip
 
 
-class BackwardPartParams(ctypes.Structure):
-    _fields_ = [
-        ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
+class BackwardParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_BACKWARD_REST, _PAD]
+
+
+class GatedBackwardParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_BACKWARD_REST, *_OF_REMOTE, _PAD]
+
+
+_PARTS_REST = [
         ("dout", ctypes.c_char * 128), ("dq_map", ctypes.c_char * 128),
         ("tiles", ctypes.c_void_p), ("passes", ctypes.c_void_p), ("bounds", ctypes.c_void_p), ("step", ctypes.c_int64),
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
@@ -58,8 +75,15 @@ class BackwardPartParams(ctypes.Structure):
         ("heads_inner", ctypes.c_int32), ("head_section", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float), ("softcap_factor", ctypes.c_float),
         ("log2_packed", ctypes.c_int32), ("long_blocks", ctypes.c_int32),
-        ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
+
+
+class BackwardPartParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_PARTS_REST, _PAD]
+
+
+class GatedBackwardPartParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("gate", GateParams), _PAD]
 
 
 class PrepareParams(ctypes.Structure):
@@ -84,14 +108,20 @@ class FinishParams(ctypes.Structure):
     ]  # fmt: skip
 
 
-class FinishKeysParams(ctypes.Structure):
-    _fields_ = [
+_FINISH_KEYS = [
         ("sums", ctypes.c_void_p), ("tiles", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64),
         ("heads_kv", ctypes.c_int32), ("store", ctypes.c_int32), ("scale", ctypes.c_float),
-        ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
+
+
+class FinishKeysParams(ctypes.Structure):
+    _fields_ = [*_FINISH_KEYS, _PAD]
+
+
+class GatedFinishKeysParams(ctypes.Structure):
+    _fields_ = [*_FINISH_KEYS, *_OF_REMOTE, _PAD]
 
 
 class RowDeltaParams(ctypes.Structure):

@@ -44,6 +44,7 @@ class HostPlan:
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         long_tile: blocks of a tile that is long, see `schedule.long_tile`.
         packed: query heads counted as one, see `packed_heads`; they share a tile of queries, or a block of them.
+        arriving: see `Tiling`.
     """
 
     starts: NDArray[np.int32]
@@ -54,9 +55,12 @@ class HostPlan:
     heads_inner: bool
     long_tile: int
     packed: int
+    arriving: tuple[int, int, int] | None = None
 
     @classmethod
-    def of(cls, plan: TilePlan, apart: tuple[float, float], packed: int) -> HostPlan:
+    def of(
+        cls, plan: TilePlan, apart: tuple[float, float], packed: int, arriving: tuple[int, int, int] | None = None
+    ) -> HostPlan:
         """From a tile plan; ``apart``: of its neighbouring tiles, see `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
         table = np.concatenate([*parts, np.zeros(4, dtype=np.int32)])
@@ -64,7 +68,7 @@ class HostPlan:
         return cls(
             plan.tiles[:, 0].copy(), plan.costs, table, offsets, plan.step,
             heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=packed * hopper_schedule.long_tile(*apart),
-            packed=packed,
+            packed=packed, arriving=arriving,
         )  # fmt: skip
 
     @property
@@ -78,10 +82,14 @@ class HostPlan:
 
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_apart: int) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
-        return hopper_schedule.make_schedule(
+        made = hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
             max_apart=min(max_apart, self.num_tiles), long_tile=self.long_tile,
         )  # fmt: skip
+        if self.arriving is None:
+            return made
+        first, _, lead = self.arriving
+        return hopper_schedule.local_first(made, self.costs, group, self.starts < first, lead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,31 +182,45 @@ class Tiling(NamedTuple):
         num_rows: queries, or keys, that tiles are made of.
         shape: of a tile (rows times packed heads where it is one of queries, 64 to a warpgroup) and of a block.
         packed: query heads counted as one.
+        arriving: where keys arrive while the kernel runs: the first of them, and see `tiles.local_first`.
     """
 
     is_backward: bool
     num_rows: int
     shape: tuple[int, int]
     packed: int = 1
+    arriving: tuple[int, int, int] | None = None
 
 
 def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> HostPlan:
     """The plan of a mask, on the CPU; ``planner``: see `native.chosen`."""
-    is_backward, rows, shape, packed = tiling
+    is_backward, rows, shape, packed, arriving = tiling
     plan_tiles = native.plan_tiles if native.chosen(planner) else hopper_tiles.plan_tiles
     if not is_backward:
         places, keys = shape
         plan = plan_tiles(bands, rows, places // packed, keys, parts=places // 64)
+        if arriving is not None:
+            plan = hopper_tiles.local_first(plan, *arriving)
         return HostPlan.of(plan, (0.0, 0.0), packed)
     keys, queries = shape
-    plan = plan_tiles(
-        hopper_tiles.transpose(bands), rows, keys, queries // packed,
-        align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
-    )  # fmt: skip
+
+    def plan_keys(bands: np.ndarray, num_keys: int) -> hopper_tiles.TilePlan:
+        return plan_tiles(
+            hopper_tiles.transpose(bands), num_keys, keys, queries // packed,
+            align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
+        )  # fmt: skip
+
+    if arriving is None:
+        plan = plan_keys(bands, rows)
+    else:
+        first = arriving[0]
+        arrives = bands[:, bd.K0] >= first
+        own = plan_keys(bands[~arrives], first - hopper_tiles.GAP)
+        plan = hopper_tiles.side_by_side(own, plan_keys(bd.shift_keys(bands[arrives], -first), rows - first), first)
     starts, ends = hopper_tiles.drift(plan)
     if ends < starts:
         plan = hopper_tiles.descending(plan)
-    return HostPlan.of(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed)
+    return HostPlan.of(hopper_tiles.pack_columns(plan, packed), (starts, ends), packed, arriving)
 
 
 def content_digest(bands: np.ndarray) -> bytes:

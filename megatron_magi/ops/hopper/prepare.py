@@ -15,14 +15,17 @@ from torch import Tensor
 
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.choices import (
+    BackwardChoice,
     MaskFacts,
     Problem,
     backward_choice,
     forward_tiles,
     most_apart,
+    most_apart_at_once,
     query_tiles,
     sums_meet,
 )
+from megatron_magi.ops.hopper.gated import key_tiling, row_tiling
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
 from megatron_magi.ops.hopper.schedule import Schedule
 
@@ -34,12 +37,13 @@ class BackwardUse:
     Attributes:
         deterministic: bitwise repeatable results.
         num_sms: streaming multiprocessors that it may take.
-        room_bytes: of dq, if its memory is free until dq is written: where dq is new, not added to; else None.
+        rooms: of each way it may be called: bytes of dq, if its memory is free until dq is written: where dq is new,
+            not added to; else None.
     """
 
     deterministic: bool
     num_sms: int
-    room_bytes: int | None
+    rooms: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +122,63 @@ def make_tables(
         tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
         plan = _make(bands, plans, planner, tiling)
         if choice.whole:
-            apart = most_apart(choice, problem, backward.room_bytes)
-            group = problem.group // choice.packed
-            key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, backward.num_sms, apart)
-            schedules.append((tiling, key, plan.schedule(*key)))
+            aparts = [most_apart(choice, problem, room) for room in backward.rooms]
+            schedules += _schedules(plan, tiling, problem, choice, backward, aparts)
         if not choice.adds_dq:
             _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
+    return _as_tables(digest, facts, plans, schedules)
+
+
+def make_gated_tables(
+    bands: np.ndarray,
+    problem: Problem,
+    num_arriving: int,
+    num_sms: int,
+    backward: BackwardUse | None,
+    planner: str = "auto",
+) -> tuple[MaskTables, list[np.ndarray]]:
+    """`make_tables` of passes in which the last ``num_arriving`` of ``problem.num_keys`` keys arrive.
+
+    Args:
+        bands: over keys numbered as in `gated`.
+        num_sms: streaming multiprocessors of the GPU.
+        problem, backward, planner: as in `make_tables`.
+    """
+    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
+    if not problem.num_rows or not num_arriving:
+        return MaskTables(digest, facts, (), ()), []
+    plans: dict[Tiling, HostPlan] = {}
+    schedules: list[tuple[Tiling, tuple, Schedule]] = []
+    _make(bands, plans, planner, row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms))
+    if backward is not None:
+        choice = backward_choice(facts, problem, backward.deterministic)
+        tiling = key_tiling(problem, choice, num_arriving, backward.num_sms)
+        plan = _make(bands, plans, planner, tiling)
+        aparts = [most_apart_at_once(choice, problem, room or 0) for room in backward.rooms]
+        schedules += _schedules(plan, tiling, problem, choice, backward, aparts)
+        if not choice.adds_dq:
+            tiles = query_tiles(problem, choice.packed)
+            _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
+    return _as_tables(digest, facts, plans, schedules)
+
+
+def _schedules(
+    plan: HostPlan,
+    tiling: Tiling,
+    problem: Problem,
+    choice: BackwardChoice,
+    use: BackwardUse,
+    aparts: Sequence[int],
+) -> list[tuple[Tiling, tuple, Schedule]]:
+    """Of the kernel that computes dk and dv, one for each of ``aparts`` (`most_apart`) that has another."""
+    group = problem.group // choice.packed
+    keys = [hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, apart) for apart in aparts]
+    return [(tiling, key, plan.schedule(*key)) for key in dict.fromkeys(keys)]
+
+
+def _as_tables(
+    digest: bytes, facts: MaskFacts, plans: dict[Tiling, HostPlan], schedules: list[tuple[Tiling, tuple, Schedule]]
+) -> tuple[MaskTables, list[np.ndarray]]:
     tables = MaskTables(
         digest,
         facts,

@@ -70,6 +70,21 @@ def make_schedule(
     return orders[times[1] < tuning.FALLING_COST_GAIN * times[0]]
 
 
+def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.ndarray, lead: int) -> Schedule:
+    """The same items with some in front whose keys are there when the kernel begins.
+
+    Args:
+        costs: as in `make_schedule`.
+        group: likewise.
+        is_own: bool ``[num_tiles]``, of the tiles whose keys are there.
+        lead: blocks of items that are to be in front.
+    """
+    own = is_own[schedule.items[:, 0]]
+    work = np.where(own, _item_costs(schedule.items, costs, group), 0)
+    leads = own & (np.cumsum(work) - work < lead)
+    return Schedule(schedule.items[np.argsort(~leads, kind="stable")], schedule.num_apart)
+
+
 def _near_schedule(
     starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_apart: int, long_tile: int
 ) -> Schedule:

@@ -114,14 +114,14 @@ def seen_rows(bands: np.ndarray) -> tuple[int, int]:
     return int(bands[:, bd.Q1].max()), int(bands[:, bd.K1].max())
 
 
-def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
+def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor, num_more: int = 0) -> dict[str, int]:
     """How a kernel whose tiles are rows deals out its work: these parameters of it.
 
     Heads that are packed in a tile are counted as one. Heads worked on together are whole groups whose keys and values
-    fit in the L2 cache. SMs that walk over blocks that exceed it begin together.
+    fit in the L2 cache. SMs that walk over blocks that exceed it begin together. ``num_more``: keys that lie elsewhere.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
-    together = max(1, min(num_kv, tuning.L2_BYTES // (k.shape[0] * row_bytes)))
+    together = max(1, min(num_kv, tuning.L2_BYTES // ((k.shape[0] + num_more) * row_bytes)))
     while num_kv % together:
         together -= 1
     packs = num_heads // plan.packed

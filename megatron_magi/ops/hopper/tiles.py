@@ -27,6 +27,9 @@ Int32Array = NDArray[np.int32]
 EVERYTHING = 1 << 30
 """Past-the-last column of rows behind the end of a tile, whose results nobody reads."""
 
+GAP = 256
+"""Numbers between own columns and those that arrive while a kernel runs: more than a block, so that none has both."""
+
 UNIT = 16
 """Columns that a backward kernel adds gradients of together: those of one warp."""
 
@@ -125,6 +128,40 @@ def descending(plan: TilePlan) -> TilePlan:
     for part in (2, 4, 6):
         out[:, part], out[:, part + 1] = count - plan.passes[order, part + 1], count - plan.passes[order, part]
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
+
+
+def local_first(plan: TilePlan, first: int, late: int, lead: int) -> TilePlan:
+    """The same plan with tiles in front that need not wait for columns which arrive while the kernel runs.
+
+    A tile visits its passes in the order of their columns, so what is there comes first.
+
+    Args:
+        plan: by falling cost.
+        first: first column that arrives.
+        late: blocks that an SM computes until all have arrived.
+        lead: blocks of tiles that are to be in front.
+    """
+    there = np.append(0, np.cumsum(np.where(plan.passes[:, 0] < first, plan.passes[:, 1], 0)))
+    own = there[plan.tiles[:, 2]] - there[plan.tiles[:, 1]]
+    waits = (own < plan.costs) & (own < late)
+    leads = ~waits & (plan.costs > 0)
+    leads &= np.cumsum(np.where(leads, plan.costs, 0)) - plan.costs < lead
+    order = np.argsort(~leads, kind="stable")
+    return replace(plan, tiles=plan.tiles[order], costs=plan.costs[order])
+
+
+def side_by_side(own: TilePlan, arriving: TilePlan, first: int) -> TilePlan:
+    """Tiles of two plans by falling cost; rows of the second are numbered from ``first`` on."""
+    more = arriving.tiles + np.array([first, len(own.passes), len(own.passes), 0], dtype=np.int32)
+    tiles, costs = np.concatenate([own.tiles, more]), np.concatenate([own.costs, arriving.costs])
+    order = np.argsort(-costs, kind="stable")
+    return replace(
+        own,
+        tiles=tiles[order],
+        costs=costs[order],
+        passes=np.concatenate([own.passes, arriving.passes]),
+        bounds=np.concatenate([own.bounds, arriving.bounds]),
+    )
 
 
 def pack_columns(plan: TilePlan, packed: int) -> TilePlan:

@@ -23,6 +23,14 @@ SHORT_ROWS = 4096
 TALL_TILE_KEYS = {(64, 64): (100, 100), (128, 128): (0, 4000)}
 """Least keys that a query sees on average for forward tiles of 192 rows, by head dims: with packed heads, without."""
 
+# ---- keys that arrive ----
+
+ARRIVAL_US, ARRIVAL_BYTES_PER_US = 20, 250_000
+"""Until keys that another rank has are there: microseconds beside the bytes, bytes a microsecond."""
+
+SM_FLOP_PER_US = 4.5e6
+"""Rate of an SM in the forward."""
+
 # ---- caches ----
 
 L2_BYTES = 24 << 20

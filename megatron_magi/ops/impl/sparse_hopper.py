@@ -18,7 +18,6 @@ from megatron_magi.ops.hopper.sparse_lists import lists_of
 from megatron_magi.ops.hopper.sparse_params import SparseForwardParams
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
-    check_support,
     current_stream,
     in_dtype,
     kernels_exist,
@@ -32,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 def is_supported(q: Tensor, v: Tensor) -> bool:
     """Whether both passes take tensors like these."""
-    return kernels_exist(q.device, q.dtype, (q.shape[2], v.shape[2]), kernels.DIMS)
+    dims = (q.shape[2], v.shape[2])
+    return dims in kernels.DIMS and kernels_exist(q.device, q.dtype, dims)
 
 
 def say_why_not(q: Tensor, v: Tensor) -> None:
@@ -42,8 +42,22 @@ def say_why_not(q: Tensor, v: Tensor) -> None:
 
 @cache
 def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    reason = why_not(device, dtype, dims, kernels.DIMS)
-    logger.warning("sparse attention falls back to the dense definition, slow and large: %s", reason)
+    logger.warning("sparse attention falls back to the dense definition: %s", _why_not(device, dtype, dims))
+
+
+def _why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+    if not kernels_exist(device, dtype, kernels.DIMS[0]):
+        return (
+            why_not(device, dtype, kernels.DIMS[0]).rsplit(";", 1)[0]
+            + "; use 'reference', which takes the memory of dense logits"
+        )
+    known = " and ".join(str(dim) for dim, _ in kernels.DIMS)
+    return f"q, v: sparse impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use 'reference'"
+
+
+def _check_support(q: Tensor, v: Tensor) -> None:
+    if not is_supported(q, v):
+        raise ValueError(_why_not(q.device, q.dtype, (q.shape[2], v.shape[2])))
 
 
 def forward(
@@ -61,7 +75,7 @@ def forward(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    check_support(q, (q.shape[2], v.shape[2]), kernels.DIMS)
+    _check_support(q, v)
     num_rows, num_heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
@@ -125,7 +139,7 @@ def backward(
     Raises:
         ValueError: the device, dtype or head dims are not supported; deterministic results of lists of single keys.
     """
-    check_support(q, (q.shape[2], v.shape[2]), kernels.DIMS)
+    _check_support(q, v)
     if deterministic and pattern.k_block == 1:
         raise ValueError(
             "deterministic: kernels add gradients of single keys in no fixed order; use impl 'reference', or blocks"

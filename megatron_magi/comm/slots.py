@@ -1,0 +1,80 @@
+"""The slots in which ranks publish rows: how rows lie there, and what fits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megatron_magi.comm.peer_tables import CHUNK_ROWS
+from megatron_magi.comm.peers import PeerMemory
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import MOST_TENSORS, WIDEST
+
+MOST_BYTES = 1 << 30
+"""Of a slot, of which a rank has two; what does not fit travels otherwise."""
+MAX_CHUNKS = 1 << 16
+"""Of rows that are published together: kMaxChunks of peers.cuh."""
+_LEAST_BYTES = 16 << 20
+_CHUNK_BYTES = 64 << 10  # about what is published together
+_MAX_FITTING = 1024
+
+
+class Room:
+    """What fits in the slots of a group, which grow with need. Every rank asks the same, and is told the same.
+
+    Attributes:
+        most_bytes: of a slot.
+    """
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory = memory
+        self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
+        self._failure: str | None = None
+        self.most_bytes = MOST_BYTES
+
+    def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
+        """See `megatron_magi.comm.impl.native.Native.refusal`.
+
+        Raises:
+            RuntimeError: ranks did not come to make room, now or earlier.
+        """
+        if (id(layout), most_rows) in self._fitting:
+            return None
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        if most_rows is None:
+            return "needs args that were built with peers"
+        if len(layout.sizes) > MOST_TENSORS:
+            return f"moves at most {MOST_TENSORS} tensors at once, got {len(layout.sizes)}"
+        row_bytes = slot_row_bytes(layout)
+        num_bytes = row_bytes * most_rows
+        if num_bytes > self.most_bytes or most_rows > MAX_CHUNKS << chunk_shift(row_bytes):
+            return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
+        if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
+            wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            if wanted > self.most_bytes:
+                return f"has no room for {wanted} bytes"
+            before = self._memory.slot_bytes
+            self._fitting.clear()
+            try:
+                reason = self._memory.grow(wanted)
+            except RuntimeError as error:  # ranks no longer know what the others have
+                self._failure = str(error)
+                raise
+            if reason is not None:
+                self.most_bytes = before
+                return f"has no room for {wanted} bytes: {reason}"
+        if len(self._fitting) >= _MAX_FITTING:
+            self._fitting.clear()
+        self._fitting[id(layout), most_rows] = layout
+        return None
+
+
+@lru_cache(maxsize=64)
+def slot_row_bytes(layout: RowLayout) -> int:
+    """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""
+    return max(-(-sum(layout.sizes) // WIDEST), 1) * WIDEST
+
+
+def chunk_shift(row_bytes: int) -> int:
+    """Log2 of the rows that are published together."""
+    return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)

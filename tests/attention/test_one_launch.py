@@ -1,0 +1,165 @@
+"""Attention in one launch, whose later keys arrive while it runs: it equals stages, and ends when nothing comes."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_magi.attention import distributed, distributed_attention
+from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.mask import builders
+from megatron_magi.ops.hopper import gated
+from megatron_magi.plan import make_plan
+from megatron_magi.testing.spawn import run_ranks
+from tests.attention import cases as cs
+
+on_gpus = pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
+)
+NATIVE = CommConfig(impl="native")
+OPTIONS = [
+    {}, {"heads": (16, 2)}, {"dims": (64, 64)}, {"heads": (2, 2), "dims": (192, 128)},
+    {"dims": (256, 256), "heads": (4, 1)}, {"dtype": torch.float16, "heads": (4, 4)},
+]  # fmt: skip
+
+
+def tensors_of(num_rows, seed, heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
+    return [torch.randn(num_rows, *s, device="cuda", dtype=dtype, generator=generator) for s in shapes]
+
+
+def masks(num_ranks):
+    """Masks, and stages of each."""
+    total = 1024 * num_ranks
+    yield builders.causal(total), None
+    yield builders.causal(3 * total), 3
+    yield builders.full(total + 77), 2
+    yield builders.sliding_window(total, 200, 0), 1
+    yield builders.varlen(doc_lengths=[700, 13, 1, total - 714], causal=True), None
+    yield builders.varlen(doc_lengths=[total // 4] * 4, causal=True), None  # some ranks fetch nothing
+    for seed in range(12):
+        yield cs.random_mask(257 * num_ranks + 100 * seed, 6, seed), seed % 4 or None
+
+
+class Counted:
+    """Calls of `gated.forward`."""
+
+    def __enter__(self):
+        self.count, self._real = 0, gated.forward
+        self._patch = mock.patch.object(gated, "forward", self)
+        self._patch.start()
+        return self
+
+    def __call__(self, *args, **options):
+        self.count += 1
+        return self._real(*args, **options)
+
+    def __exit__(self, *_):
+        self._patch.stop()
+
+
+def compare(rank, num_ranks):
+    """One launch and stages, over masks, heads and options."""
+    torch.cuda.set_device(rank)
+    gates = 0
+    for i, (mask, degree) in enumerate(masks(num_ranks)):
+        config = MagiConfig(overlap=OverlapConfig(degree=degree), comm=NATIVE)
+        q, k, v = tensors_of(make_plan(mask, config, num_ranks).for_rank(rank).num_rows, 10 * i + rank,
+                             **OPTIONS[i % len(OPTIONS)])  # fmt: skip
+        more = {"return_max_logits": i % 2 == 0, "softcap": 2.0 * (i % 3 == 1)}
+        if i % 4 == 3:
+            more["sink"] = torch.randn(2, q.shape[1], device="cuda")
+        dout = torch.randn(*q.shape[:2], v.shape[2], device="cuda").to(q.dtype)
+        found = []
+        for way in (lambda *_: False, distributed.pays):
+            plan = make_plan(mask, config, num_ranks).for_rank(rank)
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            with mock.patch.object(distributed, "pays", way), Counted() as counted:
+                out, meta = distributed_attention(*leaves, plan, dist.group.WORLD, config=config, **more)
+                grads = torch.autograd.grad(out, leaves, dout)
+                found.append(({"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}, meta))
+        fetches = sum(t.num_recv for t in plan.transfers) > 0
+        assert counted.count == fetches, (i, counted.count)
+        gates += fetches
+        (staged, meta_a), (at_once, meta_b) = found
+        for name, a in staged.items():
+            b, a = at_once[name].float(), a.float()
+            scale = a.abs().max().clamp(min=1e-3)
+            assert b.isfinite().all() and float((a - b).abs().max() / scale) < 1e-2, (i, name)
+        torch.testing.assert_close(meta_b.lse, meta_a.lse, atol=2e-3, rtol=1e-3)
+        if more["return_max_logits"]:
+            torch.testing.assert_close(meta_b.max_logits, meta_a.max_logits, atol=1e-3, rtol=1e-3)
+    return gates
+
+
+@on_gpus
+def test_one_launch_computes_what_stages_do(num_ranks):
+    assert min(run_ranks(compare, num_ranks, backend="nccl", timeout_s=180)) > 8
+
+
+def change_plans(rank, num_ranks, num_calls):
+    """A new mask in each call, forward and backward: the keys that arrive are those of this call and of no other."""
+    torch.cuda.set_device(rank)
+    rng = np.random.default_rng(0)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with Counted() as counted:
+        for call in range(num_calls):
+            total = int(rng.choice([512, 3000, 20_000])) * num_ranks
+            cuts = np.sort(rng.integers(1, total, int(rng.integers(0, 6))))
+            lengths = np.diff(cuts, prepend=0, append=total).tolist()
+            config = MagiConfig(overlap=OverlapConfig(degree=int(rng.integers(1, 4))), comm=NATIVE)
+            plan = make_plan(builders.varlen(doc_lengths=lengths, causal=False), config, num_ranks)
+            rows = plan.dispatch.global_index(rank)
+            # All logits are equal, so a row gets the mean of its document's values, which name document and call.
+            document = np.searchsorted(np.cumsum(lengths), np.minimum(rows, total - 1), side="right")
+            value = torch.from_numpy((document + 8 * (call % 16)).astype(np.float32)).cuda()
+            q = torch.zeros(len(rows), 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            k = torch.zeros(len(rows), 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            v = value.to(torch.bfloat16)[:, None, None].expand(-1, 2, 128).contiguous().requires_grad_()
+            out, _ = distributed_attention(q, k, v, plan.for_rank(rank), dist.group.WORLD, config=config)
+            real = torch.from_numpy(rows < total).cuda()
+            wrong += (out[real].float() != value[real, None, None]).sum()
+            if call % 3 == 0:
+                out.float().sum().backward()
+    return int(wrong), counted.count
+
+
+@on_gpus
+def test_keys_of_each_of_200_calls_with_changing_plans_are_its_own(num_ranks):
+    for wrong, count in run_ranks(change_plans, num_ranks, 200, backend="nccl", timeout_s=180):
+        assert not wrong and count > 50
+
+
+def stay_away(rank, num_ranks):
+    torch.cuda.set_device(rank)
+    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=2))
+    config = MagiConfig(comm=CommConfig(impl="native", verify=False))
+    plan = make_plan(builders.causal(2048 * num_ranks), config, num_ranks).for_rank(rank)
+    q, k, v = tensors_of(plan.num_rows, rank)
+    distributed_attention(q, k, v, plan, group, config=config)
+    torch.cuda.synchronize()
+    if rank == 0:
+        time.sleep(6)
+        return
+    begin = time.monotonic()
+    distributed_attention(q, k, v, plan, group, config=config)
+    torch.cuda.synchronize()
+    assert 1.5 < time.monotonic() - begin < 5
+    fetches = sum(t.num_recv for t in plan.transfers) > 0
+    what = rf"rank 0 .* did not come within 2 s; attention of rank {rank} .* waited for part 1 of the keys"
+    with pytest.raises(RuntimeError, match=what if fetches else "rank 0 .* did not come within 2 s"):
+        distributed_attention(q, k, v, plan, group, config=config)
+    assert torch.ones(3, device="cuda").sum() == 3  # the device is as it was
+
+
+@on_gpus
+def test_attention_that_waits_for_a_rank_which_does_not_come_ends_and_names_it(num_ranks):
+    run_ranks(stay_away, num_ranks, backend="nccl", timeout_s=60)

@@ -1,0 +1,213 @@
+"""What one launch over all stages is planned from: keys of all stages behind each other, tiles that need not wait."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_magi.attention import one_launch
+from megatron_magi.attention.runtime import joined_transfer
+from megatron_magi.comm import announced
+from megatron_magi.comm.impl import native
+from megatron_magi.config import MagiConfig, OverlapConfig
+from megatron_magi.cuda import arriving
+from megatron_magi.cuda.build import source_root
+from megatron_magi.mask import builders
+from megatron_magi.mask.dense import dense_bands, dense_mask
+from megatron_magi.ops.hopper import gated, kernels, params
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.choices import Problem, RowTiles, backward_choice
+from megatron_magi.ops.hopper.plan import HostPlan
+from megatron_magi.ops.hopper.schedule import Schedule, local_first
+from megatron_magi.ops.hopper.tiles import GAP
+from megatron_magi.plan import make_plan
+from tests.attention import cases as cs
+
+
+def plan_of(mask, num_ranks, degree):
+    return make_plan(mask, MagiConfig(overlap=OverlapConfig(degree=degree)), num_ranks)
+
+
+def buffer_tokens(plan, rank, transfer):
+    """Global token of each row of a buffer."""
+    index = plan.dispatch.global_indices()
+    owners = np.repeat(np.arange(plan.cp_size), transfer.recv_splits)
+    tokens = np.array([index[r][row] for r, row in zip(owners, transfer.owner_rows, strict=True)], dtype=np.int64)
+    return tokens if transfer.recv_order is None else tokens[transfer.recv_order]
+
+
+plans = given(seed=st.integers(0, 1000), num_ranks=st.integers(2, 4), degree=st.integers(1, 4))
+
+
+@settings(max_examples=40, deadline=None)
+@plans
+def test_one_transfer_brings_the_rows_of_all_stages_one_behind_the_other(seed, num_ranks, degree):
+    plan = plan_of(cs.random_mask(120, 4, seed), num_ranks, degree)
+    assert (plan.for_rank(0).joined is None) == (plan.degree < 2)
+    if plan.degree < 2:
+        return
+    index = plan.dispatch.global_indices()
+    buffers = []
+    for rank in range(num_ranks):
+        rank_plan = plan.for_rank(rank)
+        buffers.append(buffer_tokens(plan, rank, rank_plan.joined))
+        stages = [buffer_tokens(plan, rank, t) for t in rank_plan.transfers]
+        np.testing.assert_array_equal(buffers[-1], np.concatenate(stages))
+    for rank in range(num_ranks):
+        t = plan.for_rank(rank).joined
+        to = np.repeat(np.arange(num_ranks), t.send_splits)
+        for row, d, there in zip(t.send_index, to, t.buffer_rows, strict=True):
+            assert buffers[d][there] == index[rank][row]
+        assert t.most_recv == max(map(len, buffers)) and t.most_rows > t.send_index.max(initial=-1)
+
+
+@settings(max_examples=40, deadline=None)
+@plans
+def test_the_mask_over_all_keys_is_the_mask(seed, num_ranks, degree):
+    mask = cs.random_mask(120, 4, seed)
+    plan = plan_of(mask, num_ranks, degree)
+    dense = np.pad(dense_mask(mask), (0, plan.dispatch.padded_seqlen - 120))
+    for rank in range(num_ranks if plan.degree else 0):
+        rank_plan = plan.for_rank(rank)
+        tokens = buffer_tokens(plan, rank, joined_transfer(rank_plan))
+        rows, first = plan.dispatch.global_index(rank), gated.first_arriving(rank_plan.num_rows)
+        found = dense_bands(one_launch.joined_bands(rank_plan), rank_plan.num_rows, first + len(tokens))
+        own, later = found[:, : rank_plan.num_rows], found[:, first:]
+        assert not found[:, rank_plan.num_rows : first].any()
+        np.testing.assert_array_equal(own, dense[np.ix_(rows, rows)])
+        np.testing.assert_array_equal(later, dense[np.ix_(rows, tokens)])
+
+
+def tables(host: HostPlan, block_m: int):
+    begin, passes, bounds = (offset // 4 for offset in host.offsets)
+    tiles = host.table[begin:passes].reshape(-1, 4)
+    return tiles, host.table[passes:bounds].reshape(-1, 8), host.table[bounds:-4].reshape(-1, block_m, 2)
+
+
+def covered(host: HostPlan, block_m: int, block_n: int, shape: tuple[int, int]) -> np.ndarray:
+    """How often tiles compute each visible pair, int ``shape``."""
+    count = np.zeros(shape, dtype=int)
+    tiles, passes, bounds = tables(host, block_m)
+    for row0, first, past, rows in tiles.tolist():
+        for i in range(first, past):
+            column, blocks = passes[i, :2].tolist()
+            low = min(column, column + (blocks - 1) * host.step)
+            for r in range(rows):
+                begin, end = bounds[i, r].tolist()
+                assert begin >= end or (low <= begin and end <= low + blocks * block_n)
+                count[row0 + r, begin : min(end, shape[1])] += begin < end
+    return count
+
+
+MASKS = {
+    "causal": builders.causal(3000),
+    "documents": builders.varlen(doc_lengths=[700, 40, 1300, 961], causal=True),
+    "window": builders.sliding_window(2500, 300, 0),
+    "random": cs.random_mask(2000, 5, 3),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("degree", [1, 3])
+def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, degree):
+    plan = plan_of(mask, 2, degree)
+    for rank in range(2):
+        rank_plan = plan.for_rank(rank)
+        bands = one_launch.joined_bands(rank_plan)
+        num_later = joined_transfer(rank_plan).num_recv
+        num_rows, first = rank_plan.num_rows, gated.first_arriving(rank_plan.num_rows)
+        num_keys = first + num_later
+        problem = Problem(num_rows, num_rows + num_later, 8, 2, (128, 128))
+        dense = dense_bands(bands, num_rows, num_keys).astype(int)
+        for shape in kernels.FORWARD_TILES[128, 128]:
+            host = hopper_plan.make_host_plan(bands, gated.row_tiling(problem, RowTiles(shape, 1), num_later, 132))
+            np.testing.assert_array_equal(covered(host, *shape, dense.shape), dense)
+            _, passes, _ = tables(host, shape[0])
+            own = passes[:, 0] < first
+            assert (passes[own, 0] < num_rows).all()
+            assert (passes[own, 0] + passes[own, 1] * shape[1] <= first).all()
+        choice = backward_choice(hopper_plan.mask_facts(bands), problem, False)
+        host = hopper_plan.make_host_plan(bands, gated.key_tiling(problem, choice, num_later, 132))
+        count = covered(host, *choice.shape, dense.T.shape)
+        np.testing.assert_array_equal(count, dense.T)
+        tiles, _, _ = tables(host, choice.shape[0])
+        rows = np.concatenate([np.arange(t[0], t[0] + t[3]) for t in tiles])
+        # Each key is in one tile, and the numbers between are in none.
+        assert sorted(rows) == [*range(num_rows), *range(first, num_keys)]
+        schedule = host.schedule(2, 4, 132, 8)
+        assert len(np.unique(schedule.items, axis=0)) == len(schedule.items)
+
+
+def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
+    bands = one_launch.joined_bands(plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1))
+    first = gated.first_arriving(2048)
+    plain = hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128)))
+
+    def waits(host):
+        tiles, passes, _ = tables(host, 128)
+        return [bool((passes[a:b, 0] >= first).any()) for _, a, b, _ in tiles.tolist()]
+
+    def order(late, lead):
+        return hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128), 1, (first, late, lead)))
+
+    assert waits(plain)[0] and not all(waits(plain))
+    assert waits(order(100, 10**6)) == sorted(waits(plain)), "all that need not"
+    host = order(100, 1)
+    assert waits(host)[:2] == [False, True] and sorted(host.costs) == sorted(plain.costs), "one is enough"
+    np.testing.assert_array_equal(order(1, 10**6).starts, plain.starts, "own keys of each tile take longer")
+
+
+def test_items_of_own_keys_come_first_as_many_as_fill_the_time():
+    items = np.array([[tile, 65536 + head, 0, 0] for head in range(3) for tile in range(4)], dtype=np.int32)
+    is_own, costs = np.array([False, True, False, True]), np.array([9, 7, 5, 3])
+    found = local_first(Schedule(items, 4), costs, 4, is_own, 17)
+    # 7 and 3 blocks and what an item costs beside: three items.
+    assert found.items[:, 0].tolist()[:4] == [1, 3, 1, 0] and found.num_apart == 4
+    assert sorted(map(tuple, found.items)) == sorted(map(tuple, items))
+
+
+def test_who_waits_keeps_nobody_from_arriving():
+    """Kernels that wait start when those that bring rows have all their blocks on SMs, which are few."""
+    pull = (source_root() / "group_collective/pull_bulk.cu").read_text()
+    body = pull[pull.index("magi_pull_bulk(const") :]
+    assert body.index("let_next_kernel_start();") < body.index("Pull pull("), "before it waits for anybody"
+    assert native.SHAPES["pull_bulk"].num_blocks <= 32
+    for name in ("forward", "backward"):
+        text = (source_root() / f"attention/sm90/{name}.cu").read_text()
+        assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"
+
+
+def test_what_is_told_of_arrivals_is_what_the_kernels_read():
+    text = (source_root() / "common/arrivals.cuh").read_text()
+    assert f"kMostParts = {arriving.MOST_PARTS};" in text and arriving.FLAG_BYTES == 8 * arriving.MOST_PARTS
+    gate = re.search(r"struct Gate {(.*?)};", text, re.DOTALL).group(1)
+    names = re.findall(r"[\s*](\w+)[,;]", re.sub(r"//.*", "", gate))
+    assert names == [name for name, _ in arriving.GateParams._fields_]
+    assert ctypes.sizeof(arriving.GateParams) == 56 and params.GatedForwardParams.gate.offset % 8 == 0
+    for num_rows in (1, 255, 4096, 1 << 20):
+        assert -(-num_rows // arriving.part_rows(num_rows)) <= arriving.MOST_PARTS
+    assert max(n for tiles in kernels.FORWARD_TILES.values() for _, n in tiles) < GAP
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "impl", "expected"),
+    [(2, "auto", True), (8, "native", True), (9, "auto", False), (2, "all_to_all", False), (1, "auto", False)],
+)
+def test_one_launch_is_for_ranks_that_read_each_others_memory(num_ranks, impl, expected):
+    assert announced.may_announce(num_ranks, impl) is expected
+
+
+def test_stages_that_are_kept_or_not_overlapped_stay_stages():
+    mask, stages, kept = builders.causal(256), OverlapConfig(degree=3), OverlapConfig(degree=1, hide_tail_reduce=True)
+    for overlap, expected in (
+        (OverlapConfig(), True), (stages, True), (kept, False), (OverlapConfig(degree=0), False)
+    ):  # fmt: skip
+        plan = make_plan(mask, MagiConfig(overlap=overlap), 2).for_rank(0)
+        assert one_launch.pays(plan, (128, 128), "auto") is expected
+    assert not one_launch.pays(make_plan(mask, MagiConfig(), 1).for_rank(0), (128, 128), "auto")
+    assert one_launch.backward_pays((128, 128)) and not one_launch.backward_pays((192, 128))
