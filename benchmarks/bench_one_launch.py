@@ -100,7 +100,7 @@ def alone(rank_plan: RankPlan, tensors: list[torch.Tensor]) -> list[float]:
 def measure(rank: int, num_ranks: int, name: str, tokens: int, traces: str | None) -> list[list]:
     """Rows of the table for one mask, equal on all ranks."""
     cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
-    config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl="native"))
+    config = MagiConfig(overlap=OverlapConfig(cost=cost, one_launch=True), comm=CommConfig(impl="native"))
     plan = make_plan(mask_of(name, tokens * num_ranks, num_ranks), config, num_ranks)
     generator = torch.Generator("cuda").manual_seed(rank)
     shapes = [(plan.for_rank(rank).num_rows, heads, HEAD_DIM) for heads in (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)]

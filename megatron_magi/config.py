@@ -151,19 +151,22 @@ class OverlapConfig:
         max_degree: largest number of stages that is considered.
         hide_tail_reduce: keep the last remote stage's keys from the forward, so that the
             backward ends with local compute and its last reduction hides behind it.
+        one_launch: attend over the keys of all stages in one launch, which waits for fetched keys inside the kernel,
+            where kernels and collectives can; experimental.
         cost: the rates.
     """
 
     degree: int | None = None
     max_degree: int = 8
     hide_tail_reduce: bool = False
+    one_launch: bool = False
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
         if self.degree is not None:
             _check_count("degree", self.degree, 0)
         _check_count("max_degree", self.max_degree, 1)
-        _check_flags(self, "hide_tail_reduce")
+        _check_flags(self, "hide_tail_reduce", "one_launch")
         _check_part("cost", self.cost, CostModel)
 
 

@@ -85,6 +85,8 @@ class Recorder:
 
     def add(self, kind: str, name: str, begin: Any, end: Any, flops: float = 0.0, num_bytes: int = 0) -> None:
         """Notes a span."""
+        if torch.distributed.is_initialized():
+            self.rank = torch.distributed.get_rank()
         with self._lock:
             if self._first is None:
                 self._first = begin
@@ -242,8 +244,6 @@ def profiled_collective[F: Callable](function: F) -> F:
         device, name = (tensors if isinstance(tensors, torch.Tensor) else tensors[0]).device, function.__name__
         if not _records(device):
             return function(tensors, *args, **kwargs)
-        if torch.distributed.is_initialized():
-            _recorder.rank = torch.distributed.get_rank()
         begin = _mark(device)
         with _range(name, device):
             handle = function(tensors, *args, **kwargs)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megatron_magi import envs, profiling
 from megatron_magi.comm import group_collective
@@ -91,6 +92,14 @@ def test_passes_and_collectives_of_two_ranks_are_counted_and_timed(tmp_path):
 def test_the_process_says_at_its_end_what_it_has_recorded(tmp_path):
     said = run(_ALONE, tmp_path)
     assert NAME in said and "attention forward" in said
+
+
+def test_ranks_that_move_nothing_know_their_number_too(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    recorder = profiling.Recorder()
+    recorder.add("pass", "attention forward", 0.0, 1.0)
+    assert recorder.rank == 3
 
 
 def test_a_value_that_is_no_toggle_is_an_error():

@@ -70,8 +70,15 @@ class _Call:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks; None for one."""
-        return self.group_ref()
+        """The ranks; None for one.
+
+        Raises:
+            RuntimeError: the group has ended: None would stand for another one.
+        """
+        group = self.group_ref()
+        if group is None and self.cp_size > 1:
+            raise RuntimeError("group: does not exist any more")
+        return group
 
     @property
     def accumulates(self) -> bool:

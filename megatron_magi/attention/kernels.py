@@ -33,7 +33,8 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     found = attention_kernels(shape.dtype, dims, group, deterministic=deterministic)
     if cp_size == 1:
         return found
-    if may_announce(cp_size, config.comm.impl):
+    one_launch = config.overlap.one_launch and may_announce(cp_size, config.comm.impl)
+    if one_launch:
         found += attention_kernels(shape.dtype, dims, group, deterministic=deterministic, gated=True)
     # Rows of heads are multiples of 16 bytes.
     units = (16, 8, 4) if rolls else (16,)
@@ -45,6 +46,6 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
         found.append(cuda_rows.sum_source(partial, partial, 16 // partial.itemsize))
     if config.comm.impl in ("auto", "native"):
         found += native.needed_kernels(partial, wide)
-    if may_announce(cp_size, config.comm.impl) and backward_pays(dims):
+    if one_launch and backward_pays(dims):
         found += [kernel for kernel in native.needed_kernels(partial, partial) if kernel not in found]
     return found

@@ -144,13 +144,15 @@ def backward_pays(dims: tuple[int, int]) -> bool:
 
 
 def pays(plan: RankPlan, dims: tuple[int, int], impl: str) -> bool:
-    """Whether the forward of a plan is one launch where the kernels and the collectives can; the same on all ranks.
+    """Whether the forward of a plan is to be one launch, and kernels and collectives can; the same on all ranks.
 
     Args:
         plan: of this rank.
         dims: of a head of q and k, and of v; narrower than those of the kernels, they take copies.
         impl: of the collectives.
     """
+    if not plan.one_launch:
+        return False
     if not plan.degree or plan.schedule.saved_stage is not None or plan.schedule.forward[-1].stage == 0:
         return False  # stages are kept, or are to follow each other without overlap
     if plan.transfers[0].levels is not None or kernel_dims(dims) != dims:

@@ -6,6 +6,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -52,29 +53,42 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
 
     Raises:
         ValueError: the ranks are no whole number of nodes.
-        RuntimeError: a rank did not come within the time-out of the group, or the ranks are in different numbers of
-            process groups.
+        RuntimeError: a rank did not come within the time-out of the group.
     """
     made = _known.setdefault(group, {})
     if ranks_per_node not in made:
         if group.size() % ranks_per_node:
             raise ValueError(f"ranks_per_node: {group.size()} ranks are no whole number of nodes of {ranks_per_node}")
         ranks, rank = dist.get_process_group_ranks(group), group.rank()
-        # Groups that are made without the other ranks of the job are known by their ranks and this number.
-        counts = Meeting(group, "ranks_per_node").gather(len(dist.distributed_c10d._world.pg_names))
-        if len(set(counts)) > 1:
-            raise RuntimeError(f"ranks_per_node: ranks of the group have made different numbers of groups: {counts}")
+        name = Meeting(group, "ranks_per_node").gather(uuid4().hex)[0]
         first = rank - rank % ranks_per_node
         node, places = ranks[first : first + ranks_per_node], ranks[rank % ranks_per_node :: ranks_per_node]
         backend, timeout = dist.get_backend_config(group), timedelta(seconds=timeout_s(group))
         near, relay, far = (
-            dist.new_group(some, timeout=timeout, backend=backend, use_local_synchronization=True)
-            for some in (node, node, places)
+            _new_group(some, f"{name}-{part}-{some[0]}", backend, timeout)
+            for part, some in (("near", node), ("relay", node), ("far", places))
         )
         made[ranks_per_node] = groups = NodeGroups(near, relay, far, [])
         weakref.finalize(group, _end, near, relay, far).atexit = False
         add_guard(group, groups)
     return made[ranks_per_node]
+
+
+def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group that its own ranks make, without the others of the job.
+
+    Torch names such a group by its ranks and by how many groups this rank is in: ranks may be in different numbers of
+    groups, and a group that is made again would find what the store holds of the last. If the default group is bound to
+    a device, torch splits its communicator, to which all ranks of the job would have to come.
+    """
+    world, c10d = dist.group.WORLD, dist.distributed_c10d
+    assert world is not None
+    bound, name_of = world.bound_device_id, c10d._process_group_name
+    world.bound_device_id, c10d._process_group_name = None, lambda *_, **__: name
+    try:
+        return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    finally:
+        world.bound_device_id, c10d._process_group_name = bound, name_of
 
 
 def _end(*groups: dist.ProcessGroup) -> None:

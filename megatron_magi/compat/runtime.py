@@ -103,10 +103,15 @@ class DistAttnRuntimeKey:
 
 
 def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> int | None:
-    """Ranks that share a node: those along the second dimension of a mesh of two; None where nothing says so."""
-    if isinstance(cp_group_or_mesh, DeviceMesh) and cp_group_or_mesh.ndim == 2:
-        return cp_group_or_mesh.size(1)
-    return None
+    """Ranks that share a node: those along the second dimension of a mesh of two; None where nothing says so.
+
+    Nor does a mesh whose ranks do not rise along it: in its group, which is in the order of ranks, those of a node are
+    no neighbours.
+    """
+    if not isinstance(cp_group_or_mesh, DeviceMesh) or cp_group_or_mesh.ndim != 2:
+        return None
+    ranks = cp_group_or_mesh.mesh.flatten().tolist()
+    return cp_group_or_mesh.size(1) if ranks == sorted(ranks) else None
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -92,7 +92,8 @@ class Plan:
                 num_rows=self.dispatch.shard_lengths[cp_rank],
                 bands=bands,
                 transfers=self._transfers.for_rank(cp_rank),
-                joined=self._transfers.joined(cp_rank),
+                joined=self._transfers.joined(cp_rank) if self.config.overlap.one_launch else None,
+                one_launch=self.config.overlap.one_launch,
                 schedule=self.schedule,
                 plan_hash=self.plan_hash,
                 area=int(sum(bd.areas(b).sum() for b in bands)),
@@ -222,7 +223,7 @@ def _plan_hash(mask: AttnMask, dispatch: Dispatch, degree: int, schedule: Schedu
     """
     steps = ";".join(f"{s.kind.value}{s.stage}" for s in (*schedule.forward, *schedule.backward))
     text = hashlib.sha256(_FORMAT + mask.digest + dispatch.digest)
-    text.update(f"{degree}|{steps}|{schedule.saved_stage}|{config.comm}".encode())
+    text.update(f"{degree}|{steps}|{schedule.saved_stage}|{config.overlap.one_launch}|{config.comm}".encode())
     if config.dispatch.algorithm == "auto":
         text.update((config.dispatch.rates or H100).digest)
     return int.from_bytes(text.digest()[:8], "little") >> 1

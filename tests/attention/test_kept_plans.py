@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,11 +22,14 @@ def attend_and_end_the_group(rank: int, num_ranks: int) -> None:
     plan = make_plan(cs.documents([64]), config, num_ranks).for_rank(rank)
     x = torch.zeros(plan.num_rows, 2, 8)
     distributed_attention(x, x, x, plan, group, config=config)
+    out, _ = distributed_attention(x.requires_grad_(), x, x, plan, group, config=config)
     alive = weakref.ref(group)
     dist.destroy_process_group(group)
     del group
     gc.collect()
     assert alive() is None and plan.runtime["calls"]
+    with pytest.raises(RuntimeError, match="group: does not exist any more"):
+        out.sum().backward()  # and not on the default group
     again = dist.new_group(list(range(num_ranks)))
     distributed_attention(x, x, x, plan, again, config=config)
 

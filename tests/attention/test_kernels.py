@@ -13,7 +13,7 @@ from megatron_magi.attention.one_launch import backward_pays
 from megatron_magi.comm.impl import cuda_rows, native
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.rows import Arrivals
-from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
+from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.mask import bands as bd
@@ -71,7 +71,7 @@ def test_attention_takes_the_kernels_that_are_compiled_and_no_others(
 @pytest.mark.parametrize("dims", list(hopper_kernels.BACKWARD_DIMS), ids=str)
 def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatch, dims, deterministic) -> None:
     shape = AttnShape(16, 2, *dims, torch.bfloat16, num_sms=132)
-    config = MagiConfig(attend=AttendConfig(deterministic=deterministic))
+    config = MagiConfig(attend=AttendConfig(deterministic=deterministic), overlap=OverlapConfig(one_launch=True))
     asked, options = set(), AttnOptions(0.1, deterministic=deterministic)
 
     def load(_device, name, defines, threads, size):

@@ -71,7 +71,7 @@ def compare(rank, num_ranks):
     torch.cuda.set_device(rank)
     gates = 0
     for i, (mask, degree) in enumerate(masks(num_ranks)):
-        config = MagiConfig(overlap=OverlapConfig(degree=degree), comm=NATIVE)
+        config = MagiConfig(overlap=OverlapConfig(degree=degree, one_launch=True), comm=NATIVE)
         q, k, v = tensors_of(make_plan(mask, config, num_ranks).for_rank(rank).num_rows, 10 * i + rank,
                              **OPTIONS[i % len(OPTIONS)])  # fmt: skip
         more = {"return_max_logits": i % 2 == 0, "softcap": 2.0 * (i % 3 == 1)}
@@ -115,7 +115,7 @@ def change_plans(rank, num_ranks, num_calls):
             total = int(rng.choice([512, 3000, 20_000])) * num_ranks
             cuts = np.sort(rng.integers(1, total, int(rng.integers(0, 6))))
             lengths = np.diff(cuts, prepend=0, append=total).tolist()
-            config = MagiConfig(overlap=OverlapConfig(degree=int(rng.integers(1, 4))), comm=NATIVE)
+            config = MagiConfig(overlap=OverlapConfig(degree=int(rng.integers(1, 4)), one_launch=True), comm=NATIVE)
             plan = make_plan(builders.varlen(doc_lengths=lengths, causal=False), config, num_ranks)
             rows = plan.dispatch.global_index(rank)
             # All logits are equal, so a row gets the mean of its document's values, which name document and call.
@@ -141,7 +141,7 @@ def test_keys_of_each_of_200_calls_with_changing_plans_are_its_own(num_ranks):
 def stay_away(rank, num_ranks):
     torch.cuda.set_device(rank)
     group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=2))
-    config = MagiConfig(comm=CommConfig(impl="native", verify=False))
+    config = MagiConfig(overlap=OverlapConfig(one_launch=True), comm=CommConfig(impl="native", verify=False))
     plan = make_plan(builders.causal(2048 * num_ranks), config, num_ranks).for_rank(rank)
     q, k, v = tensors_of(plan.num_rows, rank)
     distributed_attention(q, k, v, plan, group, config=config)

@@ -30,7 +30,7 @@ from tests.attention import cases as cs
 
 
 def plan_of(mask, num_ranks, degree):
-    return make_plan(mask, MagiConfig(overlap=OverlapConfig(degree=degree)), num_ranks)
+    return make_plan(mask, MagiConfig(overlap=OverlapConfig(degree=degree, one_launch=True)), num_ranks)
 
 
 def buffer_tokens(plan, rank, transfer):
@@ -203,11 +203,14 @@ def test_one_launch_is_for_ranks_that_read_each_others_memory(num_ranks, impl, e
 
 
 def test_stages_that_are_kept_or_not_overlapped_stay_stages():
-    mask, stages, kept = builders.causal(256), OverlapConfig(degree=3), OverlapConfig(degree=1, hide_tail_reduce=True)
-    for overlap, expected in (
-        (OverlapConfig(), True), (stages, True), (kept, False), (OverlapConfig(degree=0), False)
+    mask, kept = builders.causal(256), {"degree": 1, "hide_tail_reduce": True}
+    for options, expected in (
+        ({}, True), ({"degree": 3}, True), (kept, False), ({"degree": 0}, False), ({"one_launch": False}, False)
     ):  # fmt: skip
+        overlap = OverlapConfig(**{"one_launch": True, **options})
         plan = make_plan(mask, MagiConfig(overlap=overlap), 2).for_rank(0)
         assert one_launch.pays(plan, (128, 128), "auto") is expected
-    assert not one_launch.pays(make_plan(mask, MagiConfig(), 1).for_rank(0), (128, 128), "auto")
+    assert not one_launch.pays(
+        make_plan(mask, MagiConfig(overlap=OverlapConfig(one_launch=True)), 1).for_rank(0), (128, 128), "auto"
+    )
     assert one_launch.backward_pays((128, 128)) and not one_launch.backward_pays((192, 128))

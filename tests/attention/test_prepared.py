@@ -120,8 +120,8 @@ MASKS = {
         ((128, 128), {"overlap": OverlapConfig(degree=1, hide_tail_reduce=True)}),
         ((128, 128), {"comm": CommConfig(backward_high_precision_reduce=True)}),
         ((192, 128), {}),
-        ((128, 128), {"comm": CommConfig("native")}),
-        ((64, 64), {"comm": CommConfig("native"), "overlap": OverlapConfig(degree=3)}),
+        ((128, 128), {"comm": CommConfig("native"), "overlap": OverlapConfig(one_launch=True)}),
+        ((64, 64), {"comm": CommConfig("native"), "overlap": OverlapConfig(degree=3, one_launch=True)}),
     ],
 )
 def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone, mask, dims, options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import NamedTuple
 
@@ -275,10 +276,24 @@ def refuse(rank, num_ranks):
     three = level_args(random_transfers(6, 1, with_order=False), rank, 2)
     with pytest.raises(ValueError, match="args: splits for 6 ranks, but group has 4"):
         group_cast([torch.zeros(20, 1)], three)
+
+
+def make_again(rank, num_ranks):
+    """Groups that end and are made again, by ranks that are in different numbers of others."""
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
-    with pytest.raises(RuntimeError, match="different numbers of groups"):
-        nodes.nodes_of(dist.group.WORLD, 1)
+    transfers = random_transfers(num_ranks, 3, with_order=True)
+    args = level_args(transfers, rank, 2)
+    x = [random_tensor((n, 3), torch.float32, r) for r, n in enumerate(transfers.num_rows)]
+    for _ in range(2):
+        group = dist.new_group()
+        (got,) = group_cast([x[rank]], args, group).wait()
+        assert same_bits(got, transfers.expected(x, rank))
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    c10d = dist.distributed_c10d
+    assert c10d._process_group_name([0], use_hashed_name=True) == c10d._hash_ranks_to_str([0])
 
 
 def move_everything(rank, num_ranks, per_node):
@@ -289,6 +304,7 @@ def move_everything(rank, num_ranks, per_node):
         merge_all(rank, num_ranks, per_node)
         many_handles(rank, num_ranks)
         refuse(rank, num_ranks)
+        make_again(rank, num_ranks)
     return moved, reduced, bytes_of
 
 
@@ -314,7 +330,7 @@ def test_bytes_that_cross_are_those_of_distinct_rows_for_each_node(found, impl):
     assert any(least for _, _, bytes_of in found for _, _, least in bytes_of[impl])
 
 
-def test_partial_results_are_merged_handles_wait_in_any_order_and_what_does_not_fit_is_refused(found):
+def test_partial_results_merge_handles_wait_in_any_order_misfits_are_refused_and_groups_are_made_again(found):
     assert len(found) in (4, 8)  # the ranks of four have looked
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_magi import api
 from megatron_magi.config import CommConfig, CostModel, MagiConfig
@@ -102,6 +102,9 @@ def key_of_an_unnamed_mesh(rank, num_ranks):
     with pytest.raises(ValueError, match=f"{variable}: needs cp_group_or_mesh of two dimensions"):
         flex_key(cp_group_or_mesh=dist.group.WORLD)
     assert flex_key().config.comm.ranks_per_node is None  # one rank
+    falling = DeviceMesh("cpu", torch.tensor([[1, 0]]), mesh_dim_names=("nodes", "ranks"))
+    with pytest.raises(ValueError, match=f"{variable}: needs"):
+        flex_key(cp_group_or_mesh=falling)
     return True
 
 

@@ -30,6 +30,7 @@ DEVICE void finish_part(const float4* sums, u16* to, float factor) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) ffa_sparse_finish(const __grid_constant__ SparseFinishParams p) {
+  await_earlier_kernels();
   const i64 item = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   const i64 row = item / kParts % p.num_rows, head = item / kParts / p.num_rows;
   const int part = item % kParts;

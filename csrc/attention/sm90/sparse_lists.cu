@@ -12,6 +12,7 @@ struct SparseListsParams {
 // One warp: one row.
 extern "C" __global__ void __launch_bounds__(256) ffa_sparse_lists(const __grid_constant__ SparseListsParams p) {
   constexpr int kAtOnce = 4;
+  await_earlier_kernels();
   const int list = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (list >= p.num_lists) return;
   const u8* row = p.mask + list / p.num_rows * p.head_stride + list % p.num_rows * p.row_stride;
