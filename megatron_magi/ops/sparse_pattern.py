@@ -58,7 +58,7 @@ def block_pattern(blocks: Any, q: Tensor, k: Tensor, q_block: int, k_block: int,
     q_block = int_at_least(q_block, "q_block_size", 1)
     if q_block > MAX_Q_BLOCK:
         raise ValueError(f"q_block_size: expected at most {MAX_Q_BLOCK}, got {q_block}")
-    if k_block not in K_BLOCKS:
+    if int_at_least(k_block, "k_block_size", 1) not in K_BLOCKS:
         raise ValueError(f"k_block_size: expected one of {K_BLOCKS}, got {k_block!r}")
     if not isinstance(causal, bool):
         raise ValueError(f"causal: expected True or False, got {causal!r}")

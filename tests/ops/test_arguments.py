@@ -125,7 +125,10 @@ def test_every_implementation_of_the_registry_can_be_asked_for_by_name():
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "reason"),
-    [(32, torch.bfloat16, "head dims .*got 32/32"), (128, torch.float32, "bf16 and fp16, got torch.float32")],
+    [
+        (36, torch.bfloat16, r"multiples of 8 up to 256, got 36 \(q, k\) and 36 \(v\)"),
+        (128, torch.float32, "bf16 and fp16, got torch.float32"),
+    ],
 )
 def test_auto_says_once_why_a_gpu_takes_the_slower_implementation(monkeypatch, caplog, dim, dtype, reason):
     monkeypatch.setattr(hopper_support, "_is_hopper", lambda _device: True)

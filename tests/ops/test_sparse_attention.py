@@ -148,6 +148,7 @@ MASK = torch.ones(3, 2, dtype=torch.bool)
         ("q_block_size", {"q_block_size": 0}),
         ("q_block_size", {"q_block_size": 129}),
         ("k_block_size", {"k_block_size": 32}),
+        ("k_block_size", {"k_block_size": torch.tensor([64, 128])}),
         ("causal", {"causal": 1}),
         ("sink", {"sink": torch.zeros(1, 3)}),
         ("softmax_scale", {"softmax_scale": -1.0}),
