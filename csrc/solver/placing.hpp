@@ -9,7 +9,7 @@
 
 namespace magi {
 
-// Chunks of `chunks` by falling area, equal ones in their order.
+// Chunks of `chunks` by decreasing area, equal ones in their order.
 inline Ints by_falling_area(Ints chunks, const Int* area) {
   std::stable_sort(chunks.begin(), chunks.end(), [area](Int a, Int b) { return area[a] > area[b]; });
   return chunks;

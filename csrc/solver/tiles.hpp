@@ -244,7 +244,7 @@ struct Tiles {
     return true;
   }
 
-  // Writes `TilePlan`: tiles by falling cost.
+  // Writes `TilePlan`: tiles by decreasing cost.
   void write(std::int32_t* tiles, std::int32_t* passes, std::int32_t* bounds, Int* costs) const {
     const Int count = num_tiles(), num = num_passes();
     Ints blocks(count), first_pass(count + 1), rows(count), order(count);

@@ -51,7 +51,7 @@ class AttnShape(NamedTuple):
     def kernels_for(self, device: torch.device, impl: str = "auto") -> AttnShape:
         """The same with `num_sms` of a device, where the implementation ``impl`` means its Hopper kernels."""
         takes = impl in ("auto", "ffa") and hopper.takes(device, self.dtype, (self.head_dim, self.head_dim_v))
-        return self._replace(num_sms=hopper.num_processors(device) if takes else None)
+        return self._replace(num_sms=hopper.sm_count(device) if takes else None)
 
 
 @dataclass(frozen=True, eq=False)

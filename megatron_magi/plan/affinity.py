@@ -109,7 +109,7 @@ def _contiguous_start(area: np.ndarray, capacity: np.ndarray) -> np.ndarray:
 def _place_greedily(
     start: np.ndarray, traffic: Traffic, area: np.ndarray, capacity: np.ndarray, most: int
 ) -> np.ndarray:
-    """Places the chunks that ``start`` leaves open (-1), by falling area.
+    """Places the chunks that ``start`` leaves open (-1), by decreasing area.
 
     Each goes, among the ranks with room and whose load stays within ``most``, to the one that
     would have to fetch the fewest new keys for it.

@@ -19,7 +19,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     names: list[str] = []
     monkeypatch.setattr(support, "_is_hopper", lambda _device: True)
     for module in (support, backward, gated, gated_backward, hopper):
-        monkeypatch.setattr(module, "num_processors", lambda _device: num_sms)
+        monkeypatch.setattr(module, "sm_count", lambda _device: num_sms)
     monkeypatch.setattr(driver.Kernel, "launch", lambda self, *_: names.append(self.handle))
     monkeypatch.setattr(driver, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(driver, "move_tensor_map", lambda *_: None)

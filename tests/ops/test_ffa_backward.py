@@ -36,7 +36,7 @@ from tests.ops.ffa_cases import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-WAYS = {"summed": (True, 1), "apart": (False, 1), "apart, packed": (False, 8)}
+WAYS = {"accumulated": (True, 1), "separate": (False, 1), "separate, packed": (False, 8)}
 """Ways to compute dq: whether as sums in memory, else by a kernel of its own; and how many heads are packed at most."""
 SHAPES = [(128, 128), (64, 300), (1, 1), (333, 517), (700, 129), (1024, 1024)]
 
@@ -60,15 +60,17 @@ KERNEL_DIMS = [(128, 128), *hopper_kernels.PART_TILES]
 def all_ways(all_dims):
     """Parameters ``dims`` and ``way``: dq as sums in memory, if a kernel does so, and by a kernel of its own."""
     kernels = {d: hopper_kernels.kernel_dims(d) for d in all_dims}
-    ways = [(d, way) for d in all_dims for way in WAYS if way != "summed" or kernels[d] in hopper_kernels.WHOLE_DIMS]
+    ways = [
+        (d, way) for d in all_dims for way in WAYS if way != "accumulated" or kernels[d] in hopper_kernels.WHOLE_DIMS
+    ]
     return pytest.mark.parametrize(("dims", "way"), ways, indirect=["way"], ids=str)
 
 
 @pytest.fixture
 def way(request, monkeypatch):
     """How dq is computed, whatever the mask."""
-    summed, most = WAYS[request.param]
-    monkeypatch.setattr(hopper_choices, "sums_pay", lambda *_: summed)
+    accumulated, most = WAYS[request.param]
+    monkeypatch.setattr(hopper_choices, "sums_pay", lambda *_: accumulated)
     pack_heads(monkeypatch, most)
 
 
@@ -105,8 +107,8 @@ def test_long_sequences_and_many_heads_match_fp64(dims, way):
 
 
 def test_tiles_worked_on_in_pieces_match_fp64():
-    heads, processors = 8, torch.cuda.get_device_properties(0).multi_processor_count
-    rows = 128 * (processors // heads + 1)  # a few items more than one round
+    heads, num_sms = 8, torch.cuda.get_device_properties(0).multi_processor_count
+    rows = 128 * (num_sms // heads + 1)  # a few items more than one round
     x = make_inputs(MASKS["full"](rows, rows), rows, rows, heads=(heads, 1))
     check(x)
     plan = hopper_plan.device_plan(x.bands, Tiling(True, rows, WHOLE_TILE), x.q.device)
@@ -180,7 +182,7 @@ def test_lse_of_more_keys_gives_the_part_of_these_keys(dims, way):
 @pytest.mark.parametrize("dims", [(128, 128), (96, 80)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (2, 2)])
 @pytest.mark.parametrize("rows", [500, 5000])
-@pytest.mark.parametrize("way", ["summed"], indirect=True)
+@pytest.mark.parametrize("way", ["accumulated"], indirect=True)
 def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads, dims):
     """Long tiles too, whose sums of dk and dv lie in dq until then; and again, with what was remembered."""
     keys = rows + 200

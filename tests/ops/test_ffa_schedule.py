@@ -54,14 +54,14 @@ def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
     heads_kv=st.sampled_from([1, 2, 8]),
     group=st.sampled_from([1, 2, 8]),
     num_sms=st.sampled_from([1, 7, SMS]),
-    max_apart=st.sampled_from([0, 3, 1000]),
+    max_split=st.sampled_from([0, 3, 1000]),
     long=st.sampled_from([LONG_BLOCKS, LONG_BLOCKS_UNEVEN, LONG_BLOCKS_MOVING]),
 )
-def test_every_block_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_apart, long):
+def test_every_block_meets_every_query_head_once(lengths, causal, heads_kv, group, num_sms, max_split, long):
     plan = backward_plan(builders.varlen(doc_lengths=lengths, causal=causal))
-    schedule = schedule_of(plan, heads_kv, group, num_sms, max_apart=max_apart, long_tile=long)
+    schedule = schedule_of(plan, heads_kv, group, num_sms, max_split=max_split, long_tile=long)
     assert_complete(schedule, plan.costs, heads_kv, group)
-    assert schedule.num_apart <= max_apart
+    assert schedule.num_split <= max_split
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,7 +75,7 @@ def test_tiles_of_several_sizes_are_not_cut_as_if_they_were_one(ends, middle, nu
     # Tiles are sorted by what they cost, passes included; so their blocks may rise and fall.
     costs = np.array([ends[0], *[middle] * (num_tiles - 2), ends[1]])
     starts = 128 * np.arange(num_tiles)
-    schedule = make_schedule(starts, costs, heads_kv, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS)
+    schedule = make_schedule(starts, costs, heads_kv, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS)
     assert_complete(schedule, costs, heads_kv, 8)
 
 
@@ -86,7 +86,7 @@ def assert_complete(schedule: Schedule, costs: np.ndarray, heads_kv: int, group:
     for tile, heads, block, blocks in schedule.items.tolist():
         first, count = heads & 0xFFFF, heads >> 16
         assert count in (1, group) and first % count == 0
-        assert (count < group) == (tile < schedule.num_apart)
+        assert (count < group) == (tile < schedule.num_split)
         assert blocks == 0 or count < group, "pieces add to sums"
         assert block + blocks <= costs[tile]
         met[tile][first : first + count, block : block + (blocks or costs[tile])] += 1
@@ -97,11 +97,11 @@ def assert_complete(schedule: Schedule, costs: np.ndarray, heads_kv: int, group:
 
 def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads():
     plan = backward_plan(builders.causal(32768))
-    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS)
-    assert schedule.num_apart == int((plan.costs >= LONG_BLOCKS).sum())
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS)
+    assert schedule.num_split == int((plan.costs >= LONG_BLOCKS).sum())
     long = [item for item in unpack(schedule.items) if item[2] == 1]
     heads = [head for _, head, _ in long]
-    first = heads[: 32 * schedule.num_apart]
+    first = heads[: 32 * schedule.num_split]
     assert first == sorted(first) and len(set(first)) == 32
     rows = [int(plan.tiles[tile, 0]) for tile, head, _ in long if head == 0]
     assert rows == sorted(rows)
@@ -121,7 +121,7 @@ PACKED = builders.varlen(doc_lengths=[1024] * 17, causal=False)
 )
 def test_no_processor_is_left_alone_at_the_end(mask, heads_kv, group, limit):
     plan = backward_plan(mask)
-    schedule = schedule_of(plan, heads_kv, group, SMS, max_apart=10**6, long_tile=long_tile(*drift(plan)))
+    schedule = schedule_of(plan, heads_kv, group, SMS, max_split=10**6, long_tile=long_tile(*drift(plan)))
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= limit * mean
 
@@ -133,7 +133,7 @@ def test_tiles_that_stay_whole_end_together(length, group, packed, causal):
     lengths = np.random.default_rng(0).integers(64, 640, length // 400)
     mask = builders.varlen(doc_lengths=[*lengths.tolist(), length - int(lengths.sum())], causal=causal)
     plan = plan_tiles(transpose(mask.bands), length, 128, 64 // packed, align=UNIT // packed, hide_tail=True)
-    schedule = schedule_of(plan, 8, group, SMS, max_apart=0, long_tile=packed * long_tile(*drift(plan)))
+    schedule = schedule_of(plan, 8, group, SMS, max_split=0, long_tile=packed * long_tile(*drift(plan)))
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= max(1.1 * mean, 1.05 * group * int(plan.costs[0]))
 
@@ -141,7 +141,7 @@ def test_tiles_that_stay_whole_end_together(length, group, packed, causal):
 @pytest.mark.parametrize(("length", "limit"), [(4096, 1.04), (8192, 1.005), (16384, 1.003), (32768, 1.003)])
 def test_the_last_items_of_equal_ones_are_cut(length, limit):
     plan = backward_plan(builders.full(length))
-    schedule = schedule_of(plan, 8, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS)
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS)
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= limit * mean
     assert (schedule.items[: -3 * SMS, 3] == 0).all() and min(n for _, n in blocks_of(schedule.items, plan)) >= 8
@@ -158,11 +158,11 @@ def test_the_last_items_of_equal_ones_are_cut(length, limit):
     ],
 )
 def test_what_is_a_long_tile_depends_on_what_neighbours_share(mask, differ, blocks):
-    apart = drift(backward_plan(mask))
-    assert (differ_in_length(*apart), long_tile(*apart)) == (differ, blocks)
+    moved = drift(backward_plan(mask))
+    assert (differ_in_length(*moved), long_tile(*moved)) == (differ, blocks)
 
 
 def test_small_problems_are_split_so_that_processors_have_work():
     plan = backward_plan(builders.full(2048))
-    assert schedule_of(plan, 1, 8, SMS, max_apart=10**6, long_tile=LONG_BLOCKS).num_apart == len(plan.tiles)
-    assert schedule_of(plan, 1, 8, SMS, max_apart=0, long_tile=LONG_BLOCKS).num_apart == 0
+    assert schedule_of(plan, 1, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS).num_split == len(plan.tiles)
+    assert schedule_of(plan, 1, 8, SMS, max_split=0, long_tile=LONG_BLOCKS).num_split == 0

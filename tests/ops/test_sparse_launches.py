@@ -20,7 +20,7 @@ def launched(monkeypatch):
     with fake_driver(monkeypatch) as names:
         for module in (sparse_hopper, sparse_backward, sparse_lists):
             monkeypatch.setattr(module, "current_stream", lambda _device: 0)
-        monkeypatch.setattr(sparse_hopper, "num_processors", lambda _device: 132)
+        monkeypatch.setattr(sparse_hopper, "sm_count", lambda _device: 132)
         monkeypatch.setattr(sparse_kernels, "_load", lambda _d, name, _m, threads, size: Kernel(name, threads, size))
         yield names
 

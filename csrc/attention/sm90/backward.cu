@@ -31,7 +31,7 @@ constexpr int kQueries = 64;  // queries of a block
 constexpr int kDsBuffers = 2;
 constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr u32 kPieceFloats = kDqColumns * 16;         // sums of 16 rows and half the columns: those of one warp
-constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they take turns in the same registers
+constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they use the same registers in alternation
 static_assert(kHeadDim == kHeadDimV);
 using T = DTYPE;
 
@@ -399,8 +399,8 @@ struct Consumer {
       const Operand ds_before(smem_address(s.ds[buffer.index]));
       buffer.advance();
       store_ds(ds);
-      // Of the first block this is computed of whatever lies there, for nobody: a product on one side of a branch would
-      // serialise all of them.
+      // Of the first block this is computed of whatever lies there, and not used: a product on one side of a branch
+      // would serialise all of them.
       issue_dq(dq, ds_before, k_half);
     }
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));

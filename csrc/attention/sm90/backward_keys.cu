@@ -268,7 +268,7 @@ struct Consumer {
       issue_gradient<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
       more = advance(walk, h, item);
       ring.advance();
-      // After the last block the product is computed of what lies in k or v, for nobody: around a branch, too, the
+      // After the last block the product is computed of what lies in k or v, and not used: around a branch, too, the
       // assembler would serialise.
       const Operand next(more ? logits_block(ring.index) : own_keys());
       if (more) barrier_wait(smem_address(&logits_full(ring.index)), ring.parity);

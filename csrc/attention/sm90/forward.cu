@@ -132,7 +132,7 @@ DEVICE void produce(const ForwardParams& p, Shared& s) {
   Loader loader{p, s};
   walk_blocks(p, s.passes, loader);
   loader.later(0, -1);
-  loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // nobody uses what is computed of it
+  loader.skip_k(kEnd, make_int4(0, 0, 0, 0));  // what is computed of it is not used
   if (GATED) await_earlier_kernels();          // what follows this kernel follows that which brings rows, too
 }
 

@@ -68,7 +68,7 @@ DEVICE void release(u64& barrier, int lane) {
 
 // The mask of all tiles; see ops/hopper/tiles.py.
 struct TilePlan {
-  const int4* tiles;   // by falling cost: first row, first pass, past-the-last pass, number of rows
+  const int4* tiles;   // by decreasing cost: first row, first pass, past-the-last pass, number of rows
   const int4* passes;  // two each: first column, number of blocks; of each part of the tile (three) its full blocks
   const int2* bounds;  // of each pass, its rows: first and past-the-last visible column
   i64 step;            // columns from the start of one block to that of the next

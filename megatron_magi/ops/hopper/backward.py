@@ -21,7 +21,7 @@ from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
-from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_apart, query_tiles
+from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_split, query_tiles
 from megatron_magi.ops.hopper.params import BackwardParams, GatedBackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
@@ -32,10 +32,10 @@ from megatron_magi.ops.hopper.support import (
     in_dtype,
     loadable,
     may_overlap,
-    num_processors,
     problem_of,
     query_box,
     seen_rows,
+    sm_count,
     stream_lock,
     work_counter,
 )
@@ -165,10 +165,10 @@ class _Pass:
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
         whole, adds_dq, shape, packed = choice
         plan = hopper_plan.device_plan(bands, Tiling(True, k.shape[0], shape, packed), q.device)
-        processors = max(1, num_processors(q.device) - options.sm_margin)
+        num_sms = max(1, sm_count(q.device) - options.sm_margin)
         splits, group = 1, problem.group // packed
         if not whole and not options.deterministic:
-            splits = hopper_plan.group_splits(plan, k.shape[1], group, processors)
+            splits = hopper_plan.group_splits(plan, k.shape[1], group, num_sms)
         dims = problem.dims
         last_row, last_key = seen_rows(bands)
         seen = last_row, last_key, last_key, last_row  # of q, k, v, dout
@@ -191,16 +191,16 @@ class _Pass:
         num_stats = rows * packed
         if whole:
             room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
-            apart = most_apart(choice, problem, room)
-            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, processors, apart)
-            self._num_key_sums = 2 * schedule.num_apart * shape[0] * k.shape[1] * dims[0]
+            split = most_split(choice, problem, room)
+            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, split)
+            self._num_key_sums = 2 * schedule.num_split * shape[0] * k.shape[1] * dims[0]
             self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
             self._keys, self._keys_numbers = keys_launch(
                 inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
             )
-            if schedule.num_apart:
+            if schedule.num_split:
                 self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store)
-                self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_apart * k.shape[1]
+                self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
         else:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
                 inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream

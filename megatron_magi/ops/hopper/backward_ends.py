@@ -79,7 +79,7 @@ def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: boo
     Args:
         lse, delta: fp32 ``[num_rows, num_heads]``.
         rows: with their padding.
-        packed: heads that are counted as one, whose rows take turns.
+        packed: heads that are counted as one, whose rows are interleaved.
     """
     num_rows, num_heads = lse.shape
 

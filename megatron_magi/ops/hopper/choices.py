@@ -138,8 +138,8 @@ def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
     return all(sum_bytes < many or keys >= few for many, few in limits)
 
 
-def most_apart(choice: BackwardChoice, problem: Problem, room_bytes: int | None) -> int:
-    """Tiles of keys whose query heads may be worked on apart: as many as there is room for their sums of dk and dv.
+def most_split(choice: BackwardChoice, problem: Problem, room_bytes: int | None) -> int:
+    """Tiles of keys whose query heads may be split: as many as there is room for their sums of dk and dv.
 
     Args:
         room_bytes: of dq, whose memory is free until it is written; None where other things cannot lie there.
@@ -152,8 +152,8 @@ def most_apart(choice: BackwardChoice, problem: Problem, room_bytes: int | None)
     return max(room_bytes or 0, tuning.SMALL_SUMS_BYTES) // tile_bytes
 
 
-def most_apart_at_once(choice: BackwardChoice, problem: Problem, dq_bytes: int) -> int:
+def most_split_at_once(choice: BackwardChoice, problem: Problem, dq_bytes: int) -> int:
     """The same of a backward over keys of which some arrive: as many as the backward passes of stages, which take the
     memory of dq or more.
     """
-    return max(most_apart(choice, problem, room) for room in (None, dq_bytes))
+    return max(most_split(choice, problem, room) for room in (None, dq_bytes))

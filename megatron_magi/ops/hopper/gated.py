@@ -27,10 +27,10 @@ from megatron_magi.ops.hopper.support import (
     LOG2_E,
     current_stream,
     grid_size,
-    num_processors,
     query_box,
     row_work,
     seen_rows,
+    sm_count,
     stream_lock,
     work_counter,
 )
@@ -137,7 +137,7 @@ class _Pass:
         dims, num_rows, num_heads = (q.shape[2], v.shape[2]), *q.shape[:2]
         num_arriving = arriving.tensors[0].shape[0]
         problem = Problem(num_rows, k.shape[0] + num_arriving, num_heads, k.shape[1], dims)
-        processors = num_processors(q.device)
+        processors = sm_count(q.device)
         tiles = forward_tiles(hopper_plan.mask_facts(bands), problem)
         tiling = row_tiling(problem, tiles, num_arriving, processors)
         tile, packed = tiling.shape, tiling.packed

@@ -18,9 +18,9 @@ from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
-from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_apart_at_once, query_tiles
+from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
 from megatron_magi.ops.hopper.gated import GateOf, first_arriving, key_tiling, row_tiling, seen_rows_and_keys
-from megatron_magi.ops.hopper.support import current_stream, may_overlap, num_processors, stream_lock
+from megatron_magi.ops.hopper.support import current_stream, may_overlap, sm_count, stream_lock
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
@@ -78,12 +78,12 @@ class _Pass:
     def __init__(self, inputs, lse, delta, keys: Sequence[Tensor], bands, options, grads, later, stream: int) -> None:
         q, k, v, _ = inputs
         (dq, dk, dv), (num_rows, num_heads, dim), device = grads, q.shape, q.device
-        num_arriving, processors = len(keys[0]), max(1, num_processors(device) - options.sm_margin)
+        num_arriving, num_sms = len(keys[0]), max(1, sm_count(device) - options.sm_margin)
         problem = Problem(num_rows, len(k) + num_arriving, num_heads, k.shape[1], (dim, v.shape[2]))
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
         assert choice.whole
         group = problem.group // choice.packed
-        plan = hopper_plan.device_plan(bands, key_tiling(problem, choice, num_arriving, processors), device)
+        plan = hopper_plan.device_plan(bands, key_tiling(problem, choice, num_arriving, num_sms), device)
         self._gate = GateOf(num_arriving, first_arriving(len(k)))
         self._stream, self._lock, self._overlaps = stream, stream_lock(device, stream), may_overlap(options)
         self._device, self.num_bytes = device, plan.num_bytes
@@ -94,10 +94,8 @@ class _Pass:
         self._num_sums = num_heads * rows * dim if choice.adds_dq else 0
         # Sums of dk and dv lie in dq until it is written, if there is room.
         room = dq.numel() * dq.element_size()
-        schedule = hopper_plan.schedule_of(
-            plan, k.shape[1], group, processors, most_apart_at_once(choice, problem, room)
-        )
-        self._num_key_sums = 2 * schedule.num_apart * choice.shape[0] * k.shape[1] * dim
+        schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most_split_at_once(choice, problem, room))
+        self._num_key_sums = 2 * schedule.num_split * choice.shape[0] * k.shape[1] * dim
         self._in_dq = self._num_key_sums * 4 <= room
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT
         store = STORE_HALF if dk.dtype == q.dtype else STORE_FLOAT
@@ -107,15 +105,15 @@ class _Pass:
             inputs, dims, num_stats, options, choice.adds_dq, plan, schedule, seen, store, (dk, dv), stream, keys
         )
         self._finish_keys = self._finish_dq = self._queries = None
-        if schedule.num_apart:
+        if schedule.num_split:
             self._finish_keys = finish_keys_launch(dk, dv, q.dtype, options.softmax_scale, store, gated=True)
-            self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_apart * k.shape[1]
+            self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
         if choice.adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, q.dtype, options.softmax_scale, STORE_HALF)
         else:
             tiles = query_tiles(problem, choice.packed)
             rows_plan = hopper_plan.device_plan(
-                bands, row_tiling(problem, tiles, num_arriving, processors, products=3.0), device
+                bands, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0), device
             )
             self._queries, self._queries_numbers = hopper_parts.queries_launch(
                 inputs, dims, num_stats, options, rows_plan, seen, STORE_HALF, dq, stream, keys

@@ -45,7 +45,7 @@ def needed_kernels(
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, gated)))
         if not gated:
             found.append(("finish_dq", (f"HEAD_DIM={dims[0]}", element(dtype))))
-        if group > 1:  # only query heads that share a key head are worked on apart
+        if group > 1:  # only query heads that share a key head are split
             found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
     packs = math.gcd(group, tuning.MOST_PACKED_HEADS) > 1
     if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`

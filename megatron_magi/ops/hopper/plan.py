@@ -59,15 +59,15 @@ class HostPlan:
 
     @classmethod
     def of(
-        cls, plan: TilePlan, apart: tuple[float, float], packed: int, arriving: tuple[int, int, int] | None = None
+        cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int] | None = None
     ) -> HostPlan:
-        """From a tile plan; ``apart``: of its neighbouring tiles, see `hopper_tiles.drift`."""
+        """From a tile plan; ``drift``: of its neighbouring tiles, see `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
         table = np.concatenate([*parts, np.zeros(4, dtype=np.int32)])
         offsets = (0, 4 * len(parts[0]), 4 * (len(parts[0]) + len(parts[1])))
         return cls(
             plan.tiles[:, 0].copy(), plan.costs, table, offsets, plan.step,
-            heads_inner=hopper_schedule.differ_in_length(*apart), long_tile=packed * hopper_schedule.long_tile(*apart),
+            heads_inner=hopper_schedule.differ_in_length(*drift), long_tile=packed * hopper_schedule.long_tile(*drift),
             packed=packed, arriving=arriving,
         )  # fmt: skip
 
@@ -80,11 +80,11 @@ class HostPlan:
         """The rest, where the table is on a device."""
         return replace(self, table=self.table[:0].copy())
 
-    def schedule(self, heads_kv: int, group: int, num_sms: int, max_apart: int) -> Schedule:
+    def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
         made = hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
-            max_apart=min(max_apart, self.num_tiles), long_tile=self.long_tile,
+            max_split=min(max_split, self.num_tiles), long_tile=self.long_tile,
         )  # fmt: skip
         if self.arriving is None:
             return made
@@ -165,11 +165,11 @@ class DeviceSchedule:
 
     Attributes:
         items: int32 ``[num_items, 4]``.
-        num_apart: tiles whose query heads are apart.
+        num_split: tiles whose query heads are split.
     """
 
     items: Tensor
-    num_apart: int
+    num_split: int
 
 
 class Tiling(NamedTuple):
@@ -266,17 +266,17 @@ def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> None:
     _prepared[key] = plan
 
 
-def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> tuple[int, int, int, int]:
+def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int) -> tuple[int, int, int, int]:
     """What a schedule depends on: the arguments of `HostPlan.schedule`."""
-    return heads_kv, group, num_sms, min(max_apart, plan.num_tiles)
+    return heads_kv, group, num_sms, min(max_split, plan.num_tiles)
 
 
-def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_apart: int) -> DeviceSchedule:
+def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_split: int) -> DeviceSchedule:
     """Items of the backward in one kernel, made unless they are kept; see `HostPlan.schedule`."""
-    key = schedule_key(plan.host, heads_kv, group, num_sms, max_apart)
+    key = schedule_key(plan.host, heads_kv, group, num_sms, max_split)
     if key not in plan.schedules:
         made = plan.host.schedule(*key)
-        plan.schedules[key] = DeviceSchedule(*upload([made.items], plan.memory.device), made.num_apart)
+        plan.schedules[key] = DeviceSchedule(*upload([made.items], plan.memory.device), made.num_split)
     return plan.schedules[key]
 
 

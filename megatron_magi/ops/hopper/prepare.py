@@ -1,7 +1,7 @@
 """Tables of a mask for the Hopper kernels, made on the CPU before there are tensors, or a GPU.
 
 What a call would make of a mask when it first sees it is made here from the same choices and found by the call under
-the same name. A call that needs another table than was foreseen makes it itself.
+the same name. A call that needs another table than was prepared makes it itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_magi.ops.hopper.choices import (
     Problem,
     backward_choice,
     forward_tiles,
-    most_apart,
-    most_apart_at_once,
+    most_split,
+    most_split_at_once,
     query_tiles,
     sums_meet,
 )
@@ -53,7 +53,7 @@ class MaskTables:
     Attributes:
         digest, facts: of the mask.
         plans: by what they are tiles of, without their tables.
-        schedules: of the backward in one kernel: tiling of the plan, `hopper_plan.schedule_key`, and `num_apart`.
+        schedules: of the backward in one kernel: tiling of the plan, `hopper_plan.schedule_key`, and `num_split`.
     """
 
     digest: bytes
@@ -80,8 +80,8 @@ class MaskTables:
         hopper_plan.remember(bands, self.digest, self.facts)
         left = iter(tensors)
         plans = {tiling: DevicePlan(host, next(left), ready, plan_bytes) for tiling, host in self.plans}
-        for tiling, key, num_apart in self.schedules:
-            plans[tiling].schedules[key] = DeviceSchedule(next(left), num_apart)
+        for tiling, key, num_split in self.schedules:
+            plans[tiling].schedules[key] = DeviceSchedule(next(left), num_split)
         for tiling, plan in plans.items():
             hopper_plan.keep(self.digest, tiling, plan)
         return list(plans.values())
@@ -122,8 +122,8 @@ def make_tables(
         tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
         plan = _make(bands, plans, planner, tiling)
         if choice.whole:
-            aparts = [most_apart(choice, problem, room) for room in backward.rooms]
-            schedules += _schedules(plan, tiling, problem, choice, backward, aparts)
+            splits = [most_split(choice, problem, room) for room in backward.rooms]
+            schedules += _schedules(plan, tiling, problem, choice, backward, splits)
         if not choice.adds_dq:
             _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
     return _as_tables(digest, facts, plans, schedules)
@@ -154,8 +154,8 @@ def make_gated_tables(
         choice = backward_choice(facts, problem, backward.deterministic)
         tiling = key_tiling(problem, choice, num_arriving, backward.num_sms)
         plan = _make(bands, plans, planner, tiling)
-        aparts = [most_apart_at_once(choice, problem, room or 0) for room in backward.rooms]
-        schedules += _schedules(plan, tiling, problem, choice, backward, aparts)
+        splits = [most_split_at_once(choice, problem, room or 0) for room in backward.rooms]
+        schedules += _schedules(plan, tiling, problem, choice, backward, splits)
         if not choice.adds_dq:
             tiles = query_tiles(problem, choice.packed)
             _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
@@ -168,11 +168,11 @@ def _schedules(
     problem: Problem,
     choice: BackwardChoice,
     use: BackwardUse,
-    aparts: Sequence[int],
+    splits: Sequence[int],
 ) -> list[tuple[Tiling, tuple, Schedule]]:
-    """Of the kernel that computes dk and dv, one for each of ``aparts`` (`most_apart`) that has another."""
+    """Of the kernel that computes dk and dv, one for each of ``splits`` (`most_split`) that has another."""
     group = problem.group // choice.packed
-    keys = [hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, apart) for apart in aparts]
+    keys = [hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, split) for split in splits]
     return [(tiling, key, plan.schedule(*key)) for key in dict.fromkeys(keys)]
 
 
@@ -183,7 +183,7 @@ def _as_tables(
         digest,
         facts,
         tuple((tiling, plan.without_table()) for tiling, plan in plans.items()),
-        tuple((tiling, key, made.num_apart) for tiling, key, made in schedules),
+        tuple((tiling, key, made.num_split) for tiling, key, made in schedules),
     )
     return tables, [*(plan.table for plan in plans.values()), *(made.items for *_, made in schedules)]
 

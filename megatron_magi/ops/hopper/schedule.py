@@ -26,11 +26,11 @@ class Schedule:
     Attributes:
         items: int32 ``[num_items, 4]``: tile; first query head and 65536 times the number of query heads; of the blocks
             of the tile the first, and how many, 0 for all.
-        num_apart: tiles, the first so many, whose items have one query head of several each.
+        num_split: tiles, the first so many, whose items have one query head of several each.
     """
 
     items: NDArray[np.int32]
-    num_apart: int
+    num_split: int
 
 
 def differ_in_length(starts: float, ends: float) -> bool:
@@ -46,23 +46,23 @@ def long_tile(starts: float, ends: float) -> int:
 
 
 def make_schedule(
-    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_apart: int, long_tile: int
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_split: int, long_tile: int
 ) -> Schedule:
     """Deals the tiles and heads of a backward pass into items.
 
     Args:
         starts: ``[num_tiles]``, first key of each tile of a plan of the transposed mask.
-        costs: ``[num_tiles]``, its blocks, in the order of the plan, by falling cost.
+        costs: ``[num_tiles]``, its blocks, in the order of the plan, by decreasing cost.
         heads_kv: key heads.
         group: query heads of a key head.
         num_sms: SMs that take the items in their order.
-        max_apart: most tiles whose query heads may be apart; 0 also says that dq is not added in memory, so that less
+        max_split: most tiles whose query heads may be split; 0 also says that dq is not added in memory, so that less
             is lost where those that share queries are not near each other.
         long_tile: blocks of a tile that is long.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
-    near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_apart, long_tile)
-    if max_apart or len(near.items) > tuning.FALLING_COST_MOST_ITEMS * num_sms:
+    near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_split, long_tile)
+    if max_split or len(near.items) > tuning.FALLING_COST_MOST_ITEMS * num_sms:
         return near
     items = _section(np.arange(len(costs)), range(0, heads_kv * group, group), group)
     orders = near, Schedule(items.astype(np.int32), 0)
@@ -82,15 +82,15 @@ def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.nd
     own = is_own[schedule.items[:, 0]]
     work = np.where(own, _item_costs(schedule.items, costs, group), 0)
     leads = own & (np.cumsum(work) - work < lead)
-    return Schedule(schedule.items[np.argsort(~leads, kind="stable")], schedule.num_apart)
+    return Schedule(schedule.items[np.argsort(~leads, kind="stable")], schedule.num_split)
 
 
 def _near_schedule(
-    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_apart: int, long_tile: int
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_split: int, long_tile: int
 ) -> Schedule:
     """Items in an order in which those that share queries are near each other."""
-    width = 1 if max_apart or group == 1 else group
-    most = max_apart if width < group else len(costs)
+    width = 1 if max_split or group == 1 else group
+    most = max_split if width < group else len(costs)
     candidates = [long_tile]
     if width < group:
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
@@ -119,7 +119,7 @@ def _num_long(costs: np.ndarray, least: int) -> int:
 def _schedule(
     starts: np.ndarray, costs: np.ndarray, num_long: int, heads_kv: int, group: int, width: int, num_sms: int
 ) -> Schedule:
-    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by falling cost.
+    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
 
     ``width``: query heads of an item of a long tile.
     """

@@ -66,14 +66,14 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def num_processors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
     """Blocks of a kernel that deals items to itself."""
-    return max(1, min(num_items, num_processors(device) - sm_margin))
+    return max(1, min(num_items, sm_count(device) - sm_margin))
 
 
 def may_overlap(options: AttnOptions) -> bool:

@@ -36,7 +36,7 @@ UNIT = 16
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Tiles of one mask, sorted by falling cost.
+    """Tiles of one mask, sorted by decreasing cost.
 
     Attributes:
         tiles: int32 ``[num_tiles, 4]``: first row, first pass, past-the-last pass, number of rows.
@@ -136,7 +136,7 @@ def local_first(plan: TilePlan, first: int, late: int, lead: int) -> TilePlan:
     A tile visits its passes in the order of their columns, so what is there comes first.
 
     Args:
-        plan: by falling cost.
+        plan: by decreasing cost.
         first: first column that arrives.
         late: blocks that an SM computes until all have arrived.
         lead: blocks of tiles that are to be in front.
@@ -151,7 +151,7 @@ def local_first(plan: TilePlan, first: int, late: int, lead: int) -> TilePlan:
 
 
 def side_by_side(own: TilePlan, arriving: TilePlan, first: int) -> TilePlan:
-    """Tiles of two plans by falling cost; rows of the second are numbered from ``first`` on."""
+    """Tiles of two plans by decreasing cost; rows of the second are numbered from ``first`` on."""
     more = arriving.tiles + np.array([first, len(own.passes), len(own.passes), 0], dtype=np.int32)
     tiles, costs = np.concatenate([own.tiles, more]), np.concatenate([own.costs, arriving.costs])
     order = np.argsort(-costs, kind="stable")

@@ -65,7 +65,7 @@ WHOLE_COST_BLOCKS, SPLIT_COST_BLOCKS = 6, 14
 """The same of the kernel for dk and dv of wide heads, where heads of a group that are split add in fp32 one by one."""
 
 LAST_ITEMS = 2
-"""Items an SM that go by falling cost at the end."""
+"""Items an SM that go by decreasing cost at the end."""
 
 LEAST_PIECE_BLOCKS = 8
 """Blocks of a piece of an item."""
@@ -77,5 +77,5 @@ BALANCED = 1.05
 """Longest time of an SM over the mean with which another order is not tried."""
 
 FALLING_COST_GAIN, FALLING_COST_MOST_ITEMS = 0.96, 16
-"""Whole tiles go by falling cost, wherever they lie, where that takes so much of the time; never with more items an
+"""Whole tiles go by decreasing cost, wherever they lie, where that takes so much of the time; never with more items an
 SM."""

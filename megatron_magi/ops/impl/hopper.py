@@ -36,17 +36,17 @@ from megatron_magi.ops.hopper.support import (
     in_dtype,
     kernels_exist,
     loadable,
-    num_processors,
     problem_of,
     query_box,
     row_work,
     seen_rows,
+    sm_count,
     why_not,
     work_counter,
 )
 from megatron_magi.ops.options import AttnOptions
 
-__all__ = ["Parts", "backward", "forward", "is_supported", "num_processors", "row_delta", "say_why_not", "takes"]
+__all__ = ["Parts", "backward", "forward", "is_supported", "row_delta", "say_why_not", "sm_count", "takes"]
 
 logger = logging.getLogger(__name__)
 

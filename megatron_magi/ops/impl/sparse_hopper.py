@@ -21,7 +21,7 @@ from megatron_magi.ops.hopper.support import (
     current_stream,
     in_dtype,
     kernels_exist,
-    num_processors,
+    sm_count,
     why_not,
 )
 from megatron_magi.ops.sparse_pattern import SparsePattern
@@ -102,7 +102,7 @@ def forward(
         kernel = kernels.forward_kernel(q.device, q.dtype, dim, groups, indexed)
         maps = (kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE))
         # Of the kernel with one warpgroup two blocks run on an SM.
-        grid = min(params.tiles.num_items, num_processors(q.device) * (3 - groups))
+        grid = min(params.tiles.num_items, sm_count(q.device) * (3 - groups))
         return Launch(kernel, grid, params, maps)
 
     key = (
