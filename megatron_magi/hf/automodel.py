@@ -371,6 +371,8 @@ def _window(window_size: Any) -> tuple[int, int] | None:
         return None
     left, right = window_size if isinstance(window_size, tuple | list) else (window_size, 0)
     left, right = (-1 if side is None else int(side) for side in (left, right))
+    if right > 0:
+        raise ValueError(f"window_size: attention is causal, so nothing is seen to the right, got {window_size!r}")
     return None if left < 0 and right <= 0 else (left, max(right, 0))
 
 

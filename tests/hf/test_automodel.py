@@ -99,6 +99,8 @@ def test_attention_takes_its_mask_from_the_call_or_from_its_state():
     for options, name in (({"alibi_slopes": bounds}, "alibi_slopes"), ({"window_size": 4}, "window_size")):
         with pytest.raises(ValueError, match=f"^{name}: not"):
             attend(*tensors, **options)
+    with pytest.raises(ValueError, match=r"^window_size: attention is causal"):
+        other(*tensors, window_size=(4, 5))
 
 
 def test_a_packed_batch_for_one_rank_is_flat():

@@ -11,6 +11,7 @@ from megatron_magi.cuda.driver import Kernel
 from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support
 from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+from megatron_magi.ops.sparse_pattern import SparsePattern
 from tests.ops.fake_driver import fake_driver
 
 
@@ -74,3 +75,9 @@ def test_where_torch_asks_for_deterministic_algorithms_gradients_of_single_keys_
             out.sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_numbers_that_32_bits_do_not_hold_stay_out_of_range():
+    entries = torch.tensor([[[3, -1, 2**32 + 1, 2**31, -(2**40)]]])
+    found = sparse_lists.lists_of(SparsePattern((entries,), 16, 64, False)).entries
+    assert found.dtype == torch.int32 and found.flatten().tolist() == [3, -1, 2**31 - 1, 2**31 - 1, -1]

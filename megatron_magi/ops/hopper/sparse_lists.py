@@ -43,7 +43,9 @@ def lists_of(pattern: SparsePattern) -> Lists:
     """The lists of a pattern."""
     if pattern.is_mask:
         return lists_of_mask(pattern.tensors[0])
-    entries = pattern.tensors[-1].to(torch.int32)
+    entries = pattern.tensors[-1]
+    if entries.dtype != torch.int32:  # what is too large stays behind the last
+        entries = entries.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     if entries.stride(-1) != 1:
         entries = entries.contiguous()
     offsets = pattern.tensors[0].to(torch.int32).contiguous() if len(pattern.tensors) == 2 else None
