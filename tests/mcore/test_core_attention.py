@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -18,7 +19,7 @@ from megatron_magi.mcore.carrier import MagiSeqParams
 from megatron_magi.mcore.core_attention import MagiCoreAttention, MagiTECoreAttention
 from megatron_magi.mcore.planner import Planner
 
-ONE_RANK = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+ONE_RANK = dist.ProcessGroup(0, 1)
 SEQLEN, NUM_HEADS, NUM_GROUPS, HEAD_DIM = 24, 4, 2, 8
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.config import MagiConfig
@@ -44,7 +45,7 @@ def test_a_padding_mask_is_not_shifted_also_when_it_is_a_part_of_the_shard() -> 
 
 
 def test_a_shift_ends_with_the_document_of_the_data_loader_or_else_with_the_sequence() -> None:
-    one_rank = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    one_rank = dist.ProcessGroup(0, 1)
     shape = AttnShape(2, 2, 8, 8, torch.float32)
     tokens = torch.arange(1, 9).view(1, 8)
     batch = dict.fromkeys(("tokens", "labels", "position_ids"), tokens) | {"loss_mask": torch.ones(1, 8)}
