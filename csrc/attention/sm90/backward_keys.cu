@@ -265,7 +265,7 @@ struct Consumer {
     while (more) {
       const int now = ring.index;
       barrier_wait(smem_address(&gradient_full(now)), ring.parity);
-      issue_gradient<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
+      issue_weighted<kColumns, kQueries>(gradient, word, Operand(gradient_block(now), kQueries * 128));
       more = advance(walk, h, item);
       ring.advance();
       // After the last block the product is computed of what lies in k or v, and not used: around a branch, too, the

@@ -18,6 +18,8 @@ constexpr int kGroups = 2;  // consumer warpgroups
 constexpr int kRows = 64;   // rows of a warpgroup's accumulators
 using T = DTYPE;
 
+#include "row_products.cuh"
+
 struct BackwardPartParams {
   TensorMap q, k, v;
 #if GATED
@@ -43,26 +45,6 @@ struct BackwardPartParams {
   Gate gate;
 #endif
 };
-
-// acc[64, kWidth] = a[64, kDepth] * b[kWidth, kDepth]^T
-template <int kDepth, int kWidth>
-DEVICE void issue_logits(float (&acc)[kWidth / 2], const Operand& a, const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kDepth / 16; ++i)
-    Wgmma<T, kWidth>::template ss<0, 0>(acc, a.at((i / 4) * kRows * 128 + (i % 4) * 32),
-                                        b.at((i / 4) * kWidth * 128 + (i % 4) * 32), i > 0);
-  wgmma_commit();
-}
-
-// acc[64, kColumns] += a[64, kDepth] * b[kDepth, kColumns]
-template <int kColumns, int kDepth>
-DEVICE void issue_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kDepth / 4], const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kDepth / 16; ++i) Wgmma<T, kColumns>::template rs<1>(acc, a + 4 * i, b.at(i * 16 * 128), 1);
-  wgmma_commit();
-}
 
 // The derivative of the softcap where its tanh is x; 0 where x is -inf, that is hidden.
 DEVICE float softcap_slope(float x) { return fmaxf(fmaf(-x, x, 1.f), 0.f); }

@@ -209,7 +209,7 @@ struct Consumer {
       barrier_wait(smem_address(&s.blocks.full[rk.index]), rk.parity);
       barrier_wait(smem_address(&s.v_full[rv.index]), rv.parity);
       take_turn();
-      issue_gradient<kHeadDim, kKeys>(dq, ds, Operand(smem_address(s.k[now]), kKeys * 128));
+      issue_weighted<kHeadDim, kKeys>(dq, ds, Operand(smem_address(s.k[now]), kKeys * 128));
       issue_logits<kHeadDim, kKeys>(x, q, Operand(smem_address(s.k[rk.index])));
       issue_logits<kHeadDimV, kKeys>(y, dout, Operand(smem_address(s.v[rv.index])));
       pass_turn();
@@ -222,7 +222,7 @@ struct Consumer {
     }
     release(s.rows_empty[warpgroup], lane);
     take_turn();
-    issue_gradient<kHeadDim, kKeys>(dq, ds, Operand(smem_address(s.k[rk.index]), kKeys * 128));
+    issue_weighted<kHeadDim, kKeys>(dq, ds, Operand(smem_address(s.k[rk.index]), kKeys * 128));
     pass_turn();
     wgmma_wait<0>();
     pin(dq);

@@ -26,6 +26,8 @@ constexpr int kRows = 64;         // query rows of a warpgroup
 constexpr int kBehind = 1 << 30;  // a key behind the last: TMA writes zeros
 using T = DTYPE;
 
+#include "row_products.cuh"
+
 struct ForwardParams {
   TensorMap q, k, v;
 #if GATED
@@ -167,53 +169,6 @@ DEVICE void find_queries(const ForwardParams& p, Shared& s) {
 }
 
 // ---- consumers ----
-
-DEVICE void issue_qk(float (&acc)[kBlockN / 2], const Operand& a, const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 16; ++i)
-    Wgmma<T, kBlockN>::template ss<0, 0>(acc, a.at((i / 4) * kRows * 128 + (i % 4) * 32),
-                                         b.at((i / 4) * kBlockN * 128 + (i % 4) * 32), i > 0);
-  wgmma_commit();
-}
-
-DEVICE void issue_pv(float (&acc)[kHeadDimV / 2], const u32 (&probs)[kBlockN / 4], const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kBlockN / 16; ++i) Wgmma<T, kHeadDimV>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
-  wgmma_commit();
-}
-
-DEVICE void pack_probs(u32 (&probs)[kBlockN / 4], const float (&s)[kBlockN / 2]) {
-#pragma unroll
-  for (int i = 0; i < kBlockN / 4; ++i) probs[i] = T::pack(s[2 * i], s[2 * i + 1]);
-}
-
-// The logits of this thread by ordinary arithmetic: slow, for the rare blocks whose exponentials overflow.
-DEVICE void recompute_logits(float (&s)[kBlockN / 2], u32 q, u32 k, int row, int lane) {
-#pragma unroll
-  for (int i = 0; i < kBlockN / 2; ++i) s[i] = 0.f;
-#pragma unroll 1
-  for (int i = 0; i < kHeadDim / 2; ++i) {
-    // Word i of a row, in the swizzled panels that TMA wrote.
-    const int panel = i / 32, piece = i % 32 / 4, word = i % 4 * 4;
-    u32 a[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      a[r] = load_shared(q + (panel * kRows + row + 8 * r) * 128 + ((piece ^ (row % 8)) << 4) + word);
-#pragma unroll
-    for (int j = 0; j < kBlockN / 4; ++j) {
-      const int key = 8 * (j / 2) + 2 * (lane % 4) + j % 2;
-      const u32 b = load_shared(k + (panel * kBlockN + key) * 128 + ((piece ^ (key % 8)) << 4) + word);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float& sum = s[4 * (j / 2) + 2 * r + j % 2];
-        sum = fmaf(T::low(a[r]), T::low(b), fmaf(T::high(a[r]), T::high(b), sum));
-      }
-    }
-  }
-  __syncwarp();  // before one thread releases the keys for all
-}
 
 // Stores the rows of this thread, the second `step` after the first: factor * acc, and where kAdd, prior * what is
 // there.
@@ -362,7 +317,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     }
   };
   auto again = [&](float (&x)[kBlockN / 2]) {
-    recompute_logits(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
+    recompute_logits<kHeadDim, kBlockN>(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
     shape(x);
   };
   const bool look = p.max_logits != nullptr;
@@ -378,7 +333,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
 
   wait_k();
   wait_q();
-  issue_qk(logits, Operand(queries()), Operand(keys()));
+  issue_logits<kHeadDim, kBlockN>(logits, Operand(queries()), Operand(keys()));
   __syncwarp();
   flags = uniform(s.blocks.info[rk.index].y);
   wgmma_wait<0>();
@@ -397,7 +352,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     softmax.update(logits, p.scale_log2, rescale, look, again);
     release_k();
     release_q();
-    pack_probs(probs, logits);
+    pack_pairs(probs, logits);
     const Operand q(queries());
     while (true) {
       // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
@@ -408,9 +363,9 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
       }
       const Operand k(keys()), v = values();
       wait_k();
-      issue_qk(logits, q, k);
+      issue_logits<kHeadDim, kBlockN>(logits, q, k);
       wait_v();
-      issue_pv(out, probs, v);
+      issue_weighted<kHeadDimV, kBlockN>(out, probs, v);
       flags = uniform(s.blocks.info[rk.index].y);
       wgmma_wait<1>();
       pin(logits);
@@ -426,7 +381,7 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
       }
-      pack_probs(probs, logits);
+      pack_pairs(probs, logits);
     }
     const int rows = head_rows >> 16;
     // Each warp puts its output where its own queries were, which no other warp's part of a product reads. What differs
@@ -439,11 +394,11 @@ DEVICE void consume(const ForwardParams& p, Shared& s, int warpgroup) {
     rq.advance();
     const Operand v = values();
     wait_v();
-    issue_pv(out, probs, v);
+    issue_weighted<kHeadDimV, kBlockN>(out, probs, v);
     const Operand next_q(queries()), next_k(keys());
     wait_k();
     wait_q();
-    issue_qk(logits, next_q, next_k);
+    issue_logits<kHeadDim, kBlockN>(logits, next_q, next_k);
     flags = uniform(s.blocks.info[rk.index].y);
     wgmma_wait<1>();
     pin(out);

@@ -17,6 +17,7 @@ constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
 constexpr int kStages = INDEXED ? 2 : 3;
 using T = DTYPE;
 
+#include "row_products.cuh"
 #include "sparse_tiles.cuh"
 
 struct SparseBackwardParams {
@@ -142,24 +143,6 @@ DEVICE void add_global_v4(float* p, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// acc[64 places, kStep] = a[64 places, kHeadDim] * b[kStep, kHeadDim]^T
-DEVICE void issue_logits(float (&acc)[kStep / 2], const Operand& a, const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 16; ++i)
-    Wgmma<T, kStep>::template ss<0, 0>(acc, a.at((i / 4) * kPlaces * 128 + (i % 4) * 32),
-                                       b.at((i / 4) * kStep * 128 + (i % 4) * 32), i > 0);
-  wgmma_commit();
-}
-
-// acc[64 places, kHeadDim] += ds[64 places, kStep] * b[kStep, kHeadDim]
-DEVICE void issue_dq(float (&acc)[kHeadDim / 2], const u32 (&ds)[kStep / 4], const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kStep / 16; ++i) Wgmma<T, kHeadDim>::template rs<1>(acc, ds + 4 * i, b.at(i * 16 * 128), 1);
-  wgmma_commit();
-}
-
 // acc[kStep, kHeadDim] = a[128 places, kStep]^T * b[128 places, kHeadDim]
 DEVICE void issue_key_gradient(float (&acc)[kHeadDim / 2], const Operand& a, const Operand& b) {
   wgmma_fence();
@@ -225,7 +208,7 @@ struct Consumer {
   }
 
   DEVICE void issue_s(float (&x)[kStep / 2]) const {
-    issue_logits(x, Operand(smem_address(s.q[warpgroup])), Operand(smem_address(s.k[ring.index])));
+    issue_logits<kHeadDim, kStep>(x, Operand(smem_address(s.q[warpgroup])), Operand(smem_address(s.k[ring.index])));
   }
 
   DEVICE void store(u32 smem, const u32 (&x)[kStep / 4]) const {
@@ -239,7 +222,7 @@ struct Consumer {
   template <typename Then>
   DEVICE void form_ds(float (&x)[kStep / 2], u32 (&ds)[kStep / 4], Then then) {
     float y[kStep / 2];
-    issue_logits(y, Operand(smem_address(s.dout[warpgroup])), Operand(smem_address(s.v[ring.index])));
+    issue_logits<kHeadDim, kStep>(y, Operand(smem_address(s.dout[warpgroup])), Operand(smem_address(s.v[ring.index])));
     buffer.advance();
     wgmma_wait<1>();
     pin(x);
@@ -248,8 +231,7 @@ struct Consumer {
     u32 probs[kStep / 4];
 #pragma unroll
     for (int i = 0; i < kStep / 2; ++i) x[i] = exp2_fast(fmaf(x[i], p.scale_log2, -lse[(i >> 1) & 1]));
-#pragma unroll
-    for (int i = 0; i < kStep / 4; ++i) probs[i] = T::pack(x[2 * i], x[2 * i + 1]);
+    pack_pairs(probs, x);
     if (INDEXED) store(smem_address(s.probs[buffer.index][warpgroup]), probs);
     wgmma_wait<0>();
     pin(y);
@@ -263,7 +245,7 @@ struct Consumer {
   DEVICE void issue_gradients(float (&dq)[kHeadDim / 2], float (&part)[kHeadDim / 2], const u32 (&ds)[kStep / 4],
                               int stage) {
     if (INDEXED) named_sync(1, 256);
-    issue_dq(dq, ds, Operand(smem_address(s.k[stage]), kStep * 128));
+    issue_weighted<kHeadDim, kStep>(dq, ds, Operand(smem_address(s.k[stage]), kStep * 128));
     if (!INDEXED) return;
     const u32 left = warpgroup ? smem_address(s.ds[buffer.index]) : smem_address(s.probs[buffer.index]);
     const u32 right = warpgroup ? smem_address(s.q) : smem_address(s.dout);

@@ -20,6 +20,7 @@ constexpr bool kShares = kTileKeys > kStep;    // steps are of both warpgroups
 constexpr int kTurns = kShares ? 1 : kGroups;  // warpgroups that take steps in turn
 using T = DTYPE;
 
+#include "row_products.cuh"
 #include "sparse_tiles.cuh"
 
 struct SparseKeysParams {
@@ -132,24 +133,6 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
 
 // ---- consumers ----
 
-// acc[64 keys, 64 places] = a[64 keys, kHeadDim] * b[64 places, kHeadDim]^T
-DEVICE void issue_transposed(float (&acc)[kPlaces / 2], const Operand& a, const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 16; ++i)
-    Wgmma<T, kPlaces>::template ss<0, 0>(acc, a.at((i / 4) * kTileKeys * 128 + (i % 4) * 32),
-                                         b.at((i / 4) * kPlaces * 128 + (i % 4) * 32), i > 0);
-  wgmma_commit();
-}
-
-// acc[64 keys, kHeadDim] += a[64 keys, 64 places] * b[64 places, kHeadDim]
-DEVICE void issue_gradient(float (&acc)[kHeadDim / 2], const u32 (&a)[kPlaces / 4], const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kPlaces / 16; ++i) Wgmma<T, kHeadDim>::template rs<1>(acc, a + 4 * i, b.at(i * 16 * 128), 1);
-  wgmma_commit();
-}
-
 struct Consumer {
   const SparseKeysParams& p;
   Shared& s;
@@ -174,8 +157,9 @@ struct Consumer {
     float x[kPlaces / 2], y[kPlaces / 2];
     u32 probs[kPlaces / 4], ds[kPlaces / 4];
     const u32 own = kShares ? warpgroup * kStep * 128 : 0;
-    issue_transposed(x, Operand(smem_address(s.k) + own), Operand(smem_address(s.q[stage])));
-    issue_transposed(y, Operand(smem_address(s.v) + own), Operand(smem_address(s.dout[stage])));
+    issue_logits<kHeadDim, kPlaces, kTileKeys>(x, Operand(smem_address(s.k) + own), Operand(smem_address(s.q[stage])));
+    issue_logits<kHeadDim, kPlaces, kTileKeys>(y, Operand(smem_address(s.v) + own),
+                                               Operand(smem_address(s.dout[stage])));
     const u32 values = smem_address(s.lse[stage]) + lane % 4 * 8;
     float2 two[8];
 #pragma unroll
@@ -195,8 +179,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kPlaces / 2; ++i)
       x[i] = exp2_fast(fmaf(x[i], p.scale_log2, i % 2 ? -two[i / 4].y : -two[i / 4].x));
-#pragma unroll
-    for (int i = 0; i < kPlaces / 4; ++i) probs[i] = T::pack(x[2 * i], x[2 * i + 1]);
+    pack_pairs(probs, x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + sizeof(Shared::lse) + 32 * j);
     wgmma_wait<0>();
@@ -204,8 +187,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kPlaces / 4; ++i)
       ds[i] = T::pack(x[2 * i] * (y[2 * i] - two[i / 2].x), x[2 * i + 1] * (y[2 * i + 1] - two[i / 2].y));
-    issue_gradient(dv, probs, Operand(smem_address(s.dout[stage]), kPlaces * 128));
-    issue_gradient(dk, ds, Operand(smem_address(s.q[stage]), kPlaces * 128));
+    issue_weighted<kHeadDim, kPlaces>(dv, probs, Operand(smem_address(s.dout[stage]), kPlaces * 128));
+    issue_weighted<kHeadDim, kPlaces>(dk, ds, Operand(smem_address(s.q[stage]), kPlaces * 128));
     wgmma_wait<0>();
     pin(probs);
     pin(ds);

@@ -15,6 +15,7 @@ constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
 constexpr int kKStages = K_STAGES, kStages = 2, kQStages = 4 - K_STAGES;
 using T = DTYPE;
 
+#include "row_products.cuh"
 #include "sparse_tiles.cuh"
 
 struct SparseForwardParams {
@@ -197,53 +198,6 @@ DEVICE void produce(const SparseForwardParams& p, Shared& s, int warp, int lane)
 
 // ---- consumers ----
 
-DEVICE void issue_qk(float (&acc)[kStep / 2], const Operand& a, const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 16; ++i)
-    Wgmma<T, kStep>::template ss<0, 0>(acc, a.at((i / 4) * kPlaces * 128 + (i % 4) * 32),
-                                       b.at((i / 4) * kStep * 128 + (i % 4) * 32), i > 0);
-  wgmma_commit();
-}
-
-DEVICE void issue_pv(float (&acc)[kHeadDim / 2], const u32 (&probs)[kStep / 4], const Operand& b) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kStep / 16; ++i) Wgmma<T, kHeadDim>::template rs<1>(acc, probs + 4 * i, b.at(i * 16 * 128), 1);
-  wgmma_commit();
-}
-
-DEVICE void pack_probs(u32 (&probs)[kStep / 4], const float (&s)[kStep / 2]) {
-#pragma unroll
-  for (int i = 0; i < kStep / 4; ++i) probs[i] = T::pack(s[2 * i], s[2 * i + 1]);
-}
-
-// The logits of this thread by ordinary arithmetic: slow, for the rare steps whose exponentials overflow.
-DEVICE void recompute_logits(float (&s)[kStep / 2], u32 q, u32 k, int row, int lane) {
-#pragma unroll
-  for (int i = 0; i < kStep / 2; ++i) s[i] = 0.f;
-#pragma unroll 1
-  for (int i = 0; i < kHeadDim / 2; ++i) {
-    // Word i of a row, in swizzled panels.
-    const int panel = i / 32, piece = i % 32 / 4, word = i % 4 * 4;
-    u32 a[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      a[r] = load_shared(q + (panel * kPlaces + row + 8 * r) * 128 + ((piece ^ (row % 8)) << 4) + word);
-#pragma unroll
-    for (int j = 0; j < kStep / 4; ++j) {
-      const int key = 8 * (j / 2) + 2 * (lane % 4) + j % 2;
-      const u32 b = load_shared(k + (panel * kStep + key) * 128 + ((piece ^ (key % 8)) << 4) + word);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float& sum = s[4 * (j / 2) + 2 * r + j % 2];
-        sum = fmaf(T::low(a[r]), T::low(b), fmaf(T::high(a[r]), T::high(b), sum));
-      }
-    }
-  }
-  __syncwarp();  // before one thread releases the keys for all
-}
-
 // The two rows of accumulators that a thread has, in a tile.
 struct Rows {
   int row[2], head[2];
@@ -347,14 +301,14 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
     __syncwarp();  // all have read before one thread releases the step
   };
   auto again = [&](float (&x)[kStep / 2]) {
-    recompute_logits(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
+    recompute_logits<kHeadDim, kStep>(x, queries(), keys(), threadIdx.x % 128 / 32 * 16 + lane / 4, lane);
     shape(x);
   };
   const bool look = p.max_logits != nullptr;
 
   wait_k();
   wait_q();
-  issue_qk(logits, Operand(queries()), Operand(keys()));
+  issue_logits<kHeadDim, kStep>(logits, Operand(queries()), Operand(keys()));
   __syncwarp();
   flags = uniform(s.info[rk.index].flags);
   wgmma_wait<0>();
@@ -372,7 +326,7 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
     shape(logits);
     softmax.update(logits, p.scale_log2, rescale, look, again);
     release_k();
-    pack_probs(probs, logits);
+    pack_pairs(probs, logits);
     const Operand q(queries());
     while (true) {
       // This always ends the loop. As its condition it would be moved behind the body, and doubled before it, whereupon
@@ -383,9 +337,9 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
       }
       const Operand k(keys()), v = values();
       wait_k();
-      issue_qk(logits, q, k);
+      issue_logits<kHeadDim, kStep>(logits, q, k);
       wait_v();
-      issue_pv(out, probs, v);
+      issue_weighted<kHeadDim, kStep>(out, probs, v);
       flags = uniform(s.info[rk.index].flags);
       wgmma_wait<1>();
       pin(logits);
@@ -401,17 +355,17 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) out[i] *= rescale[(i >> 1) & 1];
       }
-      pack_probs(probs, logits);
+      pack_pairs(probs, logits);
     }
     release(nth(s.q_empty, 8, rq.index));
     rq.advance();
     const Operand v = values();
     wait_v();
-    issue_pv(out, probs, v);
+    issue_weighted<kHeadDim, kStep>(out, probs, v);
     const Operand next_q(queries()), next_k(keys());
     wait_k();
     wait_q();
-    issue_qk(logits, next_q, next_k);
+    issue_logits<kHeadDim, kStep>(logits, next_q, next_k);
     flags = uniform(s.info[rk.index].flags);
     wgmma_wait<1>();
     pin(out);
