@@ -39,12 +39,6 @@ DEVICE u32 load_volatile(const u32* p) {
   return x;
 }
 
-DEVICE u64 global_ns() {
-  u64 x;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(x));
-  return x;
-}
-
 // One thread's knowledge of what has arrived.
 struct Arrivals {
   int rows = 0;  // the first so many are there, or are not waited for
@@ -61,9 +55,9 @@ struct Arrivals {
       rows += g.part_rows;
 #pragma unroll 1
       for (u32 i = 0; static_cast<int>(load_acquire_gpu(g.arrived + part) - call) < 0; ++i) {
-        if (i == 0) begin = global_ns();
+        if (i == 0) begin = now_ns();
         if (i % 32 != 31) continue;
-        const bool late = global_ns() - begin > static_cast<u64>(g.timeout_ns);
+        const bool late = now_ns() - begin > static_cast<u64>(g.timeout_ns);
         if (late || load_volatile(g.broken)) *reinterpret_cast<volatile u32*>(g.notice + kNoticePart) = part + 1;
         if (late) {
           rows = 0x7fffffff;

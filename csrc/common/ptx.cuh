@@ -192,6 +192,12 @@ DEVICE int load_relaxed(const int* p) {
   return x;
 }
 
+DEVICE i64 now_ns() {
+  i64 x;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(x));
+  return x;
+}
+
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
 // ---- arithmetic ----

@@ -64,12 +64,6 @@ DEVICE void store_relaxed_sys(u32* p, u32 x) {
   asm volatile("st.relaxed.sys.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
-DEVICE i64 now_ns() {
-  i64 x;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(x));
-  return x;
-}
-
 DEVICE bool has_come(u32 flag, u32 call) { return static_cast<int>(flag - call) >= 0; }
 
 // Tells all that a rank did not come, so that every rank names the same one.
