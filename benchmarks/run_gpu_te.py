@@ -35,6 +35,8 @@ import torch
 from provenance import write_csv
 from training_session import Training, TrainingSession
 
+from megatron_magi.testing.descendants import become_subreaper, kill_descendants
+
 SEQ_LENGTH, ITERATIONS = (2048 if torch.cuda.is_available() else 256), 10
 LEGS = (3, 6, ITERATIONS)
 """Iterations after which a checkpoint changes hands."""
@@ -454,7 +456,11 @@ def main() -> None:
         jobs = _wanted(options)
         if not (options.work / "data" / "text.idx").exists():
             write_documents(options.work)
-        results = run_all(jobs, options)
+        become_subreaper()
+        try:
+            results = run_all(jobs, options)
+        finally:
+            kill_descendants()  # Megatron's checkpoint writers outlive their ranks
     rows = judge(jobs, results)
     write_csv(options.out / "training_te.csv", HEADER, rows)
     for row in rows:
