@@ -68,6 +68,7 @@ class Run:
         mask: that is asked for.
         tokens_per_gpu: of a sequence.
         provider: key of `PROVIDERS`.
+        kv_heads: key/value heads of the model.
         training: what was seen, on rank 0; None if it failed.
         kernels: of the profiled step, by group, milliseconds of the device.
         error: why it failed.
@@ -76,6 +77,7 @@ class Run:
     mask: str
     tokens_per_gpu: int
     provider: str
+    kv_heads: int = GROUPS
     training: Training | None = None
     kernels: dict[str, float] = field(default_factory=dict)
     error: str = ""
@@ -91,11 +93,11 @@ class Run:
         return self.tokens_per_gpu, self.provider, self.ran[0]
 
 
-def model_args(seq_length: int, data: Path, steps: int) -> list[str]:
+def model_args(seq_length: int, data: Path, steps: int, kv_heads: int = GROUPS) -> list[str]:
     """Megatron's command line for the model and one sequence a step."""
     named = {
         "--num-layers": NUM_LAYERS, "--hidden-size": HIDDEN, "--ffn-hidden-size": FFN, "--num-attention-heads": HEADS,
-        "--num-query-groups": GROUPS, "--kv-channels": HEAD_DIM, "--seq-length": seq_length,
+        "--num-query-groups": kv_heads, "--kv-channels": HEAD_DIM, "--seq-length": seq_length,
         "--max-position-embeddings": seq_length, "--micro-batch-size": 1, "--global-batch-size": 1,
         "--train-iters": steps, "--lr": 1e-4, "--lr-decay-iters": 1000, "--seed": 1234, "--eval-iters": 0,
         "--eval-interval": 1000, "--num-workers": 2, "--logging-level": 40, "--distributed-timeout-minutes": 3,
@@ -146,7 +148,7 @@ def visible_pairs(run: Run, training: Training, steps: slice) -> float:
 
 def operations(run: Run, training: Training, steps: slice) -> float:
     """Floating-point operations of a step's model, forward and backward, all GPUs together."""
-    attention = HIDDEN * (HEADS + 2 * GROUPS) * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN
+    attention = HIDDEN * (HEADS + 2 * run.kv_heads) * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN
     parameters = NUM_LAYERS * (attention + 3 * HIDDEN * FFN) + HIDDEN * VOCABULARY
     total = run.tokens_per_gpu * _world_size()
     return 6.0 * parameters * total + 12.0 * HEADS * HEAD_DIM * visible_pairs(run, training, steps)
@@ -266,6 +268,13 @@ def write_documents(folder: Path, num_tokens: int) -> None:
     write_indexed_dataset(folder / "text", documents, eod=VOCABULARY - 1)
 
 
+def _run(text: str) -> tuple[str, str, int]:
+    mask, provider, tokens = text.split(":")
+    if mask not in MASKS or provider not in PROVIDERS:
+        raise argparse.ArgumentTypeError(f"{text}: expected one of {MASKS} and of {tuple(PROVIDERS)}")
+    return mask, provider, int(tokens)
+
+
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "2"))
 
@@ -276,10 +285,10 @@ def _main_rank() -> bool:
 
 def bench(options: argparse.Namespace) -> list[Run]:
     """All runs, one after another; in every rank."""
-    session, runs = TrainingSession(), []
+    session, runs = TrainingSession(keeps_groups=True), []
     providers = [p for p in options.providers if p != "te_a2a_p2p" or _world_size() % 4 == 0]
-    wanted = options.runs or [(m, p) for m in options.masks for p in providers]
-    todo = [Run(m, n, p) for n in options.lengths for m, p in wanted]
+    wanted = options.runs or [(m, p, n) for n in options.lengths for m in options.masks for p in providers]
+    todo = [Run(mask, tokens, provider, options.kv_heads) for mask, provider, tokens in wanted]
     for run in todo:
         runs.append(run)
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
@@ -287,7 +296,8 @@ def bench(options: argparse.Namespace) -> list[Run]:
             run.training, run.kernels = same[0].training, same[0].kernels
             continue
         steps = options.steps
-        args = [*model_args(run.tokens_per_gpu * _world_size(), options.out / "data" / "text", steps + options.profile)]
+        data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * _world_size()
+        args = model_args(seq_length, data, steps + options.profile, run.kv_heads)
         profile = Profile(steps + 1) if options.profile else None
         try:
             run.training = session.run(
@@ -376,11 +386,12 @@ def main() -> None:
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument(
         "--runs",
-        type=lambda text: tuple(text.split(":")),
+        type=_run,
         nargs="+",
-        metavar="MASK:PROVIDER",
-        help="these, in this order, instead of --masks x --providers",
+        metavar="MASK:PROVIDER:TOKENS",
+        help="these, in this order, instead of --lengths x --masks x --providers",
     )
+    parser.add_argument("--kv-heads", type=int, default=GROUPS, help="of the model; TE's a2a needs a multiple of CP")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument(
@@ -399,7 +410,8 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if _main_rank():
-        write_documents(options.out / "data", 4 * max(options.lengths) * _world_size() * (options.steps + 2))
+        tokens = max(tokens for _, _, tokens in options.runs) if options.runs else max(options.lengths)
+        write_documents(options.out / "data", 4 * tokens * _world_size() * (options.steps + 2))
     use_padded_documents()
     while options.after and not options.after.exists():
         time.sleep(0.2)

@@ -1,33 +1,41 @@
 """Training on GPUs: parity with stock attention, and a long packed batch.
 
-    python benchmarks/run_gpu_training.py --out DIR [--only parity|long]
+    python benchmarks/run_gpu_training.py --out DIR [--sizes 1 2 ...] [--judge DIR ...]
 
 Parity: a small GPT on packed documents, Megatron's own unfused attention at CP=1 against
-`--attention-backend magi` on 1, 2 and all GPUs, in fp32 and bf16. Losses are compared with those of
+`--attention-backend magi` on 1, 2, 4, ... GPUs, in fp32 and bf16. Losses are compared with those of
 stock attention in fp32. In fp32 the budget is 1e-5. In bf16 training amplifies every rounding, so
 the budget is what bf16 costs stock attention itself: twice the largest difference between the
 stock runs in bf16 and in fp32. The difference to the stock run in bf16 is printed as well, also
 for the dense reference (`magi_dense`), which shows what another order of the same sums costs.
 
-Long: 64k tokens a sequence, packed documents, all GPUs; prints tokens/s, balance, bytes and the
+Long: 64k tokens a sequence, packed documents, the largest number of GPUs; prints tokens/s, balance, bytes and the
 largest memory of a rank.
+
+The trainings of one number of GPUs share a launch. `--sizes` takes some of them and `--judge` makes one table of what
+several calls have measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import json
+import os
+import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from provenance import write_csv
+from training_session import TrainingSession
 
 from megatron_magi.demo.corpus import build_corpus
-from megatron_magi.testing.megatron_launch import LaunchError, RunResult, launch, tiny_gpt_args
+from megatron_magi.testing.descendants import become_subreaper, kill_descendants
+from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 FP32_BUDGET = 1e-5
 HEADER = ["run", "dtype", "ranks", "iterations", "first_loss", "last_loss", "difference_to_fp32", "budget",
@@ -35,116 +43,196 @@ HEADER = ["run", "dtype", "ranks", "iterations", "first_loss", "last_loss", "dif
           "max_allocated_gib", "seconds"]  # fmt: skip
 
 
-def model_args(dtype: str) -> list[str]:
-    """A model big enough for tensor cores, small enough for a minute."""
-    sizes = ["--num-layers", "4", "--hidden-size", "512", "--ffn-hidden-size", "1408", "--num-attention-heads", "4"]
-    precision = ["--bf16"] if dtype == "bf16" else []
-    return [*sizes, "--num-query-groups", "2", *precision, "--log-interval", "1"]
+@dataclass
+class Run:
+    """One training.
+
+    Attributes:
+        name: ``stock``, ``magi``, ``magi_dense`` or ``long``.
+        dtype: ``fp32`` or ``bf16``.
+        ranks: GPUs, which hold each sequence together.
+        losses: of each iteration, from 1.
+        record: what was logged of the last iteration.
+        tokens_per_s: of all GPUs together, after the first two steps.
+        peak_gib: largest memory of a rank.
+        seconds: of the training, its setup included.
+        error: why it failed.
+    """
+
+    name: str
+    dtype: str
+    ranks: int
+    losses: dict[int, float] = field(default_factory=dict)
+    record: dict[str, float] = field(default_factory=dict)
+    tokens_per_s: float = 0.0
+    peak_gib: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Tokens of a sequence, sequences of a step, steps."""
+        return (65536, 2, 6) if self.name == "long" else (2048, 4, 20)
+
+    def args(self, data: Path) -> list[str]:
+        """Megatron's command line: a model big enough for tensor cores, small enough for a minute."""
+        seq_length, batch, steps = self.shape
+        args = ["--num-layers", "4", "--hidden-size", "512", "--ffn-hidden-size", "1408", "--num-attention-heads", "4"]
+        args += ["--num-query-groups", "2", "--log-interval", "1", "--context-parallel-size", str(self.ranks)]
+        args += ["--bf16"] if self.dtype == "bf16" else []
+        args += [] if self.name == "stock" else ["--attention-backend", "magi"]
+        return tiny_gpt_args(data, *args, seq_length=seq_length, train_iters=steps, global_batch_size=batch)
 
 
-def parity(data: Path, work: Path, num_gpus: int) -> list[list]:
-    """Rows of the table, one a run. Runs go side by side as far as there are GPUs, so speeds are rough."""
-    sizes = sorted({1, min(2, num_gpus), num_gpus})
-    kinds = [("stock", 1), ("magi_dense", 1), *(("magi", size) for size in sizes)]
-    free, freed = list(range(num_gpus)), threading.Condition()
+def runs_of(size: int, is_largest: bool) -> list[Run]:
+    """What is trained on so many GPUs."""
+    names = ("stock", "magi_dense", "magi") if size == 1 else ("magi",)
+    parity = [Run(name, dtype, size) for dtype in ("fp32", "bf16") for name in names]
+    return [*parity, Run("long", "bf16", size)] if is_largest else parity
 
-    def run(dtype: str, name: str, cp_size: int) -> RunResult:
-        with freed:
-            freed.wait_for(lambda: len(free) >= cp_size)
-            mine = [free.pop() for _ in range(cp_size)]
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
-        if name == "magi_dense":
-            env["MAGI_ATTENTION_SDPA_BACKEND"] = "1"
-        magi = [] if name == "stock" else ["--attention-backend", "magi"]
-        args = tiny_gpt_args(
-            data, *model_args(dtype), *magi, seq_length=2048, train_iters=20, global_batch_size=4,
-        )  # fmt: skip
-        args += ["--context-parallel-size", str(cp_size)]
+
+def work(runs: Sequence[Run], data: Path, out: Path) -> None:
+    """In a rank: trains one run after another, and renews the results after each."""
+    session = TrainingSession()
+    for number, run in enumerate(runs):
+        log = out / f"losses_{run.name}_{run.dtype}_{run.ranks}.jsonl"
+        begin = time.perf_counter()
+        os.environ["MAGI_ATTENTION_SDPA_BACKEND"] = str(int(run.name == "magi_dense"))
         try:
-            return launch(args, cp_size, env=env, workdir=work / f"{name}_{dtype}_{cp_size}", timeout_s=150)
-        finally:
-            with freed:
-                free.extend(mine)
-                freed.notify_all()
-
-    # Those that take most GPUs last, for they wait for all.
-    todo = sorted(((dtype, *kind) for dtype in ("fp32", "bf16") for kind in kinds), key=lambda job: job[2])
-    with ThreadPoolExecutor(num_gpus) as pool:
-        results = dict(zip(todo, pool.map(lambda job: run(*job), todo), strict=True))
-    exact, rows = results["fp32", "stock", 1], []
-    for dtype in ("fp32", "bf16"):
-        stock = results[dtype, "stock", 1]
-        budget = FP32_BUDGET if dtype == "fp32" else 2 * difference(stock, exact)
-        for name, cp_size in kinds:
-            result = results[dtype, name, cp_size]
-            compared = [f"{difference(result, exact):.2e}", f"{budget:.2e}", f"{difference(result, stock):.2e}"]
-            rows.append(_row(name, dtype, cp_size, result, compared, 2048 * 4))
-            _show(rows[-1])
-    return rows
+            training = session.run([*run.args(data), "--magi-loss-log", str(log)])
+        except Exception:  # noqa: BLE001  (the others are to run; all ranks fail alike)
+            run.error = traceback.format_exc()
+        else:
+            peaks: list = [None] * run.ranks
+            torch.distributed.all_gather_object(peaks, (training.peak_gib, training.losses))
+            run.peak_gib = max(peak for peak, _ in peaks)
+            run.losses = next(losses for _, losses in reversed(peaks) if losses)
+            seq_length, batch, _ = run.shape
+            steps = training.step_ms[2:]  # kernels are loaded before
+            run.tokens_per_s = 1e3 * seq_length * batch * len(steps) / sum(steps)
+        run.seconds = time.perf_counter() - begin
+        if os.environ["RANK"] == "0":
+            run.record = json.loads(log.read_text().splitlines()[-1]) if log.exists() else {}
+            _path(out, run.ranks).write_text(json.dumps([asdict(done) for done in runs[: number + 1]]))
+            print(f"RUN {run.name} {run.dtype} {run.ranks}: {run.error or run.losses}", flush=True)
 
 
-def difference(a: RunResult, b: RunResult) -> float:
-    """Largest relative difference of the losses of two runs."""
-    return max(abs(a.losses[i] / b.losses[i] - 1) for i in b.losses)
+def _path(out: Path, size: int) -> Path:
+    return out / f"training_runs_{size}.json"
 
 
-def long_batch(data: Path, work: Path, num_gpus: int) -> list[list]:
-    """One run of 64k tokens a sequence on all GPUs."""
-    args = tiny_gpt_args(
-        data, *model_args("bf16"), "--attention-backend", "magi", seq_length=65536, train_iters=6, global_batch_size=2,
-    )  # fmt: skip
-    args += ["--context-parallel-size", str(num_gpus)]
-    result = launch(args, num_gpus, workdir=work / "long", timeout_s=300)
-    rows = [_row("long", "bf16", num_gpus, result, ["", "", ""], 65536 * 2)]
-    _show(rows[-1])
-    return rows
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """What launches have written there."""
+    paths = sorted(path for folder in folders for path in folder.glob("training_runs_*.json"))
+    found = [Run(**run) for path in paths for run in json.loads(path.read_text())]
+    for run in found:
+        run.losses = {int(iteration): loss for iteration, loss in run.losses.items()}
+    return found
 
 
-def _row(name: str, dtype: str, ranks: int, result: RunResult, compared: list[str], tokens_an_iteration: int) -> list:
-    losses = result.losses
-    last = result.records[-1]
-    # The first iterations compile kernels and fill caches.
-    times = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", result.stdout)][2:]
-    speed = f"{1e3 * tokens_an_iteration * len(times) / sum(times):.0f}"
-    plan = (
-        [f"{last['balance']:.4f}", last["received_rows"], last["lower_bound_rows"]] if "balance" in last else [""] * 3
+def difference(a: Run, b: Run) -> float:
+    """Largest relative difference of the losses of two runs; infinite where iterations are missing."""
+    return (
+        max(abs(a.losses[i] / b.losses[i] - 1) for i in b.losses)
+        if a.losses.keys() == b.losses.keys()
+        else float("inf")
     )
-    peaks = [float(m) for text in result.outputs for m in re.findall(r"max allocated: ([\d.]+)", text)]
-    memory = f"{max(peaks) / 1024:.2f}" if peaks else ""
-    first, final = min(losses), max(losses)
-    return [name, dtype, ranks, len(losses), f"{losses[first]:.6f}", f"{losses[final]:.6f}", *compared,
-            speed, *plan, memory, f"{result.elapsed_s:.1f}"]  # fmt: skip
 
 
-def _show(row: list) -> None:
-    print("  ".join(f"{h}={v}" for h, v in zip(HEADER, row, strict=True) if v != ""), flush=True)
+def judge(runs: Sequence[Run]) -> tuple[list[list], list[str]]:
+    """Rows of the table, and what failed or left its budget."""
+    rows, failures = [], [f"{r.name} {r.dtype} on {r.ranks} GPUs: {r.error}" for r in runs if r.error]
+    stock = {r.dtype: r for r in runs if r.name == "stock" and not r.error}
+    names = ("stock", "magi_dense", "magi", "long")
+    for run in sorted(runs, key=lambda r: (r.name == "long", r.dtype != "fp32", names.index(r.name), r.ranks)):
+        if run.error:
+            continue
+        compared = ["", "", ""]
+        if run.name != "long" and stock.keys() == {"fp32", "bf16"}:
+            exact = difference(run, stock["fp32"])
+            budget = FP32_BUDGET if run.dtype == "fp32" else 2 * difference(stock["bf16"], stock["fp32"])
+            compared = [f"{exact:.2e}", f"{budget:.2e}", f"{difference(run, stock[run.dtype]):.2e}"]
+            if run.name.startswith("magi") and not exact <= budget:
+                failures.append(
+                    f"{run.name} {run.dtype} on {run.ranks} GPUs differs by {exact:.2e}, allowed is {budget:.2e}"
+                )
+        plan = [""] * 3
+        if "balance" in run.record:
+            plan = [f"{run.record['balance']:.4f}", run.record["received_rows"], run.record["lower_bound_rows"]]
+        losses = [f"{run.losses[i]:.6f}" for i in (min(run.losses), max(run.losses))]
+        speed, peak, seconds = f"{run.tokens_per_s:.0f}", f"{run.peak_gib:.2f}", f"{run.seconds:.1f}"
+        rows.append([run.name, run.dtype, run.ranks, len(run.losses), *losses, *compared, speed, *plan, peak, seconds])
+    return rows, failures
+
+
+def launch(size: int, devices: Sequence[int], options: argparse.Namespace) -> subprocess.Popen:
+    """Starts torchrun over this file's worker."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": ",".join(names[d] for d in devices),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", __file__, "--out", str(options.out), "--worker", str(size)]
+    command += ["--data", str(options.data), "--sizes", *map(str, options.sizes)]
+    with (options.out / f"log_{size}.txt").open("w") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def run_all(num_gpus: int, options: argparse.Namespace) -> None:
+    """Launches side by side as far as there are GPUs, so speeds are rough."""
+    free, running = list(range(num_gpus)), []
+    todo = sorted(options.sizes)
+    deadline = time.monotonic() + options.timeout
+    while (todo or running) and time.monotonic() < deadline:
+        if todo and len(free) >= todo[0]:
+            size = todo.pop(0)
+            mine, free = free[:size], free[size:]
+            running.append((launch(size, mine, options), mine))
+        time.sleep(0.2)
+        for process, mine in running:
+            if process.poll() is not None:
+                free += mine
+        running = [(process, mine) for process, mine in running if process.poll() is None]
 
 
 def main() -> None:
     """Runs what is asked for; exits non-zero if a run fails or leaves its budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--only", choices=["parity", "long"], help="one part of it")
+    parser.add_argument("--sizes", type=int, nargs="+", help="numbers of GPUs; powers of two up to all if not given")
+    parser.add_argument("--judge", type=Path, nargs="+", metavar="DIR", help="only judge the results in these folders")
+    parser.add_argument("--timeout", type=float, default=270.0, help="seconds for all of it")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    num_gpus = torch.cuda.device_count()
-    if not num_gpus:
-        sys.exit("needs a GPU")
+    options.out = options.out.resolve()
+    if options.worker:
+        work(runs_of(options.worker, options.worker == max(options.sizes)), options.data, options.out)
+        sys.stdout.flush()
+        os._exit(0)
     options.out.mkdir(parents=True, exist_ok=True)
-    work = Path("gpu_training_work").resolve()
-    # Whole files, long ones too: what a batch of 64k tokens holds is wildly uneven.
-    data = build_corpus(work / "data", max_document_bytes=1 << 20, vocab_size=257).prefix
-    rows, failures = [], []
-    parts: dict[str, Callable[[Path, Path, int], list[list]]] = {"parity": parity, "long": long_batch}
-    for name, part in parts.items():
-        if options.only not in (None, name):
-            continue
+    num_gpus = torch.cuda.device_count()
+    if not options.judge:
+        if not num_gpus:
+            sys.exit("needs a GPU")
+        options.sizes = options.sizes or [size for size in (1, 2, 4, 8) if size <= num_gpus]
+        # Whole files, long ones too: what a batch of 64k tokens holds is wildly uneven.
+        options.data = build_corpus(options.out / "data", max_document_bytes=1 << 20, vocab_size=257).prefix
+        become_subreaper()
         try:
-            rows += part(data, work, num_gpus)
-        except LaunchError as error:
-            failures.append(f"{name}: {error}")
-    write_csv(options.out / f"training_{num_gpus}gpu.csv", HEADER, rows)
-    over = [r for r in rows if r[0].startswith("magi") and float(r[6]) > float(r[7])]
-    failures += [f"{r[0]} {r[1]} on {r[2]} GPUs differs by {r[6]}, allowed is {r[7]}" for r in over]
+            run_all(num_gpus, options)
+        finally:
+            kill_descendants()
+    runs = read_runs(options.judge or [options.out])
+    rows, failures = judge(runs)
+    for row in rows:
+        print("  ".join(f"{h}={v}" for h, v in zip(HEADER, row, strict=True) if v != ""), flush=True)
+    write_csv(options.out / f"training_{max((r.ranks for r in runs), default=0)}gpu.csv", HEADER, rows)
+    missing = [] if options.judge else [size for size in options.sizes if not any(r.ranks == size for r in runs)]
+    failures += [f"{size} GPUs: no result, see log_{size}.txt" for size in missing]
     sys.exit("\n".join(failures) if failures else 0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import sys
 import time
@@ -44,9 +45,16 @@ class Training:
 
 
 class TrainingSession:
-    """Runs trainings in this process, one of the ranks of a launch."""
+    """Runs trainings in this process, one of the ranks of a launch.
 
-    def __init__(self) -> None:
+    Args:
+        keeps_groups: process groups of a training serve the next if that asks for the same parallelism and attention,
+            which saves setting up NCCL.
+    """
+
+    def __init__(self, *, keeps_groups: bool = False) -> None:
+        self._keeps_groups = keeps_groups
+        self._parallelism: list[list[str]] | None = None
         self._current: Training | None = None
         self._around_step: Callable[[int], Any] | None = None
         self._begin_s = 0.0
@@ -68,6 +76,10 @@ class TrainingSession:
         """
         from megatron_magi.mcore.entry import main
 
+        parallelism = _parallelism(argv) if self._keeps_groups else None
+        if self._parallelism not in (None, parallelism):
+            _forget_groups()
+        self._parallelism = parallelism
         _release_memory()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -94,7 +106,7 @@ class TrainingSession:
                 training.peak_gib = stats["allocated_bytes.all.peak"] / 2**30
                 training.reserved_gib = stats["reserved_bytes.all.peak"] / 2**30
                 training.alloc_retries = stats["num_alloc_retries"]
-            _forget_megatron()
+            _forget_megatron(self._keeps_groups)
         return training
 
     def _install(self) -> None:
@@ -163,15 +175,37 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _forget_megatron() -> None:
-    """What Megatron's own in-process restart forgets, and what belongs to a model that is gone."""
-    from megatron.training import training
+def _parallelism(argv: Sequence[str]) -> list[list[str]]:
+    """The arguments that decide over process groups and what is kept with them, with their values."""
+    found = []
+    for place, argument in enumerate(argv):
+        if argument.startswith("--") and ("parallel" in argument or argument == "--attention-backend"):
+            values = itertools.takewhile(lambda value: not value.startswith("--"), argv[place + 1 :])
+            found.append([argument, *values])
+    return sorted(found)
 
-    training.destroy_global_state()
+
+def _forget_groups() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
     # Megatron leaves its groups, and each keeps a GiB of NCCL's buffers.
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
+
+
+def _forget_megatron(keeps_groups: bool) -> None:
+    """What Megatron's own in-process restart forgets, and what belongs to a model that is gone."""
+    from megatron.training import training
+
+    stock, training.destroy_model_parallel = training.destroy_model_parallel, lambda: None
+    try:
+        training.destroy_global_state()
+    finally:
+        training.destroy_model_parallel = stock
+    if not keeps_groups:
+        _forget_groups()
     attention = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     if attention is not None:
         # It reads those variables once for each kind of input.

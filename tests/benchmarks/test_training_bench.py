@@ -11,7 +11,7 @@ from training_session import Training
 def run(mask: str, provider: str, step_ms: float, tokens: int = 4096) -> bench.Run:
     steps = [9 * step_ms, step_ms, step_ms, step_ms]
     squares = [float((2 * tokens) ** 2 / 4)] * 4
-    return bench.Run(mask, tokens, provider, Training({4: 2.5}, {}, steps, squares, 1.0, 2.0, 0, 1.0))
+    return bench.Run(mask, tokens, provider, training=Training({4: 2.5}, {}, steps, squares, 1.0, 2.0, 0, 1.0))
 
 
 @pytest.mark.parametrize(("mask", "share"), [("causal", 1.0), ("documents", 0.25)])
