@@ -1,13 +1,12 @@
-"""Training speed of a Llama of 1B with Transformer Engine layers: magi beside TE's context parallelism.
+"""Training speed of a Llama with Transformer Engine layers: magi beside TE's context parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/bench_training.py --out DIR [--lengths 8192 32768] [--masks causal ...]
 
 {magi, TE p2p, TE a2a, TE all-gather, on four GPUs or more TE a2a+p2p} x {one causal document, packed documents, window
 with sink} x tokens a GPU, through Megatron's own trainer, all in one launch on the same GPUs, which hold one sequence
-together (CP only). Figures
-are of steps, not of attention: milliseconds (median of the second half), tokens/s/GPU, model TFLOP/s/GPU (6 operations
-a parameter and token, 12 a visible pair, head and dimension; nothing is recomputed), largest memory of a rank, loss of
-the last step, and how many times faster magi is than the best of TE's ways.
+together (CP only). Figures are of steps, not of attention: milliseconds (median of the second half), tokens/s/GPU,
+model TFLOP/s/GPU (6 operations a parameter and token, 12 a visible pair, head and dimension; what is recomputed is not
+counted), largest memory of a rank, loss of the last step, and how many times faster magi is than the best of TE's ways.
 
 A setting decides over TE's figures: `--no-create-attention-mask-in-dataloader`. By default Megatron's data loader makes
 a mask of seqlen^2 for each sequence and sends it through two processes and to the GPU, where TE does not look at it: at
@@ -56,6 +55,41 @@ NEAREST = {
 }
 """What runs where TE cannot do the mask: its mask and its name."""
 
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama with heads of `HEAD_DIM`.
+
+    Attributes:
+        layers: number of layers.
+        hidden: width.
+        ffn: width inside a feed-forward block.
+        heads: query heads.
+        kv_heads: key/value heads; TE's a2a needs a multiple of CP.
+        args: further arguments of Megatron.
+    """
+
+    layers: int = NUM_LAYERS
+    hidden: int = HIDDEN
+    ffn: int = FFN
+    heads: int = HEADS
+    kv_heads: int = GROUPS
+    args: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Of matrix products; the embedding is none."""
+        attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * HEAD_DIM
+        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * VOCABULARY
+
+
+RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+MODELS = {
+    "llama_1b": Model(),
+    "llama_1b_8_kv_heads": Model(kv_heads=8),
+    "llama_8b": Model(32, 4096, 14336, 32, 8, RECOMPUTED),
+}
+
 HEADER = ["mask", "tokens_per_gpu", "provider", "ran", "step_ms", "best_step_ms", "tokens_per_s_per_gpu",
           "tflops_per_gpu", "peak_gib", "reserved_gib", "last_loss", "times_te_best"]  # fmt: skip
 
@@ -68,7 +102,7 @@ class Run:
         mask: that is asked for.
         tokens_per_gpu: of a sequence.
         provider: key of `PROVIDERS`.
-        kv_heads: key/value heads of the model.
+        model: that is trained.
         training: what was seen, on rank 0; None if it failed.
         kernels: of the profiled step, by group, milliseconds of the device.
         error: why it failed.
@@ -77,7 +111,7 @@ class Run:
     mask: str
     tokens_per_gpu: int
     provider: str
-    kv_heads: int = GROUPS
+    model: Model = MODELS["llama_1b"]
     training: Training | None = None
     kernels: dict[str, float] = field(default_factory=dict)
     error: str = ""
@@ -93,12 +127,13 @@ class Run:
         return self.tokens_per_gpu, self.provider, self.ran[0]
 
 
-def model_args(seq_length: int, data: Path, steps: int, kv_heads: int = GROUPS) -> list[str]:
+def model_args(seq_length: int, data: Path, steps: int, model: Model = MODELS["llama_1b"]) -> list[str]:
     """Megatron's command line for the model and one sequence a step."""
     named = {
-        "--num-layers": NUM_LAYERS, "--hidden-size": HIDDEN, "--ffn-hidden-size": FFN, "--num-attention-heads": HEADS,
-        "--num-query-groups": kv_heads, "--kv-channels": HEAD_DIM, "--seq-length": seq_length,
-        "--max-position-embeddings": seq_length, "--micro-batch-size": 1, "--global-batch-size": 1,
+        "--num-layers": model.layers, "--hidden-size": model.hidden, "--ffn-hidden-size": model.ffn,
+        "--num-attention-heads": model.heads, "--num-query-groups": model.kv_heads,
+        "--kv-channels": HEAD_DIM, "--seq-length": seq_length, "--max-position-embeddings": seq_length,
+        "--micro-batch-size": 1, "--global-batch-size": 1,
         "--train-iters": steps, "--lr": 1e-4, "--lr-decay-iters": 1000, "--seed": 1234, "--eval-iters": 0,
         "--eval-interval": 1000, "--num-workers": 2, "--logging-level": 40, "--distributed-timeout-minutes": 3,
         "--log-interval": 1, "--attention-dropout": 0, "--hidden-dropout": 0, "--normalization": "RMSNorm",
@@ -113,7 +148,7 @@ def model_args(seq_length: int, data: Path, steps: int, kv_heads: int = GROUPS) 
         import fused_weight_gradient_mlp_cuda  # noqa: F401
     except ImportError:
         flags.append("--no-gradient-accumulation-fusion")
-    return [*(str(item) for pair in named.items() for item in pair), *flags]
+    return [*(str(item) for pair in named.items() for item in pair), *flags, *model.args]
 
 
 def run_args(run: Run) -> list[str]:
@@ -138,20 +173,19 @@ def visible_pairs(run: Run, training: Training, steps: slice) -> float:
     full = total * (total + 1) / 2
     if run.ran[0] == "documents":
         squares = [s for s in training.seqlen_squares[steps] if s]
-        return NUM_LAYERS * (statistics.mean(squares) + total) / 2 if squares else float("nan")
+        return run.model.layers * (statistics.mean(squares) + total) / 2 if squares else float("nan")
     if run.ran[0] == "causal":
-        return NUM_LAYERS * full
+        return run.model.layers * full
     outside = max(0, total - WINDOW)
     windowed = full - outside * (outside + 1) / 2
-    return NUM_LAYERS / 2 * (full + windowed)
+    return run.model.layers / 2 * (full + windowed)
 
 
 def operations(run: Run, training: Training, steps: slice) -> float:
     """Floating-point operations of a step's model, forward and backward, all GPUs together."""
-    attention = HIDDEN * (HEADS + 2 * run.kv_heads) * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN
-    parameters = NUM_LAYERS * (attention + 3 * HIDDEN * FFN) + HIDDEN * VOCABULARY
     total = run.tokens_per_gpu * _world_size()
-    return 6.0 * parameters * total + 12.0 * HEADS * HEAD_DIM * visible_pairs(run, training, steps)
+    attention = 12.0 * run.model.heads * HEAD_DIM * visible_pairs(run, training, steps)
+    return 6.0 * run.model.parameters * total + attention
 
 
 def figures(runs: Sequence[Run]) -> list[list[Any]]:
@@ -288,7 +322,7 @@ def bench(options: argparse.Namespace) -> list[Run]:
     session, runs = TrainingSession(keeps_groups=True), []
     providers = [p for p in options.providers if p != "te_a2a_p2p" or _world_size() % 4 == 0]
     wanted = options.runs or [(m, p, n) for n in options.lengths for m in options.masks for p in providers]
-    todo = [Run(mask, tokens, provider, options.kv_heads) for mask, provider, tokens in wanted]
+    todo = [Run(mask, tokens, provider, MODELS[options.model]) for mask, provider, tokens in wanted]
     for run in todo:
         runs.append(run)
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
@@ -297,7 +331,7 @@ def bench(options: argparse.Namespace) -> list[Run]:
             continue
         steps = options.steps
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * _world_size()
-        args = model_args(seq_length, data, steps + options.profile, run.kv_heads)
+        args = model_args(seq_length, data, steps + options.profile, run.model)
         profile = Profile(steps + 1) if options.profile else None
         try:
             run.training = session.run(
@@ -371,7 +405,7 @@ def draw(table: Path, picture: Path) -> None:
                 axes.annotate("*", (bar.get_x() + width / 2, bar.get_height()), ha="center")
     axes.set_xticks(range(len(groups)), [f"{mask}\n{int(n) // 1024}k a GPU" for mask, n in groups])
     axes.set_ylabel("thousand tokens/s/GPU")
-    axes.set_title("Llama 1B with TE layers, bf16, context parallelism alone (* nearest mask that TE can do)")
+    axes.set_title("Llama with TE layers, bf16, context parallelism alone (* nearest mask that TE can do)")
     axes.legend()
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
@@ -391,7 +425,7 @@ def main() -> None:
         metavar="MASK:PROVIDER:TOKENS",
         help="these, in this order, instead of --lengths x --masks x --providers",
     )
-    parser.add_argument("--kv-heads", type=int, default=GROUPS, help="of the model; TE's a2a needs a multiple of CP")
+    parser.add_argument("--model", choices=list(MODELS), default="llama_1b")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bench_training as bench
 import pytest
 import run_gpu_te as te
+import run_gpu_training as parity
+import training_session
 from training_session import Training
 
 
@@ -92,3 +94,59 @@ def test_run_that_stopped_early_is_no_success() -> None:
     results = {"dense/stock": te.Result({1: 5.0, 2: 4.0}), "dense/magi_cp2": te.Result({1: 5.0})}
     jobs = [job for job in te.JOBS if f"{job.model}/{job.name}" in results]
     assert te.judge(jobs, results)[-1][-1] == "FAILED"
+
+
+def test_larger_model_counts_its_own_layers_and_heads(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one, large = run("causal", "magi", 1.0), run("causal", "magi", 1.0)
+    large.model = bench.MODELS["llama_8b"]
+    tokens = 8192
+    linear = 32 * (4096 * (32 + 2 * 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 14336) + 4096 * 32000
+    pairs = 12 * 32 * 128 * 32 * tokens * (tokens + 1) / 2
+    assert bench.operations(large, large.training, slice(2, 4)) == pytest.approx(6 * tokens * linear + pairs)
+    assert bench.visible_pairs(large, large.training, slice(2, 4)) == 2 * bench.visible_pairs(
+        one, one.training, slice(2, 4)
+    )
+
+
+def test_groups_serve_runs_of_the_same_parallelism_and_attention_alone() -> None:
+    asked = [
+        "--seed 1 --context-parallel-size 2", "--context-parallel-size 2 --lr 2",
+        "--context-parallel-size 2 --attention-backend magi",
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 4 1",
+    ]  # fmt: skip
+    first, same, *others = [training_session._parallelism(line.split()) for line in asked]
+    assert first == same
+    assert all(other not in (first, *others[:n]) for n, other in enumerate(others))
+
+
+def parity_run(name: str, dtype: str, ranks: int, loss: float, error: str = "") -> parity.Run:
+    losses = {} if error else {1: 5.0, 2: loss}
+    return parity.Run(
+        name, dtype, ranks, losses, {"balance": 1.0, "received_rows": 0, "lower_bound_rows": 0}, error=error
+    )
+
+
+def test_parity_is_judged_by_stock_in_fp32_and_by_what_bf16_costs_stock() -> None:
+    losses = [
+        ("stock", "fp32", 1, 4.0), ("stock", "bf16", 1, 4.04), ("magi", "fp32", 2, 4.00003), ("magi", "fp32", 8, 4.00005),
+        ("magi", "bf16", 2, 4.079), ("magi", "bf16", 8, 4.081), ("long", "bf16", 8, 9.0),
+    ]  # fmt: skip
+    runs = [parity_run(*found) for found in losses]
+    rows, failures = parity.judge(runs)
+    assert len(rows) == len(runs)
+    assert [failure[:21] for failure in failures] == ["magi fp32 on 8 GPUs d", "magi bf16 on 8 GPUs d"]
+
+
+def test_parity_run_that_failed_or_stopped_early_is_no_success() -> None:
+    early = parity_run("magi", "fp32", 2, 4.0)
+    del early.losses[2]
+    runs = [parity_run("stock", "fp32", 1, 4.0), parity_run("stock", "bf16", 1, 4.0), early]
+    assert len(parity.judge(runs)[1]) == 1
+    assert parity.judge([*runs[:2], parity_run("magi", "fp32", 2, 0.0, "no")])[1] == ["magi fp32 on 2 GPUs: no"]
+
+
+def test_largest_number_of_gpus_runs_the_long_batch_and_one_gpu_the_references() -> None:
+    assert {run.name for run in parity.runs_of(1, False)} == {"stock", "magi_dense", "magi"}
+    assert [run.name for run in parity.runs_of(8, True)] == ["magi", "magi", "long"]
