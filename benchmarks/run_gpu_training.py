@@ -220,7 +220,9 @@ def main() -> None:
             sys.exit("needs a GPU")
         options.sizes = options.sizes or [size for size in (1, 2, 4, 8) if size <= num_gpus]
         # Whole files, long ones too: what a batch of 64k tokens holds is wildly uneven.
-        options.data = build_corpus(options.out / "data", max_document_bytes=1 << 20, vocab_size=257).prefix
+        options.data = build_corpus(
+            Path("gpu_training_work").resolve(), max_document_bytes=1 << 20, vocab_size=257
+        ).prefix
         become_subreaper()
         try:
             run_all(num_gpus, options)

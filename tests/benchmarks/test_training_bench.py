@@ -130,8 +130,8 @@ def parity_run(name: str, dtype: str, ranks: int, loss: float, error: str = "") 
 
 def test_parity_is_judged_by_stock_in_fp32_and_by_what_bf16_costs_stock() -> None:
     losses = [
-        ("stock", "fp32", 1, 4.0), ("stock", "bf16", 1, 4.04), ("magi", "fp32", 2, 4.00003), ("magi", "fp32", 8, 4.00005),
-        ("magi", "bf16", 2, 4.079), ("magi", "bf16", 8, 4.081), ("long", "bf16", 8, 9.0),
+        ("stock", "fp32", 1, 4.0), ("stock", "bf16", 1, 4.04), ("magi", "fp32", 2, 4.00003),
+        ("magi", "fp32", 8, 4.00005), ("magi", "bf16", 2, 4.079), ("magi", "bf16", 8, 4.081), ("long", "bf16", 8, 9.0),
     ]  # fmt: skip
     runs = [parity_run(*found) for found in losses]
     rows, failures = parity.judge(runs)
