@@ -229,7 +229,7 @@ CHECKS: dict[str, Callable[[Path, Rates], Iterator[list]]] = {
     "predict_*gpu*.csv": check_dispatches,
     "distributed_*gpu*.csv": check_distributed,
     "steps*.csv": check_steps,
-    "training_speed_[0-9]gpu*.csv": check_training,
+    "training_speed_2gpu*.csv": check_training,
 }
 """What is checked against, by the names of its files."""
 
