@@ -91,7 +91,7 @@ MODELS = {
 }
 
 HEADER = ["mask", "tokens_per_gpu", "provider", "ran", "step_ms", "best_step_ms", "tokens_per_s_per_gpu",
-          "tflops_per_gpu", "peak_gib", "reserved_gib", "last_loss", "times_te_best"]  # fmt: skip
+          "tflops_per_gpu", "peak_gib", "reserved_gib", "device_gib", "last_loss", "times_te_best"]  # fmt: skip
 
 
 @dataclass
@@ -196,15 +196,15 @@ def figures(runs: Sequence[Run]) -> list[list[Any]]:
         name = [run.mask, run.tokens_per_gpu, run.provider, run.ran[1]]
         timed = _timed_steps(run)
         if not timed:
-            rows.append([*name, run.error.strip().splitlines()[-1][:120] if run.error else "failed", *[""] * 7])
+            rows.append([*name, run.error.strip().splitlines()[-1][:120] if run.error else "failed", *[""] * 8])
             continue
         training, median = run.training, statistics.median(timed)
         half = slice(len(training.step_ms) - len(timed), len(training.step_ms))
         rate = operations(run, training, half) / _world_size() / median / 1e9
         last = training.losses[max(training.losses)] if training.losses else float("nan")
         rows.append([*name, f"{median:.1f}", f"{min(training.step_ms):.1f}", f"{1e3 * run.tokens_per_gpu / median:.0f}",
-                     f"{rate:.0f}", f"{training.peak_gib:.2f}", f"{training.reserved_gib:.2f}", f"{last:.5f}",
-                     _times_best(run, runs)])  # fmt: skip
+                     f"{rate:.0f}", f"{training.peak_gib:.2f}", f"{training.reserved_gib:.2f}",
+                     f"{training.device_gib:.2f}", f"{last:.5f}", _times_best(run, runs)])  # fmt: skip
     return rows
 
 
@@ -360,6 +360,7 @@ def _gather(run: Run) -> None:
     run.training.losses = next((t.losses for t in reversed(trainings) if t.losses), {})
     run.training.peak_gib = max(t.peak_gib for t in trainings)
     run.training.reserved_gib = max(t.reserved_gib for t in trainings)
+    run.training.device_gib = max(t.device_gib for t in trainings)
     run.training.alloc_retries = max(t.alloc_retries for t in trainings)
 
 

@@ -32,6 +32,8 @@ class Training:
         reserved_gib: largest memory that torch's allocator had taken from the device.
         alloc_retries: times that the allocator ran out and gave back what it had kept.
         setup_s: seconds before the first step.
+        device_gib: memory of the device in use at the end, by torch and by what it does not count: NCCL, memory that
+            ranks read of each other, contexts.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Training:
     reserved_gib: float = 0.0
     alloc_retries: int = 0
     setup_s: float = 0.0
+    device_gib: float = 0.0
 
 
 class TrainingSession:
@@ -106,6 +109,8 @@ class TrainingSession:
                 training.peak_gib = stats["allocated_bytes.all.peak"] / 2**30
                 training.reserved_gib = stats["reserved_bytes.all.peak"] / 2**30
                 training.alloc_retries = stats["num_alloc_retries"]
+                free, total = torch.cuda.mem_get_info()
+                training.device_gib = (total - free) / 2**30
             _forget_megatron(self._keeps_groups)
         return training
 
