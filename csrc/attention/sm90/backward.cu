@@ -15,7 +15,7 @@
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
 // order of additions does not depend on time), GATED (0 or 1: keys from a number on lie elsewhere, arrive while the
-// kernel runs, and have gradients of their own; no tile has both).
+// kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1: mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
 #include "gradients.cuh"
@@ -118,7 +118,7 @@ constexpr u32 kBytesRow = kQueries * sizeof(float);
 constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 
 DEVICE Item load_item(const BackwardParams& p, int index) {
-  if (index >= p.num_items) return {-1};
+  if (index >= OF_MASK(p, num_items)) return {-1};
   const int4 item = __ldg(p.items + index), tile = __ldg(p.plan.tiles + item.x);
   return {tile.x, tile.w, tile.y, tile.z, item.y & 0xffff, item.y >> 16, item.x, item.z, item.w};
 }
@@ -167,16 +167,16 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     bool first = true, last = false;
     while (!last) {
       const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
-      const int row = range.x + n * static_cast<int>(p.plan.step), head = item.head + h;
+      const int row = range.x + n * STEP_OF(p.plan), head = item.head + h;
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
       int4 info = make_int4(row, 2 * head * p.units + row / 16, 4 * pass + masked, 0);
-      if (!p.heads_inner || ++h == item.heads) {
-        if (p.heads_inner) h = 0;
+      if (!OF_MASK(p, heads_inner) || ++h == item.heads) {
+        if (OF_MASK(p, heads_inner)) h = 0;
         if (++n == range.y) {
           n = 0;
           if (++pass == item.past_pass) {
             pass = item.first_pass;
-            last = p.heads_inner || ++h == item.heads;
+            last = OF_MASK(p, heads_inner) || ++h == item.heads;
           }
         }
       }

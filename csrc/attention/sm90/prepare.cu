@@ -1,7 +1,9 @@
 // What the backward needs of each row: lse and delta, transposed to one head after another; or to one pack of 2, 4 or 8
 // heads after another, each row of a pack head by head. And zeros where it will add.
+// Compile-time: CAPTURED (mask_numbers.cuh).
 
 #include "../../common/ptx.cuh"
+#include "mask_numbers.cuh"
 
 struct PrepareParams {
   const float* lse;
@@ -13,6 +15,9 @@ struct PrepareParams {
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;  // stats_row: rows with their padding, times the heads of a pack
   int log2_packed;
+#if CAPTURED
+  const MaskNumbers* numbers;  // num_key_sums is of one tile whose dK and dV are sums
+#endif
 };
 
 DEVICE void fill_zeros(float4* to, i64 count) {
@@ -55,5 +60,9 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
   const int tiles_row = p.stats_row >> 5 + p.log2_packed, block = blockIdx.x;
   if (block < tiles_row * ((p.num_heads + 31) / 32)) transpose_stats(p, block % tiles_row * 32, block / tiles_row * 32);
   fill_zeros(p.sums, p.num_sums);
+#if CAPTURED
+  fill_zeros(p.key_sums, p.num_key_sums * __ldg(&p.numbers->num_split));
+#else
   fill_zeros(p.key_sums, p.num_key_sums);
+#endif
 }
