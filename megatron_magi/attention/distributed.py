@@ -22,6 +22,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
+from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import AttnOptions, make_options
@@ -207,6 +208,9 @@ def _make_call(
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
+    if is_static(plan.bands[0]) and (not remembers or attend.sanity_check):
+        what = "without sanity_check" if remembers else f"with impl 'ffa', not {module.__name__.rpartition('.')[2]!r}"
+        raise ValueError(f"rank_plan: its tables change in device memory (StaticPlans), which works {what}")
     one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper.kernels import if_captured
 from megatron_magi.ops.hopper.params import (
+    CapturedFinishKeysParams,
+    CapturedPrepareParams,
     FinishKeysParams,
     FinishParams,
     GatedFinishKeysParams,
@@ -73,25 +78,26 @@ def padded(num_rows: int, block: int) -> int:
     return -(-num_rows // 32) * 32 + block
 
 
-def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: bool) -> Launch:
+def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: bool, numbers: int = 0) -> Launch:
     """Writes statistics of rows, fp32 ``[num_heads / packed, rows * packed]`` each; ``zeroes``: and fills sums with 0.
 
     Args:
         lse, delta: fp32 ``[num_rows, num_heads]``.
         rows: with their padding.
         packed: heads that are counted as one, whose rows are interleaved.
+        numbers: address of a mask's numbers, where these are in memory; ``num_key_sums`` is then of one tile.
     """
     num_rows, num_heads = lse.shape
 
     def make() -> Launch:
-        params = PrepareParams(
+        params = (partial(CapturedPrepareParams, numbers=numbers) if numbers else PrepareParams)(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=rows * packed, log2_packed=packed.bit_length() - 1,
         )  # fmt: skip
         blocks = max(rows // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if zeroes else 1)
-        return Launch(hopper_kernels.small_kernel(lse.device, "prepare", ()), blocks, params)
+        return Launch(hopper_kernels.small_kernel(lse.device, "prepare", if_captured(numbers > 0)), blocks, params)
 
-    key = ("prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes)
+    key = ("prepare", numbers, lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes)
     return prepared(key, make)
 
 
@@ -112,22 +118,31 @@ def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, s
 
 
 def finish_keys_launch(
-    dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float, store: int, gated: bool = False
+    dk: Tensor,
+    dv: Tensor,
+    dtype: torch.dtype,
+    scale: float,
+    store: int,
+    gated: bool = False,
+    numbers: int = 0,
 ) -> Launch:
     """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 blocks a tile and key head.
 
-    ``gated``: some tiles are of keys that arrived, with gradients of their own.
+    ``gated``: some tiles are of keys that arrived, with gradients of their own; ``numbers``: address of a mask's
+    numbers, where these are in memory; then there may be more blocks than the tiles take.
     """
     heads_kv, dim = dk.shape[1:]
 
     def make() -> Launch:
-        params = (GatedFinishKeysParams if gated else FinishKeysParams)(
+        captured = partial(CapturedFinishKeysParams, numbers=numbers)
+        kind = GatedFinishKeysParams if gated else captured if numbers else FinishKeysParams
+        params = kind(
             heads_kv=heads_kv, store=store, scale=scale,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         )  # fmt: skip
-        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated)
+        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated, numbers > 0)
         return Launch(hopper_kernels.small_kernel(dk.device, "finish_keys", defines), 1, params)
 
     return prepared(
-        ("finish_keys", gated, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make
+        ("finish_keys", gated, numbers, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make
     )
