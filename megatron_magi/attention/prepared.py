@@ -7,7 +7,7 @@ collectives, tile plans of both passes and every stage. Nothing of that needs a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -20,7 +20,8 @@ from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.choices import Problem, make_problem
+from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
+from megatron_magi.ops.hopper.plan import content_digest, remember
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_gated_tables, make_tables, masks_meet
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
@@ -158,6 +159,7 @@ def prepare_batch(
     arrays: Mapping[str, np.ndarray] | None = None,
     *,
     needs_backward: bool = True,
+    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedBatch:
     """Prepares a microbatch on the CPU.
 
@@ -167,15 +169,24 @@ def prepare_batch(
         config: how the plans were made and will be run.
         arrays: what else is to travel in the same copy, such as positions.
         needs_backward: False where no gradients are asked for.
+        like: of masks for which kernels and tile shapes are to be chosen instead, `StaticPlans.facts`.
     """
-    return prepare_plans(plans, shape, config, needs_backward=needs_backward).as_batch(arrays)
+    return prepare_plans(plans, shape, config, needs_backward=needs_backward, like=like).as_batch(arrays)
 
 
 def prepare_plans(
-    plans: Mapping[Hashable, RankPlan], shape: AttnShape, config: MagiConfig, *, needs_backward: bool = True
+    plans: Mapping[Hashable, RankPlan],
+    shape: AttnShape,
+    config: MagiConfig,
+    *,
+    needs_backward: bool = True,
+    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     tables: list[np.ndarray] = []
+    for name, facts in ({} if like is None else like).items():
+        for bands, one in zip(plans[name].bands, facts, strict=True):
+            remember(bands, content_digest(bands), one)
     prepared = {name: _prepare_plan(plan, shape, config, needs_backward, tables) for name, plan in plans.items()}
     return PreparedPlans(prepared, tables)
 

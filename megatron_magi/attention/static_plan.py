@@ -26,6 +26,8 @@ class StaticPlans:
 
     Attributes:
         plans: to be attended by, in eager mode or captured; run each call once before it is captured.
+        facts: by plan and stage, what kernels and tile shapes were chosen by: `prepare_batch` of later microbatches
+            takes them, so that all tables are there when `load` looks for them.
 
     Raises:
         ValueError: an argument, named in the message, is not as above.
@@ -50,6 +52,8 @@ class StaticPlans:
         self.plans: dict[Hashable, RankPlan] = {
             name: replace(plan, bands=(self._masks[name].as_bands(),), runtime={}) for name, plan in plans.items()
         }
+
+        self.facts = {name: (mask.facts,) for name, mask in self._masks.items()}
 
     def load(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
         """Makes the static plans those of another microbatch, for what is queued on the current stream from now on.

@@ -55,11 +55,18 @@ STRUCTS = [
 ]
 
 
+STRUCTS += [
+    (source, f"Captured{name}", (*defines, "CAPTURED=1"))
+    for source, name, defines in STRUCTS
+    if source not in ("finish_dq", "row_delta")
+]
+
+
 @pytest.mark.parametrize(("source", "name", "defines"), STRUCTS)
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    struct = getattr(hopper_params, name)
-    in_plan = ("tiles", "passes", "bounds", "step") if source.startswith(("forward", "backward")) else ()
+    struct, name = getattr(hopper_params, name), name.removeprefix("Captured")
+    in_plan = ("tiles", "passes", "bounds", "step", "numbers") if source.startswith(("forward", "backward")) else ()
     checks = []
     for field, *_ in struct._fields_[:-1]:
         member = f"plan.{field}" if field in in_plan else field
