@@ -46,6 +46,7 @@ class _Call:
         record, backward_record: what other ranks must mean too.
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
+        tail: rows behind those that are fetched, to be cleared; None where their number is known.
         one_launch: the forward over all stages at once, where that pays and the implementation has it.
         sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
@@ -68,6 +69,7 @@ class _Call:
     one_launch: OneLaunch | None
     sums_meet: bool
     delta_memo: dict | None
+    tail: torch.Tensor | None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -80,6 +82,11 @@ class _Call:
         if group is None and self.cp_size > 1:
             raise RuntimeError("group: does not exist any more")
         return group
+
+    @property
+    def comm_impl(self) -> str:
+        """Of the collectives; numbers of rows that the host does not know are known to one alone."""
+        return self.config.comm.impl if self.tail is None else "native"
 
     @property
     def accumulates(self) -> bool:
@@ -236,6 +243,7 @@ def _make_call(
         one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
+        tail=plan.runtime.get("tail"),
     )
 
 
@@ -246,7 +254,7 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
     )
     back = of_gradients if call.record.gradient else None
     casts = call.casts if call.one_launch is None else (*call.casts, call.one_launch.cast)
-    make_room(casts, of_keys, back, call.group, call.config.comm.impl)
+    make_room(casts, of_keys, back, call.group, call.comm_impl)
 
 
 def _partial_dtype(k: torch.Tensor, call: _Call) -> torch.dtype:
@@ -337,7 +345,7 @@ class _Forward:
         return self._out.to(self._q.dtype), self._lse, self._max_logits
 
     def _attend(self, stage: int) -> None:
-        k, v = (self._k, self._v) if stage == 0 else self._fetches.pop(stage).wait()
+        k, v = (self._k, self._v) if stage == 0 else _fetched(self._fetches.pop(stage), self._call)
         if stage and stage == self._schedule.saved_stage:
             self.saved_keys = [k, v]
         call = self._call
@@ -424,7 +432,7 @@ class _Backward:
             into = (None, None) if is_first else self._own_gradients()
         else:
             saved = stage == self._schedule.saved_stage
-            k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
+            k, v = self._saved_keys if saved else _fetched(self._fetches.pop(stage), call)
             grad_dtype = _partial_dtype(k, call)
             is_first, into = False, (None, None)
         if not is_first and self._dq is None:
@@ -464,14 +472,23 @@ class _Backward:
             call.casts[stage - 1],
             call.group,
             into=list(self._own_gradients()),
-            impl=call.config.comm.impl,
+            impl=call.comm_impl,
             at_once=self._is_local_done,
         )
         self._reduces.append(handle)
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
-    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl)
+    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.comm_impl)
+
+
+def _fetched(handle: Any, call: _Call) -> list[torch.Tensor]:
+    """Keys and values that have come. Where kernels may read behind them, zeros are there."""
+    tensors = handle.wait()
+    if call.tail is not None:
+        for t in tensors:
+            t.index_fill_(0, call.tail, 0)
+    return tensors
 
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

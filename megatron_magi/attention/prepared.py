@@ -7,7 +7,7 @@ collectives, tile plans of both passes and every stage. Nothing of that needs a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -28,6 +28,18 @@ from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.upload import PackedArrays, pack
+
+
+class StaticFacts(NamedTuple):
+    """What tables of a plan are made for, where a static plan will be loaded with them.
+
+    Attributes:
+        facts: of each stage, what kernels and tile shapes are chosen by.
+        num_keys: of each stage.
+    """
+
+    facts: tuple[MaskFacts, ...]
+    num_keys: tuple[int, ...]
 
 
 class AttnShape(NamedTuple):
@@ -159,7 +171,7 @@ def prepare_batch(
     arrays: Mapping[str, np.ndarray] | None = None,
     *,
     needs_backward: bool = True,
-    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
+    like: Mapping[Hashable, StaticFacts] | None = None,
 ) -> PreparedBatch:
     """Prepares a microbatch on the CPU.
 
@@ -169,7 +181,7 @@ def prepare_batch(
         config: how the plans were made and will be run.
         arrays: what else is to travel in the same copy, such as positions.
         needs_backward: False where no gradients are asked for.
-        like: of masks for which kernels and tile shapes are to be chosen instead, `StaticPlans.facts`.
+        like: `StaticPlans.facts`, for static plans that will be loaded with these.
     """
     return prepare_plans(plans, shape, config, needs_backward=needs_backward, like=like).as_batch(arrays)
 
@@ -180,19 +192,28 @@ def prepare_plans(
     config: MagiConfig,
     *,
     needs_backward: bool = True,
-    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
+    like: Mapping[Hashable, StaticFacts] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     tables: list[np.ndarray] = []
-    for name, facts in ({} if like is None else like).items():
-        for bands, one in zip(plans[name].bands, facts, strict=True):
-            remember(bands, content_digest(bands), one)
-    prepared = {name: _prepare_plan(plan, shape, config, needs_backward, tables) for name, plan in plans.items()}
+    known = {} if like is None else like
+    for name, static in known.items():
+        for bands, facts in zip(plans[name].bands, static.facts, strict=False):
+            remember(bands, content_digest(bands), facts)
+    prepared = {
+        name: _prepare_plan(plan, shape, config, needs_backward, tables, known.get(name))
+        for name, plan in plans.items()
+    }
     return PreparedPlans(prepared, tables)
 
 
 def _prepare_plan(
-    plan: RankPlan, shape: AttnShape, config: MagiConfig, needs_backward: bool, arrays: list[np.ndarray]
+    plan: RankPlan,
+    shape: AttnShape,
+    config: MagiConfig,
+    needs_backward: bool,
+    arrays: list[np.ndarray],
+    static: StaticFacts | None,
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
@@ -207,6 +228,8 @@ def _prepare_plan(
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
+    if static is not None:
+        num_keys = list(static.num_keys[: len(num_keys)])
     heads = shape.num_heads_q, shape.num_heads_kv
     problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))

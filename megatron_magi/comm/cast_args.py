@@ -99,6 +99,7 @@ class GroupCastArgs:
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is made; None where all is made.
+        is_static: the arrays change, see `megatron_magi.comm.static_args`.
         ways: how rows travel, by group and implementation, found out at the first call. They go with the group, not
             with the arguments, which plans keep.
         launches: what implementations prepare for calls, by implementation; likewise.
@@ -111,6 +112,7 @@ class GroupCastArgs:
     num_rows_min: int
     most: tuple[int, int] | None
     host: CastTables | None
+    is_static: bool = False
     ways: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
     launches: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
 

@@ -18,7 +18,7 @@ from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.impl import all_to_all, reference
 from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
-from megatron_magi.comm.impl.native import Native, native_of
+from megatron_magi.comm.impl.native import Native, failure_of, native_of
 from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
 from megatron_magi.comm.movement import Started
@@ -235,6 +235,7 @@ def group_reduce(
     if at_once and isinstance(mover, Native) and can_add(layout, into):
         started = mover.add(tensors, args, layout, into)
         return _handle(way, started, started.finish, args, layout, back=True)
+    assert not getattr(args, "is_static", False), "numbers of rows that the host does not know"
     started = mover.give_back(tensors, args, layout)
 
     def finish() -> list[torch.Tensor]:
@@ -325,6 +326,17 @@ def _needs(
 def _most(args: Args, back: bool = False) -> int | None:
     """Rows that any rank publishes, at most; None where that is not known."""
     return None if args.most is None else args.most[back]
+
+
+def raise_failure(group: dist.ProcessGroup) -> None:
+    """Raises what a kernel that a CUDA graph has queued waited for in vain; nothing else asks after replays.
+
+    Raises:
+        RuntimeError: a rank did not come to an earlier call in time.
+    """
+    failure = failure_of(group)
+    if failure is not None:
+        raise RuntimeError(failure)
 
 
 def choose_mover(

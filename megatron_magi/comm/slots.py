@@ -23,13 +23,14 @@ class Room:
 
     Attributes:
         most_bytes: of a slot.
+        stays: the slots are where they are, for launches that CUDA graphs have captured.
     """
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
         self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
         self._failure: str | None = None
-        self.most_bytes = MOST_BYTES
+        self.most_bytes, self.stays = MOST_BYTES, False
 
     def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
         """See `megatron_magi.comm.impl.native.Native.refusal`.
@@ -51,6 +52,8 @@ class Room:
             return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
         if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
             wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            if self.stays:
+                return f"has room for {self._memory.slot_bytes} bytes, which CUDA graphs refer to, not for {num_bytes}"
             if wanted > self.most_bytes:
                 return f"has no room for {wanted} bytes"
             before = self._memory.slot_bytes

@@ -190,6 +190,9 @@ class Native:
     def _take_turn(self, raw: int) -> torch.cuda.Stream:
         """The current stream, of which this is the handle: calls are published one after the other."""
         current = self._stream(raw)
+        if torch.cuda.is_current_stream_capturing():  # who replays the graph does so in turn
+            self._room.stays = True
+            return current
         if self._last not in (-1, raw):
             current.wait_stream(self._stream(self._last))
         self._last = raw
@@ -456,6 +459,12 @@ def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Na
     if isinstance(known, RuntimeError):
         raise RuntimeError(str(known))
     return known
+
+
+def failure_of(group: dist.ProcessGroup) -> str | None:
+    """`Native.failure` of what moves rows of a group, if anything does."""
+    known = _known.get(group)
+    return known[0].failure() if isinstance(known, tuple) and known[0] is not None else None
 
 
 def _decide(group: dist.ProcessGroup, device: torch.device) -> tuple[Native | None, str]:

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -75,11 +75,8 @@ class StaticMemory:
         self._numbers[: self._num_used].copy_(used, non_blocking=True)
 
 
-class _Table(NamedTuple):
-    """Where a mask's table is, and where it goes to."""
-
-    source: Tensor
-    target: Tensor
+Table = tuple[Tensor, Tensor]
+"""Where a table of a mask is, and where it goes to, which may be longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +160,7 @@ class StaticMask:
     def plan(self, tiling: Tiling) -> DevicePlan:
         """The tables of a tiling; made when they are first asked for, which is not while a graph is captured."""
         if tiling not in self._plans:
-            self.refuse_capture()
+            refuse_capture(self._device)
             source = hopper_plan.device_plan(self._now, tiling, self._device)
             places = self.memory.take(), self.memory.take()
             room = _with_room(source, tiling, self._headroom)
@@ -174,7 +171,7 @@ class StaticMask:
 
     def make_schedule(self, plan: _StaticPlan, key: tuple[int, int, int, int]) -> DeviceSchedule:
         """A schedule of a plan with room, for `_StaticPlan`."""
-        self.refuse_capture()
+        refuse_capture(self._device)
         assert plan.tiling is not None
         source = hopper_plan.device_plan(self._now, plan.tiling, self._device)
         items = hopper_plan.schedule_of(source, *key).items
@@ -196,7 +193,7 @@ class StaticMask:
                     return f"its table of {name} is {len(given)} long, there is room for {len(room)}"
         return None
 
-    def take(self, bands: np.ndarray) -> list[_Table]:
+    def take(self, bands: np.ndarray) -> list[Table]:
         """Sets the numbers of a mask for which there is room; what is to be copied for it."""
         self._now = bands
         tables = []
@@ -209,58 +206,40 @@ class StaticMask:
         made = self._plans.items()
         return [(plan, hopper_plan.device_plan(bands, tiling, self._device)) for tiling, plan in made]
 
-    def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[_Table]:
+    def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[Table]:
         """Sets the numbers of a plan and its schedules, and returns its tables."""
         host = source.host
         common = host.step, int(host.heads_inner)
         self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common))
         self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common))
-        tables = [_Table(a, b) for a, b in zip(_parts(source), _parts(plan), strict=True)]
+        tables = list(zip(_parts(source), _parts(plan), strict=True))
         for key, room in plan.schedules.items():
             made = hopper_plan.schedule_of(source, *key)
             self.memory.set(plan.of_schedule[key], (host.num_tiles, len(made.items), made.num_split, *common))
-            tables.append(_Table(made.items.view(-1), room.items.view(-1)))
+            tables.append((made.items.view(-1), room.items.view(-1)))
         return tables
 
-    def _copy(self, tables: Sequence[_Table]) -> None:
+    def _copy(self, tables: Sequence[Table]) -> None:
         copy(tables)
         self.memory.send()
 
-    def refuse_capture(self) -> None:
-        """Raises RuntimeError while a graph is captured."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError while a graph is captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
 
 
-def copy(tables: Sequence[_Table]) -> None:
-    """Queues the copies on the current stream."""
-    tables = [t for t in tables if len(t.source)]
-    if tables:
-        torch._foreach_copy_([t.target[: len(t.source)] for t in tables], [t.source for t in tables])
-
-
-def load(masks: Sequence[StaticMask], bands: Sequence[np.ndarray]) -> str | None:
-    """Brings other masks to the places of static ones; all of them, or none.
-
-    What is queued on the current stream from now on reads them; nothing waits. Tables that were not prepared (see
-    `prepare.make_tables`) are made.
-
-    Args:
-        masks: static ones, of one memory.
-        bands: of each, over as many rows and keys as the first mask.
-
-    Returns:
-        None, or why there is no room; then the static masks are what they were.
-    """
-    for mask, table in zip(masks, bands, strict=True):
-        mask.refuse_capture()
-        reason = mask.why_not(table)
-        if reason is not None:
-            return reason
-    copy([made for mask, table in zip(masks, bands, strict=True) for made in mask.take(table)])
-    for memory in {id(mask.memory): mask.memory for mask in masks}.values():
-        memory.send()
-    return None
+def copy(tables: Sequence[Table]) -> None:
+    """Queues the copies on the current stream: one launch or two for all of a dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in tables:
+        if len(source):
+            targets, sources = by_dtype.setdefault(source.dtype, ([], []))
+            targets.append(target[: len(source)])
+            sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:
