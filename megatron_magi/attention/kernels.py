@@ -16,7 +16,9 @@ Kernels = list[tuple[str, tuple[str, ...]]]
 """Source below the folder of the sources, and macros, of each."""
 
 
-def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False) -> Kernels:
+def needed_kernels(
+    shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False, captured: bool = False
+) -> Kernels:
     """Kernels that attention of a shape can take under any mask; none where the Hopper kernels do not compute.
 
     Args:
@@ -24,6 +26,7 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
         config: how it is executed.
         cp_size: number of ranks.
         rolls: int64 and fp32 numbers, one a row, are rolled as well, as in multi-token prediction.
+        captured: also those of static plans.
     """
     if shape.num_sms is None:
         return []
@@ -31,6 +34,8 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     group = shape.num_heads_q // shape.num_heads_kv
     dims = shape.head_dim, shape.head_dim_v
     found = attention_kernels(shape.dtype, dims, group, deterministic=deterministic)
+    if captured:
+        found += attention_kernels(shape.dtype, dims, group, deterministic=deterministic, captured=True)
     if cp_size == 1:
         return found
     one_launch = config.overlap.one_launch and may_announce(cp_size, config.comm.impl)

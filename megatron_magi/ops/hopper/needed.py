@@ -19,6 +19,7 @@ def needed_kernels(
     deterministic: bool,
     softcap: bool = False,
     gated: bool = False,
+    captured: bool = False,
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Sources and macros of all kernels that `choices` can choose, forward and backward.
 
@@ -29,7 +30,12 @@ def needed_kernels(
         deterministic: every backward is to repeat bit by bit.
         softcap: logits have a cap.
         gated: those over keys that arrive while they run, alone.
+        captured: those that read a mask's numbers from memory, alone.
     """
+    if captured:
+        plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap)
+        same = {source_of("row_delta"), source_of("finish_dq")}
+        return [(source, (*macros, "CAPTURED=1")) for source, macros in plain if source not in same]
     found: list[tuple[str, tuple[str, ...]]] = []
     if not gated:
         found += [("prepare", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
