@@ -52,6 +52,7 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         rolls=bool(args.mtp_num_layers),
         compares=agreement_group is not None,
     )
+    check_captures(args, planner.shape)
     kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args))
     compile_ahead(kernels, args.local_rank)
     return BatchDispatcher(planner, agreement_group)
@@ -85,6 +86,18 @@ def _with_shared_rates(config: MagiConfig, tp_size: int) -> MagiConfig:
 
 def _is_on_gpus() -> bool:
     return torch.cuda.is_available()
+
+
+def check_captures(args: Namespace, shape: AttnShape) -> None:
+    """Refuses captured attention by anything but the Hopper kernels.
+
+    Raises:
+        ValueError: it is asked for.
+    """
+    if captures(args) and shape.num_sms is None:
+        raise ValueError(
+            "cuda_graph_impl: full_iteration with --attention-backend magi needs Hopper GPUs, and bf16 or fp16"
+        )
 
 
 def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
+from megatron_magi.attention import AttnShape
 from megatron_magi.mcore import graphs
-from megatron_magi.mcore.forward_step import MagiForwardStep
+from megatron_magi.mcore.forward_step import MagiForwardStep, check_captures
 from megatron_magi.mcore.graphs import GraphedIterations, ReadBatches
 from megatron_magi.mcore.loss import microbatch_loss
 
@@ -88,6 +89,13 @@ def test_a_reset_drops_the_places_with_the_graph(iterations):
 def test_another_forward_step_is_refused_by_name(iterations):
     with pytest.raises(ValueError, match="cuda_graph_impl: full_iteration needs the forward step"):
         iterations.wrapper(forward_step_func=print, **iterations.named)
+
+
+def test_attention_of_other_kernels_is_refused_by_name():
+    shape = AttnShape(4, 2, 64, 64, torch.float32)
+    check_captures(SimpleNamespace(cuda_graph_impl="none"), shape)
+    with pytest.raises(ValueError, match=r"cuda_graph_impl: full_iteration .* needs Hopper GPUs"):
+        check_captures(SimpleNamespace(cuda_graph_impl="full_iteration"), shape)
 
 
 def test_a_loss_is_scaled_alike_by_a_number_and_by_a_tensor(monkeypatch):
