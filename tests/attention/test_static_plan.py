@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_magi import api
 from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.static_args import _arrays
@@ -303,6 +304,34 @@ def test_tables_are_not_made_while_a_graph_is_captured():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="run the same calls once before"), torch.cuda.graph(graph):
         attend(inputs, static.plans[0])
+
+
+@pytest.mark.sm90
+def test_a_static_key_takes_the_place_of_the_key_that_was_loaded():
+    device, rows = torch.device("cuda", 0), 1000
+    q, k, v, _ = (t.detach() for t in tensors(rows, shape_of((8, 2), (128, 128)), device))
+    keys = [api.magi_attn_varlen_key([0, n, rows], [0, n, rows], causal=True) for n in (300, 500, 1)]
+    static = api.make_static_key(keys[0])
+    graph, (out, lse) = captured(lambda: ((made := api.calc_attn(q, k, v, static))[0], made[1].lse))
+    for key in keys:
+        assert static.load(key) is None
+        graph.replay()
+        expected, meta = api.calc_attn(q, k, v, key)
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse, meta.lse, atol=1e-4, rtol=1e-4)
+    assert "it has 900 rows" in static.load(api.magi_attn_varlen_key([0, 900], [0, 900]))
+
+
+def test_a_static_key_is_of_one_group_and_configuration():
+    key = api.magi_attn_varlen_key([0, 64], [0, 64])
+    static = api.make_static_key(key)
+    other = api.magi_attn_varlen_key([0, 64], [0, 64], dist_attn_config=CONFIG)
+    with pytest.raises(ValueError, match="key: its group and configuration"):
+        static.load(other)
+    with pytest.raises(ValueError, match="headroom: expected at least 1"):
+        api.make_static_key(key, headroom=0)
+    with pytest.raises(ValueError, match="key: "):
+        api.make_static_key(static)
 
 
 def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool) -> tuple[int, int]:

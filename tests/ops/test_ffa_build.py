@@ -73,6 +73,19 @@ def test_kernels_that_wait_for_keys_compile_like_those_that_do_not():
         assert source.endswith("finish_keys.cu") or registers in ("128", "168")
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+def test_kernels_of_captured_launches_compile_like_those_that_are_told_of_a_mask(dims):
+    needed = needed_kernels(torch.bfloat16, dims, 8, deterministic=False, captured=True)
+    assert all("CAPTURED=1" in macros for _, macros in needed) and len(needed) > 3
+    for source, macros in needed:
+        _, report = hopper_build.compile_kernel(source, macros)
+        assert int(re.search(r"(\d+) bytes spill stores", report).group(1)) <= PRODUCER_SPILL_BYTES, (
+            f"{source}: {report}"
+        )
+        registers = re.search(r"Used (\d+) registers", report).group(1)
+        assert source.endswith(("prepare.cu", "finish_keys.cu")) or registers in ("128", "168")
+
+
 @pytest.mark.parametrize("name", ["prepare", "row_delta", "finish_dq", "finish_keys"])
 def test_small_kernels_compile_without_spills(name):
     for dim, dtype in itertools.product((64, 128, 256), (torch.bfloat16, torch.float16)):
