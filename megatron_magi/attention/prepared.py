@@ -21,8 +21,8 @@ from megatron_magi.attention.runtime import cast_tables, joined_key, joined_tran
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
-from megatron_magi.ops.hopper.plan import content_digest, remember
-from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_gated_tables, make_tables, masks_meet
+from megatron_magi.ops.hopper.plan import mask_facts
+from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, facts_meet, make_gated_tables, make_tables
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
@@ -197,9 +197,6 @@ def prepare_plans(
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     tables: list[np.ndarray] = []
     known = {} if like is None else like
-    for name, static in known.items():
-        for bands, facts in zip(plans[name].bands, static.facts, strict=False):
-            remember(bands, content_digest(bands), facts)
     prepared = {
         name: _prepare_plan(plan, shape, config, needs_backward, tables, known.get(name))
         for name, plan in plans.items()
@@ -228,11 +225,12 @@ def _prepare_plan(
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
+    facts = tuple(mask_facts(bands) for bands in plan.bands)
     if static is not None:
-        num_keys = list(static.num_keys[: len(num_keys)])
+        num_keys, facts = static.num_keys[: len(num_keys)], static.facts[: len(num_keys)]
     heads = shape.num_heads_q, shape.num_heads_kv
     problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
-    sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
+    sums_meet = needs_backward and facts_meet(facts, problems, _is_deterministic(config))
     at_once = None
     if one_launch and needs_backward and backward_pays(dims):
         at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
@@ -241,7 +239,7 @@ def _prepare_plan(
         use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
             use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
-        table, made = make_tables(bands, problem, use, config.dispatch.planner)
+        table, made = make_tables(bands, problem, use, config.dispatch.planner, facts[stage])
         tables.append(table)
         arrays += made
     if one_launch:

@@ -73,6 +73,14 @@ OF_A_MASK = (
     "tiles", "passes", "bounds", "step", "items", "numbers", "counter", "num_tiles", "num_items", "num_key_sums",
     "heads_inner", "splits", "head_section", "long_blocks", "stats_row",
 )  # fmt: skip
+
+
+def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of ``a`` from ``b``, beside the largest of ``b``; NaN where one has NaN."""
+    scale = b.detach().abs().nan_to_num(posinf=0).max().clamp(min=1e-6)
+    return float((torch.where(a == b, 0, (a - b).abs()).max() / scale).detach())
+
+
 SHAPES = {
     "packed": ((8, 1), (128, 128)),
     "several heads": ((4, 2), (128, 128)),
@@ -256,7 +264,7 @@ def test_one_graph_replayed_with_50_masks_equals_eager_mode(name, with_sink, det
             if i < 2 or deterministic:  # else sums of dq, dk and dv are formed in the order in which SMs come
                 assert torch.equal(a, b), (number, i)
             else:
-                assert (a - b).abs().max() <= 2**-6 * b.abs().max(), (number, i)
+                assert largest_difference(a, b) <= 2**-6, (number, i)
     hopper_plan._facts.drop(lambda _key: True)
 
 
@@ -366,11 +374,13 @@ def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool) -> tuple[int
             continue
         num_replayed += 1
         graph.replay()
+        tables = [bands.tobytes() for bands in batch.plans[0].bands]
+        same_kernels = len(set(tables)) == 2  # equal stages are remembered as one, with one choice of kernels
         for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-            if i < 2 or deterministic:
-                assert torch.equal(a, b), (number, i, float((a - b).abs().max()))
+            if same_kernels and (i < 2 or deterministic):
+                assert torch.equal(a, b), (number, i)
             else:
-                assert (a - b).abs().max() <= 2**-6 * b.abs().max(), (number, i)
+                assert largest_difference(a, b) <= 2**-6, (number, i)
     return num_replayed, num_eager
 
 
