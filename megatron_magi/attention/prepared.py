@@ -7,7 +7,7 @@ collectives, tile plans of both passes and every stage. Nothing of that needs a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -28,18 +28,6 @@ from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
 from megatron_magi.upload import PackedArrays, pack
-
-
-class StaticFacts(NamedTuple):
-    """What tables of a plan are made for, where a static plan will be loaded with them.
-
-    Attributes:
-        facts: of each stage, what kernels and tile shapes are chosen by.
-        num_keys: of each stage.
-    """
-
-    facts: tuple[MaskFacts, ...]
-    num_keys: tuple[int, ...]
 
 
 class AttnShape(NamedTuple):
@@ -171,7 +159,7 @@ def prepare_batch(
     arrays: Mapping[str, np.ndarray] | None = None,
     *,
     needs_backward: bool = True,
-    like: Mapping[Hashable, StaticFacts] | None = None,
+    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedBatch:
     """Prepares a microbatch on the CPU.
 
@@ -181,7 +169,8 @@ def prepare_batch(
         config: how the plans were made and will be run.
         arrays: what else is to travel in the same copy, such as positions.
         needs_backward: False where no gradients are asked for.
-        like: `StaticPlans.facts`, for static plans that will be loaded with these.
+        like: `StaticPlans.facts`, for static plans that will be loaded with these: by plan and stage, what kernels and
+            tile shapes are chosen by.
     """
     return prepare_plans(plans, shape, config, needs_backward=needs_backward, like=like).as_batch(arrays)
 
@@ -192,7 +181,7 @@ def prepare_plans(
     config: MagiConfig,
     *,
     needs_backward: bool = True,
-    like: Mapping[Hashable, StaticFacts] | None = None,
+    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     tables: list[np.ndarray] = []
@@ -210,7 +199,7 @@ def _prepare_plan(
     config: MagiConfig,
     needs_backward: bool,
     arrays: list[np.ndarray],
-    static: StaticFacts | None,
+    like: Sequence[MaskFacts] | None,
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
@@ -225,9 +214,7 @@ def _prepare_plan(
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
-    facts = tuple(mask_facts(bands) for bands in plan.bands)
-    if static is not None:
-        num_keys, facts = static.num_keys[: len(num_keys)], static.facts[: len(num_keys)]
+    facts = [mask_facts(bands) for bands in plan.bands] if like is None else like[: len(plan.bands)]
     heads = shape.num_heads_q, shape.num_heads_kv
     problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and facts_meet(facts, problems, _is_deterministic(config))

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_magi.attention.prepared import StaticFacts
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
@@ -64,7 +63,7 @@ class StaticPlans:
         made = {name: _StaticPlan(name, plan, device, self._memory, headroom) for name, plan in plans.items()}
         self._static = made
         self.plans: dict[Hashable, RankPlan] = {name: static.plan for name, static in made.items()}
-        self.facts = {name: static.facts for name, static in made.items()}
+        self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}
         self._load(plans)
 
     def load(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
@@ -109,7 +108,7 @@ class _StaticPlan:
 
     Attributes:
         plan: stands for that of the microbatch that was loaded.
-        facts: see `StaticPlans`.
+        masks: of its stages.
     """
 
     def __init__(
@@ -118,23 +117,22 @@ class _StaticPlan:
         many = plan.cp_size > 1
         if many and plan.degree != 1:
             raise ValueError(f"plans: {name!r} has {plan.degree} remote stages, static plans of several ranks have one")
-        self._device, self._args, num_keys = device, None, [plan.num_rows]
+        self._device, self._args, most_keys = device, None, [plan.num_rows]
         runtime: dict = {}
         if many:
             (cast,) = plan_casts(plan, device)
             if not isinstance(cast, GroupCastArgs):
                 raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")
             self._args = StaticArgs(cast, plan.num_rows, headroom)
-            num_keys.append(self._args.args.num_recv)
+            most_keys.append(self._args.args.num_recv)
             runtime = {"tail": self._args.tail, str(device): (self._args.args,)}
-        self._masks = [
-            StaticMask(bands, plan.num_rows, count, device, memory, headroom)
-            for bands, count in zip(plan.bands, num_keys, strict=True)
+        stages = zip(plan.bands, _num_keys(plan), most_keys, strict=True)
+        self.masks = [
+            StaticMask(bands, plan.num_rows, count, most, device, memory, headroom) for bands, count, most in stages
         ]
-        self.facts = StaticFacts(tuple(mask.facts for mask in self._masks), tuple(num_keys))
         self.plan = replace(
             plan,
-            bands=tuple(mask.as_bands() for mask in self._masks),
+            bands=tuple(mask.as_bands() for mask in self.masks),
             joined=None,
             one_launch=False,
             schedule=make_schedule(int(many)),
@@ -150,20 +148,27 @@ class _StaticPlan:
         if plan.degree > self.plan.degree:
             return f"it has {plan.degree} remote stages, not {self.plan.degree}"
         reason = None if self._args is None else self._args.why_not(self._cast(plan))
-        reasons = (mask.why_not(bands) for mask, bands in zip(self._masks, self._bands(plan), strict=True))
+        reasons = (mask.why_not(*stage) for mask, stage in zip(self.masks, self._stages(plan), strict=True))
         return reason or next(filter(None, reasons), None)
 
     def take(self, plan: RankPlan) -> list[hopper_static.Table]:
         """What is to be copied for a plan that fits."""
-        pairs = zip(self._masks, self._bands(plan), strict=True)
-        tables = [table for mask, bands in pairs for table in mask.take(bands)]
+        pairs = zip(self.masks, self._stages(plan), strict=True)
+        tables = [table for mask, stage in pairs for table in mask.take(*stage)]
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
 
-    def _bands(self, plan: RankPlan) -> tuple[np.ndarray, ...]:
-        return (*plan.bands, *[_NOTHING] * (len(self._masks) - len(plan.bands)))
+    def _stages(self, plan: RankPlan) -> list[tuple[np.ndarray, int]]:
+        """Bands and keys of each stage, one that fetches nothing included."""
+        stages = list(zip(plan.bands, _num_keys(plan), strict=True))
+        return stages + [(_NOTHING, 0)] * (len(self.masks) - len(stages))
 
     def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
         """Of the remote stage; None where nothing is fetched on any rank."""
         casts = plan_casts(plan, self._device)
         assert all(isinstance(cast, GroupCastArgs) for cast in casts)
         return casts[0] if casts else None  # ty: ignore
+
+
+def _num_keys(plan: RankPlan) -> list[int]:
+    """Of each stage."""
+    return [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]

@@ -104,7 +104,7 @@ def test_launches_stay_and_read_the_tables_of_the_mask_that_was_loaded(monkeypat
             known = [launch for _, launch in hopper_launch._launches.items()]
             return [(*(getattr(x.params, name, None) for name in OF_A_MASK), x._config.grid[0]) for x in known]
 
-        (mask,) = static._static[0]._masks
+        (mask,) = static._static[0].masks
         before, num_plans = launches(), len(mask._plans)
         for other in (*others, first):
             assert static.load({0: plan_of(other)}) is None

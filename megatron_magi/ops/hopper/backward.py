@@ -324,7 +324,7 @@ def keys_launch(
         softcap, scale = options.softcap, options.softmax_scale
         kind = GatedBackwardParams if arriving else CapturedBackwardParams if plan.is_static else BackwardParams
         params = kind(
-            counter=work_counter(q.device, stream).data_ptr(),
+            counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             group=q.shape[1] // plan.packed // k.shape[1], heads_kv=k.shape[1],
             stats_row=stats_row, units=stats_row // UNIT, store=store,

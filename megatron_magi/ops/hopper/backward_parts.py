@@ -120,7 +120,7 @@ def _params(
     softcap, scale = options.softcap, options.softmax_scale
     kind = GatedBackwardPartParams if gated else CapturedBackwardPartParams if captured else BackwardPartParams
     return kind(
-        counter=work_counter(inputs[0].device, stream).data_ptr(), stats_row=stats_row, store=store,
+        counter=0 if captured else work_counter(inputs[0].device, stream).data_ptr(), stats_row=stats_row, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
 

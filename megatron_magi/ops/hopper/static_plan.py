@@ -122,7 +122,9 @@ class StaticMask:
 
     Args:
         bands: int64 ``[n, 6]``, the first mask.
-        num_rows, num_keys: of every mask.
+        num_rows: of every mask.
+        num_keys: of the first mask.
+        most_keys: of every mask; what keys from a mask's number on get as gradients is anything.
         device: of the tables.
         memory: for numbers.
         headroom: how many times the tables of the first mask there is room for, at least 1.
@@ -138,14 +140,15 @@ class StaticMask:
         bands: np.ndarray,
         num_rows: int,
         num_keys: int,
+        most_keys: int,
         device: torch.device,
         memory: StaticMemory,
         headroom: float,
     ) -> None:
         self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(bands)
         self.memory = memory
-        self._now, self._device, self._headroom = bands, device, headroom
-        self._shape = num_rows, num_keys
+        self._now, self._device, self._headroom = (bands, num_keys), device, headroom
+        self._shape = num_rows, most_keys
         self._plans: dict[Tiling, _StaticPlan] = {}
 
     def as_bands(self) -> StaticBands:
@@ -161,7 +164,7 @@ class StaticMask:
         """The tables of a tiling; made when they are first asked for, which is not while a graph is captured."""
         if tiling not in self._plans:
             refuse_capture(self._device)
-            source = hopper_plan.device_plan(self._now, tiling, self._device)
+            source = self._source(tiling, *self._now)
             places = self.memory.take(), self.memory.take()
             room = _with_room(source, tiling, self._headroom)
             made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places)
@@ -173,7 +176,7 @@ class StaticMask:
         """A schedule of a plan with room, for `_StaticPlan`."""
         refuse_capture(self._device)
         assert plan.tiling is not None
-        source = hopper_plan.device_plan(self._now, plan.tiling, self._device)
+        source = self._source(plan.tiling, *self._now)
         items = hopper_plan.schedule_of(source, *key).items
         most = math.ceil(len(items) * self._headroom) + _SPARE_TILES * key[0]
         made = DeviceSchedule(items.new_zeros(most, 4), key[3])
@@ -181,30 +184,36 @@ class StaticMask:
         self._copy(self._tables(plan, source))
         return made
 
-    def why_not(self, bands: np.ndarray) -> str | None:
+    def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
         """Why there is no room for a mask, if there is none."""
-        for plan, source in self._pairs(bands):
+        for plan, source in self._pairs(bands, num_keys):
             parts = zip(("tiles", "passes", "bounds"), _parts(source), _parts(plan), strict=True)
             items = (
-                (key, hopper_plan.schedule_of(source, *key).items, room.items) for key, room in plan.schedules.items()
+                ("items", hopper_plan.schedule_of(source, *key).items, room.items)
+                for key, room in plan.schedules.items()
             )
             for name, given, room in (*parts, *items):
                 if len(given) > len(room):
                     return f"its table of {name} is {len(given)} long, there is room for {len(room)}"
         return None
 
-    def take(self, bands: np.ndarray) -> list[Table]:
+    def take(self, bands: np.ndarray, num_keys: int) -> list[Table]:
         """Sets the numbers of a mask for which there is room; what is to be copied for it."""
-        self._now = bands
+        self._now = bands, num_keys
         tables = []
-        for plan, source in self._pairs(bands):
+        for plan, source in self._pairs(bands, num_keys):
             source.hold_for_stream()
             tables += self._tables(plan, source)
         return tables
 
-    def _pairs(self, bands: np.ndarray) -> list[tuple[_StaticPlan, DevicePlan]]:
-        made = self._plans.items()
-        return [(plan, hopper_plan.device_plan(bands, tiling, self._device)) for tiling, plan in made]
+    def _pairs(self, bands: np.ndarray, num_keys: int) -> list[tuple[_StaticPlan, DevicePlan]]:
+        return [(plan, self._source(tiling, bands, num_keys)) for tiling, plan in self._plans.items()]
+
+    def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
+        """What is to be at the place of a tiling; tiles of keys are of those that the mask has."""
+        if tiling.is_backward:
+            tiling = tiling._replace(num_rows=max(num_keys, 1))
+        return hopper_plan.device_plan(bands, tiling, self._device)
 
     def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[Table]:
         """Sets the numbers of a plan and its schedules, and returns its tables."""

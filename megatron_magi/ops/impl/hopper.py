@@ -170,7 +170,7 @@ class _Pass:
         def make() -> Launch:
             softcap, scale = options.softcap, options.softmax_scale
             params = (CapturedForwardParams if plan.is_static else ForwardParams)(
-                counter=work_counter(q.device, stream).data_ptr(),
+                counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
                 out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
                 logit_scale=softcap or scale,
                 scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
