@@ -90,7 +90,8 @@ def queries_launch(
 
     def make() -> Launch:
         params = _params(inputs, stats_row, options, store, stream, bool(arriving), plan.is_static)
-        params.counter += COUNTER_BYTES  # the kernel before may not have left its own
+        if not plan.is_static:
+            params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(
             q.device, q.dtype, dims, options.softcap > 0, bool(arriving), plan.is_static
