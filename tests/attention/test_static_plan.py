@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
@@ -433,3 +436,32 @@ def replay_without_eager_calls(rank: int, num_ranks: int, num_steps: int) -> boo
 @on_gpus
 def test_1000_replays_of_several_ranks_are_right_and_grow_no_memory(num_ranks):
     assert all(run_ranks(replay_without_eager_calls, num_ranks, 1000, backend="nccl", timeout_s=120))
+
+
+def stay_away(rank: int, num_ranks: int) -> None:
+    """Rank 0 replays less often than the others."""
+    torch.cuda.set_device(rank)
+    device, rows = torch.device("cuda", rank), 2048
+    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=3))
+    config = MagiConfig(comm=CommConfig(impl="native", verify=False), overlap=ONE_STAGE)
+    plan = make_plan(builders.causal(rows * num_ranks), config, num_ranks).for_rank(rank)
+    inputs = tensors(rows, shape_of((8, 2), (128, 128)), device)
+    static = StaticPlans({0: plan}, device, group)
+    graph, _ = captured(lambda: attend(inputs, static.plans[0], config, group=group))
+    graph.replay()
+    torch.cuda.synchronize()
+    if rank == 0:
+        time.sleep(8)
+        return
+    begin = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert 2 < time.monotonic() - begin < 7
+    with pytest.raises(RuntimeError, match=r"rank 0 .* did not come within 3 s"):
+        static.load({0: plan})
+    assert torch.ones(3, device="cuda").sum() == 3, "the device is as it was"
+
+
+@on_gpus
+def test_a_replay_that_waits_for_a_rank_which_does_not_come_ends_and_the_next_load_names_it(num_ranks):
+    run_ranks(stay_away, num_ranks, backend="nccl", timeout_s=60)
