@@ -8,7 +8,7 @@ A step is a forward and a backward pass of some layers over the GPUs of one mach
 - ``due``: a new mask each step, planned when the step begins;
 - ``same``: a mask that was used in the steps before, with its plan;
 - ``captured``: as ``prepared``, and all passes of the step are one CUDA graph, captured once and replayed for each mask
-  (`StaticPlans`; on one GPU).
+  (`StaticPlans`; on several GPUs with one stage and native collectives).
 
 All ways take the same masks in the same order, and nothing is known of them when a way begins. Reported is the median
 over the masks of the slowest rank's step, with the time that the host takes to issue one forward and one backward pass,
@@ -22,6 +22,7 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -168,11 +169,14 @@ def measure(
     config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl=comm))
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
 
-    def plan_of(seed: int) -> RankPlan:
+    # Captured collectives are those of one stage.
+    one_stage = replace(config, overlap=replace(config.overlap, degree=1)) if num_ranks > 1 else config
+
+    def plan_of(seed: int, config: MagiConfig = config) -> RankPlan:
         return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)
 
-    def prepared(like: dict | None = None) -> Iterator[tuple[RankPlan, bool]]:
-        masks = Masks(plan_of, shape, config, len(seeds), like)
+    def prepared(config: MagiConfig = config, like: dict | None = None) -> Iterator[tuple[RankPlan, bool]]:
+        masks = Masks(partial(plan_of, config=config), shape, config, len(seeds), like)
         loader = DataLoader(
             masks, batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
         )
@@ -197,14 +201,15 @@ def measure(
         steps.run(plan_of(1000 + seed))
     results = []
     ways = [("same", steps.run, same), ("prepared", steps.run, prepared), ("due", steps.run, due)]
-    if num_ranks == 1:
-        static = StaticPlans({"full": plan_of(0)}, torch.device("cuda", rank))
-        ways.append(("captured", steps.captured(static), partial(prepared, static.facts)))
+    static = StaticPlans({"full": plan_of(0, one_stage)}, torch.device("cuda", rank), dist.group.WORLD)
+    captured = Steps(rank, plan_of(0).num_rows, num_layers, one_stage)
+    ways.append(("captured", captured.captured(static), partial(prepared, one_stage, static.facts)))
     for way, run, plans in ways:
         forget()
-        steps.host_us.clear()
+        of_way = captured if way == "captured" else steps
+        of_way.host_us.clear()
         step_ms = time_steps(run, plans())
-        results.append((way, step_ms, np.median(steps.host_us[WARM_UP:], axis=0)))
+        results.append((way, step_ms, np.median(of_way.host_us[WARM_UP:], axis=0)))
     return [
         [
             name, tokens, num_ranks, comm, way, f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}",
@@ -223,7 +228,7 @@ def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespac
         name, tokens = case.split(":")
         rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps, comm)
         if rank == 0:
-            for row in rows[-4 if num_ranks == 1 else -3 :]:
+            for row in rows[-4:]:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
     if rank == 0 and options.csv:
         write_csv(options.csv, HEADER, rows)
