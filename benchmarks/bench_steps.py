@@ -201,7 +201,7 @@ def measure(
         steps.run(plan_of(1000 + seed))
     results = []
     ways = [("same", steps.run, same), ("prepared", steps.run, prepared), ("due", steps.run, due)]
-    static = StaticPlans({"full": plan_of(0, one_stage)}, torch.device("cuda", rank), dist.group.WORLD)
+    static = StaticPlans({"full": plan_of(0, one_stage)}, torch.device("cuda", rank), dist.group.WORLD, headroom=4)
     captured = Steps(rank, plan_of(0).num_rows, num_layers, one_stage)
     ways.append(("captured", captured.captured(static), partial(prepared, one_stage, static.facts)))
     for way, run, plans in ways:
