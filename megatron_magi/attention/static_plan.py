@@ -28,7 +28,8 @@ class StaticPlans:
 
     `distributed_attention` takes them as other plans, with the Hopper kernels and, on several ranks, where these reach
     each other's memory (``comm.impl`` ``native``). A CUDA graph that has captured such calls is replayed for another
-    microbatch after `load`. Kernels and tile shapes are chosen for the first plans; other masks get the same.
+    microbatch after `load`; it refers to memory of this object. Kernels and tile shapes are chosen for the first plans;
+    other masks get the same.
 
     Args:
         plans: of the first microbatch. On several ranks of one remote stage (``OverlapConfig(degree=1)``), with

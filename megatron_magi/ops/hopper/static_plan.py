@@ -187,14 +187,14 @@ class StaticMask:
     def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
         """Why there is no room for a mask, if there is none."""
         for plan, source in self._pairs(bands, num_keys):
-            parts = zip(("tiles", "passes", "bounds"), _parts(source), _parts(plan), strict=True)
+            parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
             items = (
-                ("items", hopper_plan.schedule_of(source, *key).items, room.items)
+                ("items", hopper_plan.schedule_of(source, *key).items.shape[0], room.items.shape[0])
                 for key, room in plan.schedules.items()
             )
-            for name, given, room in (*parts, *items):
-                if len(given) > len(room):
-                    return f"its table of {name} is {len(given)} long, there is room for {len(room)}"
+            for name, length, room in (*parts, *items):
+                if length > room:
+                    return f"its table of {name} is {length} long, there is room for {room}"
         return None
 
     def take(self, bands: np.ndarray, num_keys: int) -> list[Table]:
@@ -243,9 +243,9 @@ def copy(tables: Sequence[Table]) -> None:
     """Queues the copies on the current stream: one launch or two for all of a dtype."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in tables:
-        if len(source):
+        if length := source.shape[0]:
             targets, sources = by_dtype.setdefault(source.dtype, ([], []))
-            targets.append(target[: len(source)])
+            targets.append(target[:length])
             sources.append(source)
     for targets, sources in by_dtype.values():
         torch._foreach_copy_(targets, sources)
@@ -253,15 +253,20 @@ def copy(tables: Sequence[Table]) -> None:
 
 def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:
     """Tiles, passes and bounds of a plan, int32 each."""
+    return plan.memory.split(_lengths(plan))
+
+
+def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
+    """Of `_parts`."""
     _, passes, bounds = (offset // 4 for offset in plan.host.offsets)
-    return plan.memory[:passes], plan.memory[passes:bounds], plan.memory[bounds:]
+    return passes, bounds - passes, plan.memory.shape[0] - bounds
 
 
 def _with_room(source: DevicePlan, tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
     """Memory for tables like these and more of them, and their plan on the host."""
-    host, (_, passes, _) = source.host, _parts(source)
+    host, (_, passes, _) = source.host, _lengths(source)
     most_tiles = math.ceil(host.num_tiles * headroom) + _SPARE_TILES
-    most_passes = math.ceil(len(passes) // 8 * headroom) + 2 * _SPARE_TILES
+    most_passes = math.ceil(passes // 8 * headroom) + 2 * _SPARE_TILES
     rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
     sizes = 4 * most_tiles, 8 * most_passes, 2 * rows * most_passes + 4
     costs = np.ones(most_tiles, dtype=np.int64)
