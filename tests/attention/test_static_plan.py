@@ -26,7 +26,7 @@ from tests.ops.fake_driver import fake_driver
 
 ROWS = 1024
 CPU = torch.device("cpu")
-ONE_STAGE = OverlapConfig(degree=1)
+ONE_STAGE = OverlapConfig(degree=1, one_launch=False)
 CONFIG = MagiConfig(attend=AttendConfig(impl="ffa"))
 
 
