@@ -58,7 +58,7 @@ STRUCTS = [
 STRUCTS += [
     (source, f"Captured{name}", (*defines, "CAPTURED=1"))
     for source, name, defines in STRUCTS
-    if source not in ("finish_dq", "row_delta")
+    if hasattr(hopper_params, f"Captured{name}")
 ]
 
 
