@@ -356,7 +356,7 @@ def replay_on_ranks(rank: int, num_ranks: int, deterministic: bool) -> tuple[int
     inputs = tensors(rows, shape, device)
     sink = torch.randn(1, 8, device=device, generator=torch.Generator(device).manual_seed(1)).requires_grad_()
     masks = some_masks(rows * num_ranks)
-    stripes = [(0, rows * num_ranks, at, at + 10, 0) for at in range(0, rows * num_ranks, 300)]
+    stripes = [(0, rows * num_ranks, at, at + 10, 0) for at in range(0, rows * num_ranks, 60)]  # for which is no room
     masks.insert(20, AttnMask(stripes, rows * num_ranks))
     group = dist.group.WORLD
 
