@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, describe_row
+from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
-from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.attention.runtime import cleared, plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.finite import require_finite
-from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import AttnOptions, make_options
@@ -47,6 +46,7 @@ class _Call:
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
         tail: rows behind those that are fetched, to be cleared; None where their number is known.
+        comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
         one_launch: the forward over all stages at once, where that pays and the implementation has it.
         sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
@@ -70,6 +70,7 @@ class _Call:
     sums_meet: bool
     delta_memo: dict | None
     tail: torch.Tensor | None
+    comm_impl: str
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -82,11 +83,6 @@ class _Call:
         if group is None and self.cp_size > 1:
             raise RuntimeError("group: does not exist any more")
         return group
-
-    @property
-    def comm_impl(self) -> str:
-        """Of the collectives; numbers of rows that the host does not know are known to one alone."""
-        return self.config.comm.impl if self.tail is None else "native"
 
     @property
     def accumulates(self) -> bool:
@@ -215,9 +211,7 @@ def _make_call(
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
-    if is_static(plan.bands[0]) and (not remembers or attend.sanity_check):
-        what = "without sanity_check" if remembers else f"with impl 'ffa', not {module.__name__.rpartition('.')[2]!r}"
-        raise ValueError(f"rank_plan: its tables change in device memory (StaticPlans), which works {what}")
+    check_static(plan, module, attend.sanity_check)
     one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
@@ -244,6 +238,7 @@ def _make_call(
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
         tail=plan.runtime.get("tail"),
+        comm_impl="native" if "tail" in plan.runtime else config.comm.impl,
     )
 
 
@@ -345,7 +340,7 @@ class _Forward:
         return self._out.to(self._q.dtype), self._lse, self._max_logits
 
     def _attend(self, stage: int) -> None:
-        k, v = (self._k, self._v) if stage == 0 else _fetched(self._fetches.pop(stage), self._call)
+        k, v = (self._k, self._v) if stage == 0 else cleared(self._fetches.pop(stage).wait(), self._call.tail)
         if stage and stage == self._schedule.saved_stage:
             self.saved_keys = [k, v]
         call = self._call
@@ -432,7 +427,7 @@ class _Backward:
             into = (None, None) if is_first else self._own_gradients()
         else:
             saved = stage == self._schedule.saved_stage
-            k, v = self._saved_keys if saved else _fetched(self._fetches.pop(stage), call)
+            k, v = self._saved_keys if saved else cleared(self._fetches.pop(stage).wait(), call.tail)
             grad_dtype = _partial_dtype(k, call)
             is_first, into = False, (None, None)
         if not is_first and self._dq is None:
@@ -480,15 +475,6 @@ class _Backward:
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
     return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.comm_impl)
-
-
-def _fetched(handle: Any, call: _Call) -> list[torch.Tensor]:
-    """Keys and values that have come. Where kernels may read behind them, zeros are there."""
-    tensors = handle.wait()
-    if call.tail is not None:
-        for t in tensors:
-            t.index_fill_(0, call.tail, 0)
-    return tensors
 
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -52,6 +52,14 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[Args, ...]:
     return casts
 
 
+def cleared(tensors: list[torch.Tensor], tail: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors, with zeros in the rows ``tail``, which kernels may read behind those that have come."""
+    if tail is not None:
+        for t in tensors:
+            t.index_fill_(0, tail, 0)
+    return tensors
+
+
 def joined_transfer(plan: RankPlan) -> Transfer:
     """The transfer of the rows of all stages at once, of which there is one at least."""
     return plan.transfers[0] if plan.joined is None else plan.joined

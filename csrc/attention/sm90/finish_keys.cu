@@ -1,6 +1,7 @@
 // Turns the sums of dK and dV, of tiles whose query heads were split, into gradients: dK times the softmax
 // scale.
-// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu), CAPTURED (mask_numbers.cuh: with more blocks than tiles need).
+// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu), CAPTURED (mask_numbers.cuh; then with more blocks
+// than tiles need).
 
 #include "gradients.cuh"
 

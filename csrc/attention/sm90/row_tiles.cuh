@@ -116,7 +116,8 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     const int count = pass[0].y, number = pass[3].x, head_kv = pass[3].y;
     int key = pass[0].x;
     const bool first = item.z >= 0;
-    if (first && item.w && count >= p.long_blocks) keep_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, count);
+    if (first && item.w && count >= p.long_blocks)
+      keep_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, count);
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       const int4 range = pass[0], more = pass[1];
