@@ -170,7 +170,9 @@ def measure(
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
 
     # Captured collectives are those of one stage.
-    one_stage = replace(config, overlap=replace(config.overlap, degree=1)) if num_ranks > 1 else config
+    one_stage = (
+        replace(config, overlap=replace(config.overlap, degree=1, one_launch=False)) if num_ranks > 1 else config
+    )
 
     def plan_of(seed: int, config: MagiConfig = config) -> RankPlan:
         return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)

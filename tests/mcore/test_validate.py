@@ -10,7 +10,7 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi import envs
-from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, with_nodes
@@ -77,6 +77,15 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
 def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         _validate(monkeypatch, *extra)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+    default = MagiConfig(overlap=OverlapConfig(degree=3, one_launch=True))
+    args = _parse(monkeypatch, *FULL_ITERATION, "--context-parallel-size", str(cp_size))
+    args.params_dtype = torch.bfloat16
+    overlap = magi_config(args, default).overlap
+    assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
 
 
 WINDOW = ["--window-size", "8,0"]
