@@ -83,7 +83,7 @@ def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: l
 def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
     default = MagiConfig(overlap=OverlapConfig(degree=3, one_launch=True))
     args = _parse(monkeypatch, *FULL_ITERATION, "--context-parallel-size", str(cp_size))
-    args.params_dtype = torch.bfloat16
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
     overlap = magi_config(args, default).overlap
     assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
 
