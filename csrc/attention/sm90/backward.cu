@@ -8,10 +8,10 @@
 // memory, to a warp that adds it by TMA. The tile plan is that of the transposed mask: rows are keys,
 // columns are queries.
 //
-// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dQ of the block before, dV, dK. dQ lags, so that it
+// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dV, dQ of the block before, dK. dQ lags, so that it
 // waits for no dS of the other warpgroup, and the two drift apart: while one is at its exponentials and dS, the tensor
-// cores work for the other. dQ is handed over under dV and dK. The softmax scale is left out of dS and multiplies dQ
-// and dK at the end.
+// cores work for the other. dV runs while dS is formed; dQ is handed over under dK. The softmax scale is left out of dS
+// and multiplies dQ and dK at the end.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
 // order of additions does not depend on time), GATED (0 or 1: keys from a number on lie elsewhere, arrive while the
@@ -259,11 +259,6 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
   wgmma_commit();
 }
 
-// Derivative of the softcap.
-struct Slope {
-  float of[SOFTCAP ? 32 : 1];
-};
-
 struct Consumer {
   const BackwardParams& p;
   Shared& s;
@@ -311,13 +306,8 @@ struct Consumer {
                                        Operand(smem_address(s.dout[ring.index])));
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const float2 (&lse)[8],
-                         const BlockInfo& info) {
-    if (SOFTCAP) {
-      apply_softcap(logits, p.softcap_factor);
-#pragma unroll
-      for (int i = 0; i < (SOFTCAP ? 32 : 0); ++i) slope.of[i] = 1.f - logits[i] * logits[i];
-    }
+  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], const float2 (&lse)[8], const BlockInfo& info) {
+    if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
     if (info.pass_masked & (1 << warpgroup)) {
       const int2* of_key = s.bounds[ring.index] + row;
       const int2 bounds[2] = {of_key[0], of_key[8]};
@@ -332,15 +322,25 @@ struct Consumer {
     for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
   }
 
-  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, const float2 (&delta)[8],
+  // `values`: address of lse of this thread's first two queries.
+  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float2 (&delta)[8], u32 values,
                       u32 (&ds)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 two = delta[i / 2];
       float x = probs[2 * i] * (dp[2 * i] + two.x), y = probs[2 * i + 1] * (dp[2 * i + 1] + two.y);
-      if (SOFTCAP) x *= slope.of[SOFTCAP ? 2 * i : 0], y *= slope.of[SOFTCAP ? 2 * i + 1 : 0];
+      if (SOFTCAP) {
+        const float2 lse = load_shared_v2(values + i / 2 * 32);
+        x *= slope_of_cap(probs[2 * i], lse.x), y *= slope_of_cap(probs[2 * i + 1], lse.y);
+      }
       ds[i] = T::pack(x, y);
     }
+  }
+
+  // Derivative of the softcap, from what became of the logit: kept until then it would take 32 registers.
+  DEVICE float slope_of_cap(float prob, float lse) const {
+    const float capped = fmaxf((log2_fast(prob) + lse) * (1.f / p.scale_log2), -1.f);
+    return 1.f - capped * capped;
   }
 
   DEVICE void store_ds(const u32 (&ds)[16]) {
@@ -376,7 +376,6 @@ struct Consumer {
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
-    Slope slope;
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
     issue_s(x);
     const BlockInfo info = block_info();
@@ -388,12 +387,13 @@ struct Consumer {
     wgmma_wait<1>();  // S
     pin(x);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
-    if (info.piece >= 0) form_probs(x, probs, slope, lse, info);
+    if (info.piece >= 0) form_probs(x, probs, lse, info);
+    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     float2 delta[8];
     load_values(delta, values + sizeof(Shared::lse));
-    wgmma_wait<0>();  // dP
+    wgmma_wait<1>();  // dP
     pin(y);
-    form_ds(x, y, slope, delta, ds);
+    form_ds(x, y, delta, values, ds);
     if constexpr (ADD_DQ) {
       if (previous.piece >= 0) wait_ds();
       const Operand ds_before(smem_address(s.ds[buffer.index]));
@@ -403,20 +403,18 @@ struct Consumer {
       // would serialise all of them.
       issue_dq(dq, ds_before, k_half);
     }
-    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
+    if constexpr (ADD_DQ) fence_async_proxy();
+    wgmma_wait<1>();  // dV, dQ
+    pin(probs);
+    pin(dv);
+    release(s.dout_empty[now], lane);
     if constexpr (ADD_DQ) {
-      fence_async_proxy();
-      wgmma_wait<2>();  // dQ
       pin(dq);
       announce_ds();
       if (previous.piece >= 0) hand_over<0>(dq, previous);
       previous = {info.piece + warpgroup * p.units, 0};
     }
-    wgmma_wait<1>();  // dV
-    pin(probs);
-    pin(dv);
-    release(s.dout_empty[now], lane);
     wgmma_wait<0>();  // dK
     pin(ds);
     pin(dk);
