@@ -180,11 +180,12 @@ class _Pass:
         rows = padded(q.shape[0], shape[1])
         self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
         self._lock = stream_lock(q.device, stream)
+        is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
         self.num_bytes = plan.num_bytes
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole = False, whole
         # Statistics of rows, and sums: one block of memory, in this order.
-        self._num_stats = -(-problem.num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
+        self._num_stats = -(-problem.num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
         self._num_key_sums = self._num_zeroed = numbers = 0
         num_stats = rows * packed
@@ -207,7 +208,8 @@ class _Pass:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
                 inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
-        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, numbers=numbers)
+        split = scale * LOG2_E if is_split else 0.0
+        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, split, numbers)
         if adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
         else:
