@@ -51,7 +51,9 @@ def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_product
         assert int(re.search(rf"(\d+) bytes {what}", report).group(1)) <= MOST_SPILLED_BYTES, report
 
 
-@pytest.mark.parametrize("name", ["sparse_lists", "sparse_finish"])
-def test_small_sparse_kernels_compile_without_spills(name):
-    _, report = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16"))
+@pytest.mark.parametrize(
+    ("name", "part"), [("sparse_lists", 0), ("sparse_finish", 0), ("sparse_stats", 0), *(("sparse_turn", i) for i in range(3))]
+)
+def test_small_sparse_kernels_compile_without_spills(name, part):
+    _, report = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}"))
     assert re.search(r"(\d+) bytes spill stores", report).group(1) == "0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_magi.ops.hopper.sparse_lists import lists_of_mask
+from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
@@ -115,6 +115,28 @@ def test_a_mask_becomes_lists_of_its_columns():
         for head, row in ((0, 0), (1, 50), (2, 76)):
             n = int(lists.counts[head, row])
             assert torch.equal(lists.entries[head, row, :n].long(), given[head, row].nonzero()[:, 0])
+
+
+@pytest.mark.parametrize(("lists", "num_rows", "num_keys"), [(1, 1000, 1000), (3, 100, 5000), (2, 777, 64 * 8500)])
+@pytest.mark.parametrize("form", ["csr", "lists"])
+def test_lists_turned_around_name_the_queries_that_see_a_block(form, lists, num_rows, num_keys):
+    gen = torch.Generator().manual_seed(lists)
+    mask = random_mask(gen, lists, num_rows, num_keys, 10, 64, density=0.1)
+    tensors = csr_of_mask(mask) if form == "csr" else (lists_with_gaps(mask, gen),)
+    tensors[-1][tensors[-1] == 3] = mask.shape[2]  # behind the last block
+    mask[..., 3] = False
+    pattern = to_cuda(SparsePattern(tensors, 10, 64, False))
+    turned = lists_of_queries(pattern, lists_of(pattern), num_rows, num_keys)
+    found = turned.entries.cpu().split(turned.offsets.diff().tolist() + [len(turned.entries) - int(turned.offsets[-1])])
+    for got, rows in zip(found, mask.transpose(1, 2).flatten(0, 1), strict=False):
+        assert torch.equal(got.long(), rows.nonzero()[:, 0])
+
+
+def test_lists_turned_around_name_a_query_as_often_as_it_lists_a_block():
+    entries = torch.tensor([[[1, 0, 1], [1, 1, 1], [-1, 0, 2]]], dtype=torch.int32)
+    pattern = to_cuda(SparsePattern((entries,), 1, 64, False))
+    turned = lists_of_queries(pattern, lists_of(pattern), 3, 129)
+    assert turned.offsets.tolist() == [0, 2, 7, 8] and turned.entries[:8].tolist() == [0, 2, 0, 0, 1, 1, 1, 2]
 
 
 def check_backward(x) -> None:

@@ -37,7 +37,13 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out, _ = block_sparse_attention(*inputs, mask, q_block_size=16, k_block_size=64, impl="ffa")
     out.sum().backward()
     lists = ["sparse_lists"]
-    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, "sparse_backward_keys"]
+    last = ["sparse_stats", "sparse_backward_keys"]
+    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, *last]
+    launched.clear()
+    given = torch.zeros(7, 3, dtype=torch.int32)
+    out, _ = block_sparse_attention(*inputs, given, q_block_size=16, k_block_size=64, impl="ffa")
+    out.sum().backward()
+    assert launched == ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]
     launched.clear()
     out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
     out.sum().backward()

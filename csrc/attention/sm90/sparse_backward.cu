@@ -102,29 +102,31 @@ struct Loader {
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
     const u32 bits = __ballot_sync(0xffffffffu, seen);
+    const u32 bar = smem_address(&s.full[ring.index]);
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
+    if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
+    __syncwarp();
     if (lane == 0) {
       if (warp == 0) describe(tile, flags);
       set_seen(s.info[ring.index], warp, bits);
+      barrier_arrive(bar);
     }
-    if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
     index = seen ? index : 0;
     gather_rows(smem_address(s.k[ring.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
     gather_rows(smem_address(s.v[ring.index]), p.values + tile.head_kv * p.v_head, p.v_row, index, warp, lane);
-    copies_commit();
-    copies_wait<0>();
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(smem_address(&s.full[ring.index]));
+    copies_arrive(bar);
     ring.advance();
   }
 
   DEVICE void end() {
+    const u32 bar = smem_address(&s.full[ring.index]);
     if (lane == 0) {
       barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
       if (warp == 0) s.info[ring.index].flags = kNoMoreSteps;
-      barrier_arrive(smem_address(&s.full[ring.index]));
+      barrier_arrive(bar);
     }
+    __syncwarp();
+    if (INDEXED) copies_arrive(bar);
   }
 };
 
@@ -205,6 +207,11 @@ struct Consumer {
       bounds[r] = make_int2(0, past - info.keys[0]);
     }
     apply_mask(x, 2 * (lane % 4), bounds);
+  }
+
+  DEVICE void wait_keys() const {
+    barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
+    if (INDEXED) fence_async_proxy();
   }
 
   DEVICE void issue_s(float (&x)[kStep / 2]) const {
@@ -294,7 +301,7 @@ struct Consumer {
 
   DEVICE void run() {
     while (true) {
-      barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
+      wait_keys();
       const int4 item = *reinterpret_cast<const int4*>(&s.info[ring.index]);
       flags = uniform(item.x);
       if (flags & kNoMoreSteps) break;
@@ -320,7 +327,7 @@ struct Consumer {
         const int2 keys = INDEXED ? keys_of(now) : make_int2(-1, -1);
         issue_gradients(dq, part, ds, now);
         ring.advance();
-        barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
+        wait_keys();
         issue_s(x);
         flags = uniform(s.info[ring.index].flags);
         auto gradients_done = [&] {
@@ -360,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   if (threadIdx.x == 0) {
     init_buffer(s.rows_full, s.rows_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.full[i]), kArrivals);
+      barrier_init(smem_address(&s.full[i]), kArrivals + kDescribing);
       barrier_init(smem_address(&s.empty[i]), 4 * kGroups);
     }
     barrier_init_fence();

@@ -5,14 +5,16 @@
 // places. A step has 64 keys a warpgroup: pieces of blocks, which TMA loads, or single keys, which four warps gather.
 // Of tiles of 64 places an SM computes two at a time, in two thread blocks.
 //
-// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), K_STAGES (2 or 3, the latter with one place
-// for queries), DTYPE (Bf16 or Fp16).
+// Single keys take three stages, and one place for queries, which are loaded behind the first keys of their tile.
+//
+// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
-constexpr int kKStages = K_STAGES, kStages = 2, kQStages = 4 - K_STAGES;
+constexpr int kStages = INDEXED ? 3 : 2;  // of keys, and of values
+constexpr int kQStages = INDEXED ? 1 : 2;
 using T = DTYPE;
 
 #include "row_products.cuh"
@@ -33,11 +35,11 @@ struct SparseForwardParams {
 
 struct Shared {
   alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 k[kKStages][kHeadDim / kPanel][kStep][kPanel];
+  u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
   u64 q_full[kQStages], q_empty[kQStages];
-  u64 k_full[kKStages], k_empty[kKStages], v_full[kStages], v_empty[kStages];
-  alignas(16) StepInfo info[kKStages];
+  u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  alignas(16) StepInfo info[kStages];
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / (kQStages * kGroups);
@@ -50,19 +52,21 @@ struct Loader {
   Shared& s;
   const int warp, lane;
   Ring<kQStages> rq;
-  Ring<kKStages> rk;
+  Ring<kStages> rk;
   Ring<kStages> rv;
   // Values follow the keys of the next step, be it of the next item, for they are used after them.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
   int earlier_index = 0, earlier_head = -1;
-  u32 pending = 0;  // barrier of the rows gathered last
+  bool wanted = false;  // INDEXED: queries of the tile
 
   DEVICE void queries(const Tile& tile) {
-    if (INDEXED && kQStages == 1) {  // their place is free when the last values of the tile before are there
-      gather_values();
-      drain();
-      earlier_head = -1;
-    }
+    if (INDEXED)
+      wanted = true;
+    else
+      load_queries(tile);
+  }
+
+  DEVICE void load_queries(const Tile& tile) {
     if (warp == 0 && lane == 0) {
       const u32 bar = smem_address(&s.q_full[rq.index]);
       barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
@@ -114,67 +118,42 @@ struct Loader {
     rv.advance();
   }
 
-  // Single keys. Rows that were gathered are announced when those after them are under way, or have to wait.
+  // Single keys. Nobody waits here for what is gathered.
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
     const u32 bits = __ballot_sync(0xffffffffu, seen);
+    const u32 bar = smem_address(&s.k_full[rk.index]);
     index = seen ? index : 0;
-    await_place(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags, earlier);
       set_seen(s.info[rk.index], warp, bits);
+      barrier_arrive(bar);
     }
     gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
-    submit(smem_address(&s.k_full[rk.index]));
+    copies_arrive(bar);
     rk.advance();
     gather_values();
+    if (wanted) load_queries(tile);
+    wanted = false;
     earlier_index = index, earlier_head = tile.head_kv;
   }
 
   DEVICE void gather_values() {
     if (earlier_head < 0) return;
-    await_place(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
     gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, earlier_index, warp, lane);
-    submit(smem_address(&s.v_full[rv.index]));
+    copies_arrive(smem_address(&s.v_full[rv.index]));
     rv.advance();
-  }
-
-  DEVICE void await_place(u32 bar, u32 parity) {
-    if (barrier_done(bar, parity)) return;
-    drain();
-    barrier_wait(bar, parity);
-  }
-
-  DEVICE void submit(u32 bar) {
-    copies_commit();
-    if (pending) {
-      copies_wait<1>();
-      announce();
-    }
-    pending = bar;
-  }
-
-  DEVICE void drain() {
-    if (!pending) return;
-    copies_wait<0>();
-    announce();
-    pending = 0;
-  }
-
-  DEVICE void announce() const {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(pending);
   }
 
   // Nobody uses what is computed of the last step.
   DEVICE void end() {
-    if (INDEXED) {
+    if (INDEXED)
       gather_values();
-      drain();
-    } else if (lane == 0) {
+    else if (lane == 0)
       load_values();
-    }
+    const u32 bar = smem_address(&s.k_full[rk.index]);
     if (lane == 0) {
       barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
       if (warp == 0) {
@@ -182,8 +161,10 @@ struct Loader {
         barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
         barrier_arrive(smem_address(&s.q_full[rq.index]));
       }
-      barrier_arrive(smem_address(&s.k_full[rk.index]));
+      barrier_arrive(bar);
     }
+    __syncwarp();
+    if (INDEXED) copies_arrive(bar);
   }
 };
 
@@ -275,15 +256,21 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
   auto release = [&](u32 barrier) {
     if (leads) barrier_arrive(barrier);
   };
-  Ring<kKStages> rk;
+  Ring<kStages> rk;
   Ring<kStages> rv;
   Ring<kQStages> rq;
   // Sums of 32 bits, which stay in uniform registers.
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
   int flags;  // of the step whose logits were computed last
   float logits[kStep / 2];
-  auto wait_k = [&] { barrier_wait(nth(s.k_full, 8, rk.index), rk.parity); };
-  auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
+  auto wait_k = [&] {
+    barrier_wait(nth(s.k_full, 8, rk.index), rk.parity);
+    if (INDEXED) fence_async_proxy();
+  };
+  auto wait_v = [&] {
+    barrier_wait(nth(s.v_full, 8, rv.index), rv.parity);
+    if (INDEXED) fence_async_proxy();
+  };
   auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index), rq.parity); };
   auto release_k = [&] {
     release(nth(s.k_empty, 8, rk.index));
@@ -383,8 +370,8 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     init_buffers(s.q_full, s.q_empty, 4 * kGroups);
-    for (int i = 0; i < kKStages; ++i) {
-      barrier_init(smem_address(&s.k_full[i]), kArrivals);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(smem_address(&s.k_full[i]), kArrivals + kDescribing);
       barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
     }
     for (int i = 0; i < kStages; ++i) {

@@ -15,7 +15,8 @@ constexpr int kPlaces = 64;  // of a warpgroup
 constexpr int kPiece = 64;   // keys that lie together in a step
 constexpr int kPieces = kStep / kPiece;
 constexpr int kNoKey = 1 << 30;             // behind all keys: hidden
-constexpr u32 kArrivals = INDEXED ? 4 : 1;  // that fill a buffer of keys or values
+constexpr u32 kArrivals = INDEXED ? 128 : 1;  // that fill a buffer of keys or values, as all lanes of four warps
+constexpr u32 kDescribing = INDEXED ? 4 : 0;  // the same of what is said beside the keys of a step, one a warp
 
 struct SparseTiles {
   const int* entries;        // of the lists: numbers of blocks or of keys; what is no such number is passed over
@@ -30,6 +31,7 @@ struct SparseTiles {
   int num_rows, num_keys;
   int reach;       // query i sees keys below i + reach
   int log2_heads;  // of heads in a tile
+  int long_list;   // keys of a list from which on SMs begin their tiles together
 };
 
 struct Tile {
@@ -144,6 +146,8 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
     if (tile.first_row < tile.past_row) {
       loader.queries(tile);
       pieces.open(tile);
+      if (lane == 0 && pieces.count * p.key_block >= p.long_list)
+        keep_together(p.counter, item, p.num_items, pieces.count);
       const int all_see = min(p.num_keys, tile.first_row + p.reach);
       int ahead = pieces.next();
       bool last = false;
@@ -171,20 +175,10 @@ DEVICE void copy_async(u32 smem, const void* global) {
   else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
 }
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-DEVICE void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// Whether a barrier is done with the phase; the same for all lanes.
-DEVICE bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return __all_sync(0xffffffffu, done);
+// An arrival of this thread once all that it copies has come. Who waits has to call fence_async_proxy before the tensor
+// cores read it, so that nobody who copies waits.
+DEVICE void copies_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 constexpr int kWarpKeys = kStep / 4;  // keys of a step that one warp gathers; lane i holds the number of key i
@@ -202,14 +196,33 @@ DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, int index, in
   }
 }
 
+// A list of keys: as much of it as is read ahead of its tile.
+struct KeyList {
+  const int* entries;
+  int tail, first;  // this lane's of the last 32 or fewer, and of the first step
+
+  DEVICE int load(int at, int count) const { return at < count ? __ldg(entries + at) : -1; }
+};
+
+DEVICE int tail_of(int count) { return (count - 1) / 32 * 32; }
+
+DEVICE KeyList open_list(const SparseTiles& p, int item, int place) {
+  if (item >= p.num_items) return {nullptr, -1, -1};
+  const Tile tile = tile_of(p, item);
+  KeyList list = {p.entries + tile.list_head * p.head_step + tile.query_block * p.list_step};
+  list.tail = list.load(tail_of(p.width) + threadIdx.x % 32, p.width), list.first = list.load(place, p.width);
+  return list;
+}
+
 // How much of a list is left without what is no key at its end.
-DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
+DEVICE int trimmed(const KeyList& list, int count, int num_keys, int lane) {
+  int tail = list.tail;
   while (count > 0) {
-    const int at = (count - 1) / 32 * 32;
-    const bool seen = at + lane < count && static_cast<u32>(__ldg(list + at + lane)) < static_cast<u32>(num_keys);
-    const u32 found = __ballot_sync(0xffffffffu, seen);
+    const int at = tail_of(count);
+    const u32 found = __ballot_sync(0xffffffffu, static_cast<u32>(tail) < static_cast<u32>(num_keys));
     if (found) return at + 32 - __clz(found);
     count = at;
+    tail = list.load(tail_of(count) + lane, count);
   }
   return 0;
 }
@@ -217,23 +230,27 @@ DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
 // Loader: queries(tile), step(tile, flags, number of this lane's key), end(), all called by all lanes of four warps.
 template <typename Loader>
 DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lane) {
+  const bool counts = warp == 0 && lane == 0;
+  const int place = warp * kWarpKeys + lane % kWarpKeys;
+  KeyList ahead = open_list(p, blockIdx.x, place);
   for (int item = blockIdx.x; item < p.num_items; item += gridDim.x) {
     const Tile tile = tile_of(p, item);
-    int count;
-    const int* list = p.entries + list_begin(p, tile, count);
-    count = trimmed(list, count, p.num_keys, lane);
-    auto load = [&](int step) {
-      const int at = step * kStep + warp * kWarpKeys + lane % kWarpKeys;
-      return at < count ? __ldg(list + at) : -1;
-    };
-    loader.queries(tile);
+    const KeyList list = ahead;
+    const int count = trimmed(list, p.width, p.num_keys, lane);
     const int steps = max(1, (count + kStep - 1) / kStep);
-    int index = load(0);
+    if (counts) {
+      atomicAdd(p.counter, 1);
+      if (count >= p.long_list) keep_together(p.counter, item, p.num_items, steps);
+    }
+    loader.queries(tile);
+    int index = list.first;
     for (int n = 0; n < steps; ++n) {
-      const int ahead = load(n + 1);
+      const int following = list.load((n + 1) * kStep + place, count);
       loader.step(tile, n + 1 == steps ? kLastStep : 0, index);
-      index = ahead;
+      if (n == 0) ahead = open_list(p, item + gridDim.x, place);
+      index = following;
     }
   }
   loader.end();
+  if (counts) leave(p.counter);
 }

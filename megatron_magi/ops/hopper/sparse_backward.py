@@ -11,8 +11,13 @@ from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import sparse_kernels as kernels
-from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_queries
-from megatron_magi.ops.hopper.sparse_params import SparseBackwardParams, SparseFinishParams, SparseKeysParams
+from megatron_magi.ops.hopper.sparse_lists import Lists, lists_of_queries
+from megatron_magi.ops.hopper.sparse_params import (
+    SparseBackwardParams,
+    SparseFinishParams,
+    SparseKeysParams,
+    SparseStatsParams,
+)
 from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
@@ -24,12 +29,13 @@ def backward_by_tiles(
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
+    lists_of_rows: Lists,
     softmax_scale: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; of a pattern of blocks ``(dq, None)``."""
     q, k, v, dout = tensors
     (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
-    stream, lists, indexed = current_stream(q.device), lists_of(pattern), pattern.k_block == 1
+    stream, indexed = current_stream(q.device), pattern.k_block == 1
     dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
     sum_rows = num_blocks(num_keys, kernels.PIECE) * kernels.PIECE
     sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=torch.float32, device=q.device)
@@ -53,7 +59,7 @@ def backward_by_tiles(
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
-        lists.point(params.tiles)
+        lists_of_rows.point(params.tiles)
         params.keys, params.values = k.data_ptr(), v.data_ptr()
         params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
         params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
@@ -66,18 +72,20 @@ def backward_by_keys(
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
+    lists_of_rows: Lists,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """``(dk, dv)`` of q, k, v, dout, which TMA can load, and a pattern of blocks."""
     q, k, v, dout = tensors
     (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
     group = num_heads // heads_kv
-    stream, lists = current_stream(q.device), lists_of_queries(pattern, num_rows, num_keys)
+    stream = current_stream(q.device)
+    lists = lists_of_queries(pattern, lists_of_rows, num_rows, num_keys)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     heads = kernels.heads_of_tile(group, 2)
     unit = max(1, 4 // heads)  # rows of 16 bytes
     stats_block = num_blocks(pattern.q_block, unit) * unit
-    stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block)
+    stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block, stream)
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
@@ -112,19 +120,30 @@ def _key(name: str, tensors: tuple, stats: tuple, pattern: SparsePattern, *rest:
     )  # fmt: skip
 
 
-def _packed_stats(lse: Tensor, delta: Tensor, heads: int, q_block: int, block: int) -> Tensor:
+def _packed_stats(lse: Tensor, delta: Tensor, heads: int, q_block: int, block: int, stream: int) -> Tensor:
     """lse times log2 e, and delta, ``[2, packs, rows, heads]``: ``block`` rows for each ``q_block`` queries.
 
     There is one tile more than that, for what the last tile reads behind the last row.
     """
     num_rows, num_heads = lse.shape
     rows = num_blocks(num_rows, q_block) * block + kernels.PIECE
-    stats = torch.zeros((2, num_heads // heads, rows, heads), device=lse.device)
-    at = torch.arange(num_rows, device=lse.device)
-    at = at // q_block * block + at % q_block
-    given = lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2_E, delta
-    for to, x in zip(stats, given, strict=True):
-        to.index_copy_(1, at, x.unflatten(1, (-1, heads)).transpose(0, 1))
+    stats = torch.empty((2, num_heads // heads, rows, heads), device=lse.device)
+
+    def make() -> Launch:
+        params = SparseStatsParams(
+            lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
+            count=rows * num_heads, num_rows=num_rows, rows=rows, query_block=q_block, stats_block=block,
+            log2_heads=heads.bit_length() - 1,
+        )  # fmt: skip
+        return Launch(kernels.small_kernel(lse.device, "sparse_stats"), num_blocks(rows * num_heads, 1024), params)
+
+    key = ("sparse_stats", lse.device, lse.shape, lse.stride(), delta.stride(), heads, q_block)
+    launch = prepared(key, make)
+    with launch.lock:
+        params = launch.params
+        params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
+        params.lse_out, params.delta_out = stats[0].data_ptr(), stats[1].data_ptr()
+        launch.fire(stream, overlaps=True)
     return stats
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.kernels import element
 from megatron_magi.ops.hopper.sparse_params import SparseTiles
 from megatron_magi.ops.hopper.support import loadable, work_counter
@@ -17,8 +18,6 @@ from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 DIMS = ((64, 64), (128, 128))
 PIECE = 64
 """Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
-K_STAGES = {False: 2, True: 3}
-"""Stages of keys of the forward, of blocks and of single keys; see docs/kernel_log.md."""
 _BEHIND_ALL = 1 << 30
 
 
@@ -30,12 +29,9 @@ def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: in
 
 def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
     """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
-    defines = (
-        f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", f"K_STAGES={K_STAGES[indexed]}",
-        element(dtype),
-    )  # fmt: skip
-    # two stages of values, four of queries and keys together
-    shared = 2 * dim * 6 * PIECE * groups + 1024
+    defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
+    # two stages of queries, keys and values; of single keys one of queries, three of keys and values
+    shared = 2 * dim * (7 if indexed else 6) * PIECE * groups + 1024
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
@@ -103,4 +99,6 @@ def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups:
         num_rows=num_rows, num_keys=k.shape[0],
         reach=k.shape[0] - num_rows + 1 if pattern.causal else _BEHIND_ALL,
         log2_heads=heads.bit_length() - 1,
+        # Where keys and values exceed the L2 cache, SMs that share most of their keys begin together.
+        long_list=k.shape[0] // 64 if k.shape[0] * 2 * k.shape[2] * k.element_size() > tuning.L2_BYTES else _BEHIND_ALL,
     )  # fmt: skip

@@ -15,7 +15,7 @@ class SparseTiles(ctypes.Structure):
         ("list_heads", ctypes.c_int32),
         ("query_block", ctypes.c_int32), ("key_block", ctypes.c_int32), ("key_blocks", ctypes.c_int32),
         ("num_rows", ctypes.c_int32), ("num_keys", ctypes.c_int32), ("reach", ctypes.c_int32),
-        ("log2_heads", ctypes.c_int32),
+        ("log2_heads", ctypes.c_int32), ("long_list", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -75,4 +75,27 @@ class SparseListsParams(ctypes.Structure):
         ("head_stride", ctypes.c_int64), ("row_stride", ctypes.c_int64), ("column_stride", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_columns", ctypes.c_int32), ("num_lists", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class SparseTurnParams(ctypes.Structure):
+    _fields_ = [
+        ("entries", ctypes.c_void_p), ("offsets", ctypes.c_void_p),
+        ("head_step", ctypes.c_int64), ("list_step", ctypes.c_int64),
+        ("counts", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("rows", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
+        ("width", ctypes.c_int32), ("num_lists", ctypes.c_int32), ("num_rows", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32), ("chunks", ctypes.c_int32), ("chunk_rows", ctypes.c_int32),
+        ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class SparseStatsParams(ctypes.Structure):
+    _fields_ = [
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
+        ("lse_out", ctypes.c_void_p), ("delta_out", ctypes.c_void_p), ("sums", ctypes.c_void_p),
+        ("num_sums", ctypes.c_int64), ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
+        ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64), ("count", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32), ("rows", ctypes.c_int32), ("query_block", ctypes.c_int32),
+        ("stats_block", ctypes.c_int32), ("log2_heads", ctypes.c_int32), ("pad", ctypes.c_char * 64),
     ]  # fmt: skip

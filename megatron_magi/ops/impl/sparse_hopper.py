@@ -147,5 +147,6 @@ def backward(
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
-    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale)
-    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, softmax_scale))
+    given = tensors, lse, delta, pattern, lists_of(pattern), softmax_scale
+    dq, of_keys = backward_by_tiles(*given)
+    return dq, *(of_keys or backward_by_keys(*given))
