@@ -27,8 +27,9 @@ KERNELS = {
     ),
     "sparse_backward, single keys": (sparse_kernels.backward_kernel, (True,), sparse_params.SparseBackwardParams),
     "sparse_backward, dq": (sparse_kernels.backward_kernel, (False,), sparse_params.SparseBackwardParams),
-    "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64,), sparse_params.SparseKeysParams),
-    "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128,), sparse_params.SparseKeysParams),
+    "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64, False), sparse_params.SparseKeysParams),
+    "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128, False), sparse_params.SparseKeysParams),
+    "sparse_backward_keys, dq": (sparse_kernels.backward_keys_kernel, (128, True), sparse_params.SparseKeysParams),
 }
 
 
@@ -52,7 +53,14 @@ def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_product
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("sparse_lists", 0), ("sparse_finish", 0), ("sparse_stats", 0), *(("sparse_turn", i) for i in range(3))]
+    ("name", "part"),
+    [
+        ("sparse_lists", 0),
+        ("sparse_finish", 0),
+        ("sparse_stats", 0),
+        ("sparse_finish_dq", 0),
+        *(("sparse_turn", i) for i in range(3)),
+    ],
 )
 def test_small_sparse_kernels_compile_without_spills(name, part):
     _, report = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}"))

@@ -127,8 +127,8 @@ def test_lists_turned_around_name_the_queries_that_see_a_block(form, lists, num_
     mask[..., 3] = False
     pattern = to_cuda(SparsePattern(tensors, 10, 64, False))
     turned = lists_of_queries(pattern, lists_of(pattern), num_rows, num_keys)
-    found = turned.entries.cpu().split(turned.offsets.diff().tolist() + [len(turned.entries) - int(turned.offsets[-1])])
-    for got, rows in zip(found, mask.transpose(1, 2).flatten(0, 1), strict=False):
+    found = turned.entries[: int(turned.offsets[-1])].cpu().split(turned.offsets.diff().tolist())
+    for got, rows in zip(found, mask.transpose(1, 2).flatten(0, 1), strict=True):
         assert torch.equal(got.long(), rows.nonzero()[:, 0])
 
 
@@ -139,10 +139,10 @@ def test_lists_turned_around_name_a_query_as_often_as_it_lists_a_block():
     assert turned.offsets.tolist() == [0, 2, 7, 8] and turned.entries[:8].tolist() == [0, 2, 0, 0, 1, 1, 1, 2]
 
 
-def check_backward(x) -> None:
+def check_backward(x, deterministic=False) -> None:
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
-    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
+    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, deterministic)
     for name, got, plain, want in zip(
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):
@@ -156,7 +156,9 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
     num_rows, num_keys, heads, q_block = shape
     for form, lists in (("mask", heads[1]), ("csr", heads[1]), ("lists", 1)):
         pattern = block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal)
-        check_backward(make_case(pattern, num_rows, num_keys, heads))
+        x = make_case(pattern, num_rows, num_keys, heads)
+        check_backward(x)
+        check_backward(x, deterministic=True)
 
 
 @pytest.mark.parametrize("topk", [1, 100, 300, 517])
@@ -170,17 +172,25 @@ def test_index_sparse_gradients_match_fp64(shape, topk):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_every_compiled_backward_matches_fp64(dim, dtype):
-    for pattern in (block_pattern("mask", 2, 200, 900, 16, 64, True), index_pattern(2, 200, 900, 200)):
+    blocks = [block_pattern("mask", 2, 200, 900, 16, k_block, True) for k_block in (64, 128)]
+    for pattern in (*blocks, index_pattern(2, 200, 900, 200)):
         check_backward(make_case(pattern, 200, 900, (32, 2), dim, dtype))
 
 
-def test_deterministic_gradients_of_blocks_repeat_bit_by_bit():
-    pattern = block_pattern("lists", 2, 300, 2000, 16, 64, True)
+@pytest.mark.parametrize("k_block", [64, 128])
+def test_deterministic_gradients_of_blocks_repeat_bit_by_bit(k_block):
+    pattern = block_pattern("lists", 2, 300, 2000, 16, k_block, True)
     x = make_case(pattern, 300, 2000, (32, 2))
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
     runs = [sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, pattern, x.scale, True) for _ in range(20)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+def test_keys_behind_the_last_add_nothing_to_dq_where_logits_are_far_below_zero():
+    x = make_case(block_pattern("mask", 1, 64, 130, 8, 128, False), 64, 130, (16, 1))
+    x.q[..., 0], x.k[..., 0] = 60.0, -60.0
+    check_backward(x)
 
 
 def test_deterministic_gradients_of_single_keys_are_refused_by_name():

@@ -45,6 +45,16 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out.sum().backward()
     assert launched == ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]
     launched.clear()
+    for deterministic, want in (
+        (False, ["sparse_forward", *["sparse_turn"] * 3, *last, "sparse_finish_dq"]),
+        (True, ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]),
+    ):
+        out, _ = block_sparse_attention(
+            *inputs, given, q_block_size=16, k_block_size=128, impl="ffa", deterministic=deterministic
+        )
+        out.sum().backward()
+        assert launched == want
+        launched.clear()
     out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
     out.sum().backward()
     assert launched == ["sparse_forward", "sparse_backward", "sparse_finish"]

@@ -14,7 +14,7 @@
 constexpr int kPlaces = 64;  // of a warpgroup
 constexpr int kPiece = 64;   // keys that lie together in a step
 constexpr int kPieces = kStep / kPiece;
-constexpr int kNoKey = 1 << 30;             // behind all keys: hidden
+constexpr int kNoKey = 1 << 30;               // behind all keys: hidden
 constexpr u32 kArrivals = INDEXED ? 128 : 1;  // that fill a buffer of keys or values, as all lanes of four warps
 constexpr u32 kDescribing = INDEXED ? 4 : 0;  // the same of what is said beside the keys of a step, one a warp
 

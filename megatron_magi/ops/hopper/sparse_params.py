@@ -51,10 +51,12 @@ class SparseKeysParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
         ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
-        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("dq_sums", ctypes.c_void_p),
+        ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("stats_rows", ctypes.c_int64),
-        ("stats_block", ctypes.c_int32), ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float),
+        ("stats_block", ctypes.c_int32), ("units", ctypes.c_int32), ("block_units", ctypes.c_int32),
+        ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
@@ -98,4 +100,13 @@ class SparseStatsParams(ctypes.Structure):
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64), ("count", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("rows", ctypes.c_int32), ("query_block", ctypes.c_int32),
         ("stats_block", ctypes.c_int32), ("log2_heads", ctypes.c_int32), ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class SparseFinishDqParams(ctypes.Structure):
+    _fields_ = [
+        ("sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32), ("units", ctypes.c_int32), ("block_units", ctypes.c_int32),
+        ("query_block", ctypes.c_int32), ("log2_heads", ctypes.c_int32), ("scale", ctypes.c_float),
+        ("pad", ctypes.c_char * 64),
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import sparse_kernels as kernels
-from megatron_magi.ops.hopper.sparse_backward import backward_by_keys, backward_by_tiles
+from megatron_magi.ops.hopper.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
 from megatron_magi.ops.hopper.sparse_lists import lists_of
 from megatron_magi.ops.hopper.sparse_params import SparseForwardParams
 from megatron_magi.ops.hopper.support import (
@@ -148,5 +148,7 @@ def backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
     given = tensors, lse, delta, pattern, lists_of(pattern), softmax_scale
+    if not deterministic and may_add_dq(q, k, pattern):
+        return backward_by_keys(*given, adds_dq=True)
     dq, of_keys = backward_by_tiles(*given)
-    return dq, *(of_keys or backward_by_keys(*given))
+    return dq, *(of_keys or backward_by_keys(*given, adds_dq=False)[1:])
