@@ -78,7 +78,7 @@ def block_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = block_pattern(blocks, q, k, q_block_size, k_block_size, causal)
-    return _attend(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
 
 
 def index_sparse_attention(
@@ -109,10 +109,10 @@ def index_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = index_pattern(indices, q, k)
-    return _attend(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
 
 
-def _attend(
+def attend_pattern(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,6 +123,7 @@ def _attend(
     deterministic: bool,
     impl: str,
 ) -> tuple[Tensor, AttnForwardMeta]:
+    """`block_sparse_attention` of checked tensors and a checked pattern."""
     if sink is not None:
         check_sink(sink, q)
     for name, value in (("return_max_logits", return_max_logits), ("deterministic", deterministic)):
