@@ -166,7 +166,9 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
 def test_index_sparse_gradients_match_fp64(shape, topk):
     num_rows, num_keys, heads, _ = shape
     for lists in (1, heads[1]):
-        check_backward(make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads))
+        x = make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads)
+        check_backward(x)
+        check_backward(x, deterministic=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -177,9 +179,10 @@ def test_every_compiled_backward_matches_fp64(dim, dtype):
         check_backward(make_case(pattern, 200, 900, (32, 2), dim, dtype))
 
 
-@pytest.mark.parametrize("k_block", [64, 128])
-def test_deterministic_gradients_of_blocks_repeat_bit_by_bit(k_block):
-    pattern = block_pattern("lists", 2, 300, 2000, 16, k_block, True)
+@pytest.mark.parametrize("k_block", [1, 64, 128])
+def test_deterministic_gradients_repeat_bit_by_bit(k_block):
+    single = k_block == 1
+    pattern = index_pattern(2, 300, 2000, 700) if single else block_pattern("lists", 2, 300, 2000, 16, k_block, True)
     x = make_case(pattern, 300, 2000, (32, 2))
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
@@ -193,12 +196,15 @@ def test_keys_behind_the_last_add_nothing_to_dq_where_logits_are_far_below_zero(
     check_backward(x)
 
 
-def test_deterministic_gradients_of_single_keys_are_refused_by_name():
+def test_deterministic_gradients_of_what_is_not_finite_are_not_finite():
     x = make_case(index_pattern(1, 20, 50, 10), 20, 50, (16, 1))
-    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
-    out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
-    with pytest.raises(ValueError, match=r"^deterministic:"):
-        out.sum().backward()
+    for wrong in (torch.inf, torch.nan):
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
+        dout = x.dout.clone()
+        dout[3, 2, 1] = wrong
+        out.backward(dout)
+        assert not bool(leaves[1].grad.isfinite().any()) and not bool(leaves[2].grad.isfinite().any())
 
 
 @pytest.mark.parametrize("form", ["blocks", "keys"])

@@ -8,7 +8,9 @@
 //
 // That is for lists of single keys. Of blocks the kernel computes dQ alone, and sparse_backward_keys.cu the rest.
 //
-// Compile-time: HEAD_DIM, INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
+// With FIXED the sums are integers of 64 bits, of numbers times a scale: they do not depend on the order of additions.
+//
+// Compile-time: HEAD_DIM, INDEXED (0 or 1), FIXED (0 or 1, of single keys), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -28,7 +30,8 @@ struct SparseBackwardParams {
   u16* dq;
   // [key heads, sum_rows, columns]: sums without the softmax scale. Of every 16 columns, thread t of a row has 2t, 2t +
   // 1, 2t + 8 and 2t + 9 together.
-  float *dk_sums, *dv_sums;
+  void *dk_sums, *dv_sums;                                                        // float, or with FIXED i64
+  const float* fixed_scales;                                                      // FIXED: of dk_sums and dv_sums
   int k_row, v_row;                                                               // strides, elements
   i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
   i64 sum_rows;
@@ -143,6 +146,10 @@ DEVICE void produce(const SparseBackwardParams& p, Shared& s, int warp, int lane
 
 DEVICE void add_global_v4(float* p, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+DEVICE void add_fixed(i64* p, float x, float scale) {
+  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(__float2ll_rn(x * scale)) : "memory");
 }
 
 // acc[kStep, kHeadDim] = a[128 places, kStep]^T * b[128 places, kHeadDim]
@@ -266,16 +273,23 @@ struct Consumer {
 
   DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {
     if (!INDEXED) return;
-    float* sums = (warpgroup ? p.dk_sums : p.dv_sums) + head_kv * p.sum_rows * kHeadDim + 4 * (lane % 4);
+    void* sums = warpgroup ? p.dk_sums : p.dv_sums;
+    const float scale = FIXED ? __ldg(p.fixed_scales + 1 - warpgroup) : 1.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = r ? keys.y : keys.x;
-      float* to = sums + static_cast<i64>(key) * kHeadDim;
       if (key < 0) continue;
+      const i64 at = (head_kv * p.sum_rows + key) * kHeadDim + 4 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 16; ++j) {
         const float* x = part + 8 * j + 2 * r;
-        add_global_v4(to + 16 * j, x[0], x[1], x[4], x[5]);
+        if constexpr (FIXED) {
+          i64* to = static_cast<i64*>(sums) + at + 16 * j;
+          add_fixed(to, x[0], scale), add_fixed(to + 1, x[1], scale);
+          add_fixed(to + 2, x[4], scale), add_fixed(to + 3, x[5], scale);
+        } else {
+          add_global_v4(static_cast<float*>(sums) + at + 16 * j, x[0], x[1], x[4], x[5]);
+        }
       }
     }
   }

@@ -2,7 +2,8 @@
 
 Of blocks of 128 keys all gradients come from one kernel along lists of queries, in which dq is added to fp32 sums.
 Else, and where results have to repeat bit by bit, dq is computed tile by tile along lists of keys, and dk and dv of
-blocks by that kernel without dq. Of single keys dk and dv are added to fp32 sums beside dq, in no fixed order.
+blocks by that kernel without dq. Of single keys dk and dv are added to fp32 sums beside dq, in no fixed order, or to
+sums of integers, which need none.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def backward_by_tiles(
     pattern: SparsePattern,
     lists_of_rows: Lists,
     softmax_scale: float,
+    deterministic: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; of a pattern of blocks ``(dq, None)``."""
     q, k, v, dout = tensors
@@ -49,7 +51,10 @@ def backward_by_tiles(
     stream, indexed = current_stream(q.device), pattern.k_block == 1
     dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
     sum_rows = num_blocks(num_keys, kernels.PIECE) * kernels.PIECE
-    sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=torch.float32, device=q.device)
+    fixed = indexed and deterministic
+    scales = _fixed_scales(tensors, delta) if fixed else None
+    dtype = torch.int64 if fixed else torch.float32
+    sums = torch.zeros((2, heads_kv, sum_rows if indexed else 0, dim), dtype=dtype, device=q.device)
 
     def make() -> Launch:
         params = SparseBackwardParams(
@@ -63,10 +68,10 @@ def backward_by_tiles(
         maps = (
             kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
         )  # fmt: skip
-        kernel = kernels.backward_kernel(q.device, q.dtype, dim, indexed)
+        kernel = kernels.backward_kernel(q.device, q.dtype, dim, indexed, fixed)
         return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
 
-    launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream), make)
+    launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
@@ -74,8 +79,22 @@ def backward_by_tiles(
         params.keys, params.values = k.data_ptr(), v.data_ptr()
         params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
         params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
+        params.fixed_scales = 0 if scales is None else scales.data_ptr()
         launch.fire(stream)
-    return dq, _finished(sums, k, v, softmax_scale, stream) if indexed else None
+    return dq, _finished(sums, scales, k, v, softmax_scale, stream) if indexed else None
+
+
+def _fixed_scales(tensors: tuple[Tensor, Tensor, Tensor, Tensor], delta: Tensor) -> Tensor:
+    """Scales of integer sums of dk and dv, powers of two, which no sum can make overflow; fp32 ``[2]``.
+
+    Weights are at most 1 and dS at most ``|dout| |v| + |delta|``. Where a tensor is not finite the scales are not,
+    or 0, and so the gradients are not finite.
+    """
+    q, _, v, dout = tensors
+    longest = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).amax() for t in (dout, v)]
+    largest = [t.abs().amax().float() for t in (q, dout)]
+    most = torch.stack([(longest[0] * longest[1] + delta.abs().amax()) * largest[0], largest[1]])
+    return torch.exp2(torch.floor(61 - torch.log2(most * (q.shape[0] * q.shape[1]))).clamp_max(120))
 
 
 def backward_by_keys(
@@ -190,8 +209,10 @@ def _finished_dq(sums: Tensor, q: Tensor, cut: tuple[int, int, int, int], softma
     return dq
 
 
-def _finished(sums: Tensor, k: Tensor, v: Tensor, softmax_scale: float, stream: int) -> tuple[Tensor, Tensor]:
-    """dk and dv of their sums, fp32 ``[2, num_heads_kv, sum_rows, head_dim]`` as the kernel has them."""
+def _finished(
+    sums: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, softmax_scale: float, stream: int
+) -> tuple[Tensor, Tensor]:
+    """dk and dv of their sums ``[2, num_heads_kv, sum_rows, head_dim]`` as the kernel has them; scales of integers."""
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     num_keys, heads, dim = k.shape
 
@@ -201,12 +222,13 @@ def _finished(sums: Tensor, k: Tensor, v: Tensor, softmax_scale: float, stream: 
             sum_rows=sums.shape[2], num_rows=num_keys, heads=heads, scale=softmax_scale,
         )  # fmt: skip
         blocks = num_blocks(num_keys * heads * dim, _FINISHED_ELEMENTS)
-        return Launch(kernels.finish_kernel(k.device, k.dtype, dim), blocks, params)
+        return Launch(kernels.finish_kernel(k.device, k.dtype, dim, scales is not None), blocks, params)
 
-    launch = prepared(("sparse_finish", k.device, k.dtype, k.shape, softmax_scale), make)
+    launch = prepared(("sparse_finish", k.device, k.dtype, k.shape, softmax_scale, scales is None), make)
     with launch.lock:
         params = launch.params
         params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        params.fixed_scales = 0 if scales is None else scales.data_ptr()
         launch.fire(stream)
     return dk, dv

@@ -35,9 +35,9 @@ def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: i
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
-def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool) -> Kernel:
-    """Backward: dq, and of single keys sums of dk and dv."""
-    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype)
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool, fixed: bool = False) -> Kernel:
+    """Backward: dq, and of single keys sums of dk and dv; ``fixed``: as integers."""
+    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", f"FIXED={int(fixed)}", element(dtype)
     # q and dout, two stages of k and v, twice P and dS; of blocks three stages and little else
     shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
     return _load(device, "sparse_backward", defines, 384, shared)
@@ -60,9 +60,9 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ())
     return _load(device, name, defines, 256, 0)
 
 
-def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
-    """Turns sums of dk and dv into gradients."""
-    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", element(dtype)))
+def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
+    """Turns sums of dk and dv, integers if ``fixed``, into gradients."""
+    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
 
 
 def heads_of_tile(group: int, groups: int) -> int:

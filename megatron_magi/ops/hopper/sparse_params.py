@@ -39,6 +39,7 @@ class SparseBackwardParams(ctypes.Structure):
         ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
         ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p),
+        ("fixed_scales", ctypes.c_void_p),
         ("k_row", ctypes.c_int32), ("v_row", ctypes.c_int32), ("k_head", ctypes.c_int64), ("v_head", ctypes.c_int64),
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
@@ -63,7 +64,8 @@ class SparseKeysParams(ctypes.Structure):
 
 class SparseFinishParams(ctypes.Structure):
     _fields_ = [
-        ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p), ("fixed_scales", ctypes.c_void_p),
+        ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("sum_rows", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("heads", ctypes.c_int32), ("scale", ctypes.c_float),

@@ -137,18 +137,14 @@ def backward(
     """``(dq, dk, dv)``; see `sparse_reference.backward`.
 
     Raises:
-        ValueError: the device, dtype or head dims are not supported; deterministic results of lists of single keys.
+        ValueError: the device, dtype or head dims are not supported.
     """
     _check_support(q, v)
-    if deterministic and pattern.k_block == 1:
-        raise ValueError(
-            "deterministic: kernels add gradients of single keys in no fixed order; use impl 'reference', or blocks"
-        )
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
     given = tensors, lse, delta, pattern, lists_of(pattern), softmax_scale
     if not deterministic and may_add_dq(q, k, pattern):
         return backward_by_keys(*given, adds_dq=True)
-    dq, of_keys = backward_by_tiles(*given)
+    dq, of_keys = backward_by_tiles(*given, deterministic)
     return dq, *(of_keys or backward_by_keys(*given, adds_dq=False)[1:])
