@@ -226,3 +226,26 @@ def test_functions_take_views_and_give_gradients_of_a_sink(form):
         found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     for got, want in zip(*found, strict=True):
         assert float((got - want).float().norm()) <= 2e-2 * float(want.float().norm())
+
+
+@pytest.mark.parametrize("k_block", [1, 128])
+def test_offsets_past_2_to_the_31_reach_their_place(k_block):
+    before, seen = 1 << 24, 1024  # keys, each of 128 elements
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, h, 128, device="cuda").bfloat16() for n, h in ((40, 64), (seen, 1), (seen, 1)))
+    far = [torch.cat([t.new_zeros(before, 1, 128), t]).requires_grad_() for t in (k, v)]
+    near = [t.clone().requires_grad_() for t in (k, v)]
+    lists = torch.rand(1, 40, seen // k_block, device="cuda").argsort(-1)[..., : seen // k_block // 2]
+    found = []
+    for keys, first, impl in ((far, before, "ffa"), (near, 0, "reference")):
+        query = q.clone().requires_grad_()
+        if k_block == 1:
+            out, _ = index_sparse_attention(query, *keys, (lists + first).transpose(0, 1), impl=impl)
+        else:
+            out, _ = block_sparse_attention(
+                query, *keys, lists + first // k_block, q_block_size=1, k_block_size=k_block, impl=impl
+            )
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), (query, *keys))])
+    assert not any(bool(grad[:before].any()) for grad in found[0][2:])
+    for got, want in zip(*found, strict=True):
+        assert float((got[-len(want) :] - want).float().norm()) <= 2e-2 * float(want.float().norm())
