@@ -40,6 +40,10 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     last = ["sparse_stats", "sparse_backward_keys"]
     assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, *last]
     launched.clear()
+    out, _ = block_sparse_attention(*inputs, mask[:, :3], q_block_size=16, k_block_size=128, impl="ffa")
+    out.sum().backward()
+    assert launched == [*lists, "sparse_forward", *lists, *last, "sparse_finish_dq"]
+    launched.clear()
     given = torch.zeros(7, 3, dtype=torch.int32)
     out, _ = block_sparse_attention(*inputs, given, q_block_size=16, k_block_size=64, impl="ffa")
     out.sum().backward()

@@ -102,11 +102,14 @@ def backward_by_keys(
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
-    lists_of_rows: Lists,
+    lists_of_rows: Lists | None,
     softmax_scale: float,
     adds_dq: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of q, k, v, dout, which TMA can load, and a pattern of blocks; dq is None unless ``adds_dq``."""
+    """``(dq, dk, dv)`` of q, k, v, dout, which TMA can load, and a pattern of blocks; dq is None unless ``adds_dq``.
+
+    ``lists_of_rows``: the lists of the pattern, which a mask does without.
+    """
     q, k, v, dout = tensors
     (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
     group = num_heads // heads_kv

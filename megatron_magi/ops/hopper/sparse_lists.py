@@ -79,12 +79,12 @@ def lists_of_mask(mask: Tensor) -> Lists:
     return made
 
 
-def lists_of_queries(pattern: SparsePattern, lists: Lists, num_rows: int, num_keys: int) -> Lists:
+def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int, num_keys: int) -> Lists:
     """For each block of keys the blocks of queries that see it, in rising order, as often as they list it.
 
-    ``lists``: `lists_of` the pattern.
+    ``lists``: `lists_of` the pattern; None of a mask.
     """
-    if pattern.is_mask:
+    if lists is None or pattern.is_mask:
         return lists_of_mask(pattern.tensors[0].transpose(1, 2))
     rows, columns = num_blocks(num_rows, pattern.q_block), num_blocks(num_keys, pattern.k_block)
     num_lists, entries, offsets = pattern.num_lists, lists.entries, lists.offsets

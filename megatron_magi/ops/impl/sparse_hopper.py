@@ -143,8 +143,9 @@ def backward(
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
-    given = tensors, lse, delta, pattern, lists_of(pattern), softmax_scale
-    if not deterministic and may_add_dq(q, k, pattern):
-        return backward_by_keys(*given, adds_dq=True)
-    dq, of_keys = backward_by_tiles(*given, deterministic)
-    return dq, *(of_keys or backward_by_keys(*given, adds_dq=False)[1:])
+    alone = not deterministic and may_add_dq(q, k, pattern)
+    lists = None if alone and pattern.is_mask else lists_of(pattern)
+    if alone:
+        return backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=True)
+    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, lists, softmax_scale, deterministic)
+    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=False)[1:])
