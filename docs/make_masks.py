@@ -58,8 +58,8 @@ ENTRIES = [
     ("prefix_tree", "Prefix tree", "Samples that share prompts: each token is computed once. Here one prompt of "
      "400 tokens has two answers.",
      "builders.prefix_tree(node_lengths=[400, 300, 300], sample_paths=[[0, 1], [0, 2]])[0]"),
-    ("block_sparse", "Block sparse", "Blocks of queries see blocks of keys, all heads the same. A mask that is only on a "
-     "GPU cannot be planned; on one device [sparse attention](sparse.md) reads it there.",
+    ("block_sparse", "Block sparse", "Blocks of queries see blocks of keys, all heads the same. A mask that is only on "
+     "a GPU cannot be planned; on one device [sparse attention](sparse.md) reads it there.",
      "builders.block_sparse([[True, False], [False, True], [True, True]], q_block_size=400, k_block_size=500, "
      "seqlen_q=1000)"),
     ("slices", "Slices of your own", "Whatever rectangles, triangles and bands can express.",
