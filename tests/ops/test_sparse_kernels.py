@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
@@ -249,3 +250,14 @@ def test_offsets_past_2_to_the_31_reach_their_place(k_block):
     assert not any(bool(grad[:before].any()) for grad in found[0][2:])
     for got, want in zip(*found, strict=True):
         assert float((got[-len(want) :] - want).float().norm()) <= 2e-2 * float(want.float().norm())
+
+
+@pytest.mark.parametrize("form", ["mask", "lists"])
+@pytest.mark.parametrize("k_block", [64, 128])
+def test_long_lists_may_be_begun_anywhere(monkeypatch, k_block, form):
+    monkeypatch.setattr(tuning, "L2_BYTES", 0)
+    pattern = block_pattern(form, 1, 500, 3205, 1, k_block, False)
+    x = make_case(pattern, 500, 3205, (64, 1))
+    for _ in range(3):
+        check_forward(x)
+        check_backward(x)

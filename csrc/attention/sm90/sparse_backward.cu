@@ -102,21 +102,22 @@ struct Loader {
   }
 
   // Single keys.
-  DEVICE void step(const Tile& tile, int flags, int index) {
-    const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
-    const u32 bits = __ballot_sync(0xffffffffu, seen);
+  DEVICE void step(const Tile& tile, int flags, const int* list, int count, int at) {
     const u32 bar = smem_address(&s.full[ring.index]);
+    const int first = first_of_lane(warp, lane);
+    Keys keys;
+    const u32 seen = keys.load(list, at + first, count, p.tiles.num_keys);
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
-    if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
-    __syncwarp();
-    if (lane == 0) {
-      if (warp == 0) describe(tile, flags);
-      set_seen(s.info[ring.index], warp, bits);
-      barrier_arrive(bar);
+    set_seen(s.info[ring.index], first, seen, lane);
+    if (lane % kChunks == 0) {
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) s.index[ring.index][first + i] = seen >> i & 1 ? keys.number[i] : -1;
     }
-    index = seen ? index : 0;
-    gather_rows(smem_address(s.k[ring.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
-    gather_rows(smem_address(s.v[ring.index]), p.values + tile.head_kv * p.v_head, p.v_row, index, warp, lane);
+    if (warp == 0 && lane == 0) describe(tile, flags);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bar);
+    gather_rows(smem_address(s.k[ring.index]), p.keys + tile.head_kv * p.k_head, p.k_row, keys, first, lane);
+    gather_rows(smem_address(s.v[ring.index]), p.values + tile.head_kv * p.v_head, p.v_row, keys, first, lane);
     copies_arrive(bar);
     ring.advance();
   }

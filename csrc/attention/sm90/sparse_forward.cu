@@ -56,7 +56,8 @@ struct Loader {
   Ring<kStages> rv;
   // Values follow the keys of the next step, be it of the next item, for they are used after them.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
-  int earlier_index = 0, earlier_head = -1;
+  const int* earlier_list = nullptr;     // single keys, and:
+  int earlier_count = 0, earlier_at = 0, earlier_head = -1;
   bool wanted = false;  // INDEXED: queries of the tile
 
   DEVICE void queries(const Tile& tile) {
@@ -119,30 +120,32 @@ struct Loader {
   }
 
   // Single keys. Nobody waits here for what is gathered.
-  DEVICE void step(const Tile& tile, int flags, int index) {
-    const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
-    const u32 bits = __ballot_sync(0xffffffffu, seen);
+  DEVICE void step(const Tile& tile, int flags, const int* list, int count, int at) {
     const u32 bar = smem_address(&s.k_full[rk.index]);
-    index = seen ? index : 0;
+    const int first = first_of_lane(warp, lane);
+    Keys keys;
+    const u32 seen = keys.load(list, at + first, count, p.tiles.num_keys);
     barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-    if (lane == 0) {
-      if (warp == 0) describe(tile, flags, earlier);
-      set_seen(s.info[rk.index], warp, bits);
-      barrier_arrive(bar);
-    }
-    gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
+    set_seen(s.info[rk.index], first, seen, lane);
+    if (warp == 0 && lane == 0) describe(tile, flags, earlier);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bar);
+    gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, keys, first, lane);
     copies_arrive(bar);
     rk.advance();
     gather_values();
     if (wanted) load_queries(tile);
     wanted = false;
-    earlier_index = index, earlier_head = tile.head_kv;
+    earlier_list = list, earlier_count = count, earlier_at = at, earlier_head = tile.head_kv;
   }
 
   DEVICE void gather_values() {
     if (earlier_head < 0) return;
+    const int first = first_of_lane(warp, lane);
+    Keys keys;
+    keys.load(earlier_list, earlier_at + first, earlier_count, p.tiles.num_keys);
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, earlier_index, warp, lane);
+    gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, keys, first, lane);
     copies_arrive(smem_address(&s.v_full[rv.index]));
     rv.advance();
   }
@@ -383,10 +386,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<INDEXED ? 56 : 40>();  // together all that the block was launched with
+    registers_shrink<INDEXED ? (kGroups == 1 ? 56 : 72) : 40>();  // together all that the block was launched with
     produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
   } else {
-    registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 / kGroups : 0)>();
+    registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 : 0)>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);
   }
 }

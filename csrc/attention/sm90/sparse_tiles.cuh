@@ -23,7 +23,7 @@ struct SparseTiles {
   const int* offsets;        // [lists of heads, query blocks + 1]: where lists begin; or null:
   const int* counts;         // [lists of heads, query blocks]: how long lists are; or null: width
   i64 head_step, list_step;  // without offsets: from a head's lists to the next's; from one list to the next
-  int* counter;              // two words, zero before and after
+  int* counter;              // two words, zero before and after; a third: about where in long lists SMs are
   int width;
   int num_items, query_blocks, block_tiles, packs;  // tiles of a query block, packs of heads of a key head
   int heads_kv, list_heads;                         // list_heads: 1 or heads_kv
@@ -31,7 +31,7 @@ struct SparseTiles {
   int num_rows, num_keys;
   int reach;       // query i sees keys below i + reach
   int log2_heads;  // of heads in a tile
-  int long_list;   // keys of a list from which on SMs begin their tiles together
+  int long_list;   // keys of a list from which on SMs begin where the others are
 };
 
 struct Tile {
@@ -56,14 +56,6 @@ struct alignas(16) StepInfo {
   int flags, first_row, head_rows, unused;  // of the tile: first query, first head and 65536 * queries
   int keys[4];                              // INDEXED: bits of keys that are seen; else of each piece the first key
 };
-
-// Of a step of single keys, which of those that a warp gathers are seen.
-DEVICE void set_seen(StepInfo& info, int warp, u32 bits) {
-  if (kStep == 128)
-    info.keys[warp] = static_cast<int>(bits);
-  else
-    reinterpret_cast<u16*>(info.keys)[warp] = static_cast<u16>(bits);
-}
 
 // Hides what is not.
 DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
@@ -91,6 +83,24 @@ DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
   return tile.list_head * p.head_step + tile.query_block * p.list_step;
 }
 
+// Where long lists, in rising order, are begun, and from there on around: where the other SMs are, so that all read the
+// same rows at the same time, which are then in the L2 cache. The first of `count` groups of `stride` entries that
+// begins at this number or behind it.
+DEVICE int first_group(const int* list, int count, int stride, int number) {
+  int low = 0, high = count;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (__ldg(list + middle * stride) < number)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low < count ? low : 0;
+}
+DEVICE void say_place(const SparseTiles& p, int number) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p.counter + 2), "r"(number) : "memory");
+}
+
 // ---- lists of blocks: a warp reads them ----
 
 struct Pieces {
@@ -98,9 +108,15 @@ struct Pieces {
   const int lane;
   const int* list = nullptr;
   int count = 0, position = 0, limit = 0, held = 0, ahead = 0, rest = kNoKey;
+  int begin = 0;  // of the entries
   u32 found = 0;
 
-  DEVICE int load(int at) const { return at + lane < count ? __ldg(list + at + lane) : -1; }
+  DEVICE int load(int at) const {
+    at += begin;
+    const int past = count + 31 & ~31;
+    if (at >= past) at -= past;
+    return at + lane < count ? __ldg(list + at + lane) : -1;
+  }
   DEVICE void look() {
     const bool seen = held >= 0 && held < p.key_blocks && held * p.key_block < limit;
     found = __ballot_sync(0xffffffffu, seen);
@@ -109,7 +125,11 @@ struct Pieces {
   DEVICE void open(const Tile& tile) {
     list = p.entries + list_begin(p, tile, count);
     limit = min(p.num_keys, tile.past_row - 1 + p.reach);
-    position = 0, rest = kNoKey;
+    position = 0, rest = kNoKey, begin = 0;
+    if (count * p.key_block >= p.long_list) {
+      const int number = load_relaxed(p.counter + 2);
+      begin = 32 * first_group(list, (count + 31) / 32, 32, uniform(number));
+    }
     held = load(0), ahead = load(32);
     look();
   }
@@ -127,8 +147,9 @@ struct Pieces {
       held = ahead, ahead = load(position + 32);
       look();
     }
-    const int first = __shfl_sync(0xffffffffu, held, __ffs(found) - 1) * p.key_block;
+    const int number = __shfl_sync(0xffffffffu, held, __ffs(found) - 1), first = number * p.key_block;
     found &= found - 1;
+    if (lane == 0 && count * p.key_block >= p.long_list) say_place(p, number);
     if (p.key_block > kPiece && first + kPiece < limit) rest = first + kPiece;
     return first;
   }
@@ -146,8 +167,6 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
     if (tile.first_row < tile.past_row) {
       loader.queries(tile);
       pieces.open(tile);
-      if (lane == 0 && pieces.count * p.key_block >= p.long_list)
-        keep_together(p.counter, item, p.num_items, pieces.count);
       const int all_see = min(p.num_keys, tile.first_row + p.reach);
       int ahead = pieces.next();
       bool last = false;
@@ -181,36 +200,76 @@ DEVICE void copies_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-constexpr int kWarpKeys = kStep / 4;  // keys of a step that one warp gathers; lane i holds the number of key i
+constexpr int kWarpKeys = kStep / 4;                 // keys of a step that one warp gathers
+constexpr int kChunks = kHeadDim / 8;                // of 16 bytes of a row, one a lane
+constexpr int kLaneKeys = kWarpKeys * kChunks / 32;  // keys that a lane takes part in, one after another in the list
+
+// Numbers of a lane's keys: read by itself, for shuffles would wait behind the exponentials of the consumers.
+struct Keys {
+  int number[kLaneKeys];
+
+  // From this place of a list of `count` on; what is no key becomes 0. Returns a bit for each that is one.
+  DEVICE u32 load(const int* entries, int at, int count, int num_keys) {
+    u32 seen = 0;
+    const int* from = entries + at;
+    if (at + kLaneKeys <= count && reinterpret_cast<u64>(from) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; i += 4) {
+        const int4 four = __ldg(reinterpret_cast<const int4*>(from + i));
+        number[i] = four.x, number[i + 1] = four.y, number[i + 2] = four.z, number[i + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) number[i] = at + i < count ? __ldg(from + i) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      const bool is_key = static_cast<u32>(number[i]) < static_cast<u32>(num_keys);
+      seen |= is_key ? 1u << i : 0u;
+      number[i] = is_key ? number[i] : 0;
+    }
+    return seen;
+  }
+};
+
+DEVICE int first_of_lane(int warp, int lane) { return warp * kWarpKeys + lane / kChunks * kLaneKeys; }
+
+// Which of a lane's keys are seen.
+DEVICE void set_seen(StepInfo& info, int first, u32 seen, int lane) {
+  if (kLaneKeys == 4) seen |= __shfl_down_sync(0xffffffffu, seen, kChunks) << 4;
+  if (lane % kChunks) return;
+  if (kLaneKeys == 16)
+    reinterpret_cast<u16*>(info.keys)[first / 16] = static_cast<u16>(seen);
+  else if (first % 8 == 0)
+    reinterpret_cast<u8*>(info.keys)[first / 8] = static_cast<u8>(seen);
+}
 
 // Rows of keys or values of a step into swizzled panels.
-DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, int index, int warp, int lane) {
-  constexpr int kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;  // 16 bytes each of a row; rows
-  const int chunk = lane % kChunks, first = lane / kChunks;
+DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, const Keys& keys, int first, int lane) {
+  const int chunk = lane % kChunks;
   const u16* column = from + chunk * 8;
-  const u32 to = smem + (chunk / 8 * kStep + warp * kWarpKeys + first) * 128;
+  const u32 to = smem + (chunk / 8 * kStep + first) * 128;
 #pragma unroll
-  for (int i = 0; i < kWarpKeys; i += kAtOnce) {
-    const int row = __shfl_sync(0xffffffffu, index, i + first);
-    copy_async(to + i * 128 + ((chunk % 8 ^ (i + first) % 8) << 4), column + static_cast<i64>(row) * row_stride);
-  }
+  for (int i = 0; i < kLaneKeys; ++i)
+    copy_async(to + i * 128 + ((chunk % 8 ^ (kLaneKeys < 8 ? first + i : i) % 8) << 4),
+               column + static_cast<i64>(keys.number[i]) * row_stride);
 }
 
 // A list of keys: as much of it as is read ahead of its tile.
 struct KeyList {
   const int* entries;
-  int tail, first;  // this lane's of the last 32 or fewer, and of the first step
+  int tail;  // this lane's of the last 32 or fewer
 
   DEVICE int load(int at, int count) const { return at < count ? __ldg(entries + at) : -1; }
 };
 
 DEVICE int tail_of(int count) { return (count - 1) / 32 * 32; }
 
-DEVICE KeyList open_list(const SparseTiles& p, int item, int place) {
-  if (item >= p.num_items) return {nullptr, -1, -1};
+DEVICE KeyList open_list(const SparseTiles& p, int item) {
+  if (item >= p.num_items) return {nullptr, -1};
   const Tile tile = tile_of(p, item);
   KeyList list = {p.entries + tile.list_head * p.head_step + tile.query_block * p.list_step};
-  list.tail = list.load(tail_of(p.width) + threadIdx.x % 32, p.width), list.first = list.load(place, p.width);
+  list.tail = list.load(tail_of(p.width) + threadIdx.x % 32, p.width);
   return list;
 }
 
@@ -227,12 +286,12 @@ DEVICE int trimmed(const KeyList& list, int count, int num_keys, int lane) {
   return 0;
 }
 
-// Loader: queries(tile), step(tile, flags, number of this lane's key), end(), all called by all lanes of four warps.
+// Loader: queries(tile), step(tile, flags, list, its length, place of the step), end(), all called by all lanes of four
+// warps.
 template <typename Loader>
 DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lane) {
   const bool counts = warp == 0 && lane == 0;
-  const int place = warp * kWarpKeys + lane % kWarpKeys;
-  KeyList ahead = open_list(p, blockIdx.x, place);
+  KeyList ahead = open_list(p, blockIdx.x);
   for (int item = blockIdx.x; item < p.num_items; item += gridDim.x) {
     const Tile tile = tile_of(p, item);
     const KeyList list = ahead;
@@ -240,15 +299,12 @@ DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lan
     const int steps = max(1, (count + kStep - 1) / kStep);
     if (counts) {
       atomicAdd(p.counter, 1);
-      if (count >= p.long_list) keep_together(p.counter, item, p.num_items, steps);
+      if (count >= p.long_list) keep_together(p.counter, item, p.num_items, 4 * steps);
     }
     loader.queries(tile);
-    int index = list.first;
     for (int n = 0; n < steps; ++n) {
-      const int following = list.load((n + 1) * kStep + place, count);
-      loader.step(tile, n + 1 == steps ? kLastStep : 0, index);
-      if (n == 0) ahead = open_list(p, item + gridDim.x, place);
-      index = following;
+      loader.step(tile, n + 1 == steps ? kLastStep : 0, list.entries, count, n * kStep);
+      if (n == 0) ahead = open_list(p, item + gridDim.x);
     }
   }
   loader.end();

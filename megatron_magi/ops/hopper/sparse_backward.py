@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import sparse_kernels as kernels
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.kernels import element
 from megatron_magi.ops.hopper.sparse_lists import Lists, lists_of_queries
 from megatron_magi.ops.hopper.sparse_params import (
@@ -128,6 +129,7 @@ def backward_by_keys(
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
         tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
+        tiles.long_list = blocks // 64 if sums.nbytes > 4 * tuning.L2_BYTES else blocks + 1
         params = SparseKeysParams(
             tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
