@@ -270,6 +270,8 @@ DEVICE KeyList open_list(const SparseTiles& p, int item) {
   const Tile tile = tile_of(p, item);
   KeyList list = {p.entries + tile.list_head * p.head_step + tile.query_block * p.list_step};
   list.tail = list.load(tail_of(p.width) + threadIdx.x % 32, p.width);
+  const int at = threadIdx.x % 128 * 4;  // the first four steps
+  if (at < p.width && threadIdx.x % 8 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(list.entries + at));
   return list;
 }
 
@@ -303,6 +305,8 @@ DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lan
     }
     loader.queries(tile);
     for (int n = 0; n < steps; ++n) {
+      const int later = (n + 4) * kStep + warp * kWarpKeys;
+      if (lane == 0 && later < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(list.entries + later));
       loader.step(tile, n + 1 == steps ? kLastStep : 0, list.entries, count, n * kStep);
       if (n == 0) ahead = open_list(p, item + gridDim.x);
     }
