@@ -249,10 +249,22 @@ DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, const Keys& k
   const int chunk = lane % kChunks;
   const u16* column = from + chunk * 8;
   const u32 to = smem + (chunk / 8 * kStep + first) * 128;
+  // A copy holds the register of its address until it is under way: several have registers of their own.
+  constexpr int kAtOnce = kLaneKeys < 8 ? kLaneKeys : 8;
 #pragma unroll
-  for (int i = 0; i < kLaneKeys; ++i)
-    copy_async(to + i * 128 + ((chunk % 8 ^ (kLaneKeys < 8 ? first + i : i) % 8) << 4),
-               column + static_cast<i64>(keys.number[i]) * row_stride);
+  for (int i = 0; i < kLaneKeys; i += kAtOnce) {
+    const u16* from_row[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) from_row[j] = column + static_cast<i64>(keys.number[i + j]) * row_stride;
+    u32 bits = 0;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) bits |= static_cast<u32>(reinterpret_cast<u64>(from_row[j]));
+    // Never so; but the assembler computes all addresses before it, in registers of their own.
+    asm volatile("{\n.reg .pred odd;\nsetp.lt.s32 odd, %0, 0;\n@odd trap;\n}" ::"r"(bits << 31) : "memory");
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      copy_async(to + (i + j) * 128 + ((chunk % 8 ^ (kLaneKeys < 8 ? first + j : j) % 8) << 4), from_row[j]);
+  }
 }
 
 // A list of keys: as much of it as is read ahead of its tile.
