@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_magi.cuda.driver import Kernel
-from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support
+from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
@@ -62,6 +62,19 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
     out.sum().backward()
     assert launched == ["sparse_forward", "sparse_backward", "sparse_finish"]
+
+
+def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(launched, monkeypatch):
+    q, k, v = tensors(128)
+    lists = torch.zeros(7, 3, dtype=torch.int32)
+    found = []
+    for most in (100 * 4 * 128 * 4, 100 * 4 * 128 * 4 - 1):
+        monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", most)
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=16, k_block_size=128, impl="ffa")
+        launched.clear()
+        out.sum().backward()
+        found.append("sparse_finish_dq" in launched)
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])

@@ -102,22 +102,21 @@ struct Loader {
   }
 
   // Single keys.
-  DEVICE void step(const Tile& tile, int flags, const int* list, int count, int at) {
+  DEVICE void step(const Tile& tile, int flags, int index) {
+    const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
+    const u32 bits = __ballot_sync(0xffffffffu, seen);
     const u32 bar = smem_address(&s.full[ring.index]);
-    const int first = first_of_lane(warp, lane);
-    Keys keys;
-    const u32 seen = keys.load(list, at + first, count, p.tiles.num_keys);
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
-    set_seen(s.info[ring.index], first, seen, lane);
-    if (lane % kChunks == 0) {
-#pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i) s.index[ring.index][first + i] = seen >> i & 1 ? keys.number[i] : -1;
-    }
-    if (warp == 0 && lane == 0) describe(tile, flags);
+    if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
     __syncwarp();
-    if (lane == 0) barrier_arrive(bar);
-    gather_rows(smem_address(s.k[ring.index]), p.keys + tile.head_kv * p.k_head, p.k_row, keys, first, lane);
-    gather_rows(smem_address(s.v[ring.index]), p.values + tile.head_kv * p.v_head, p.v_row, keys, first, lane);
+    if (lane == 0) {
+      if (warp == 0) describe(tile, flags);
+      set_seen(s.info[ring.index], warp, bits);
+      barrier_arrive(bar);
+    }
+    index = seen ? index : 0;
+    gather_rows(smem_address(s.k[ring.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
+    gather_rows(smem_address(s.v[ring.index]), p.values + tile.head_kv * p.v_head, p.v_row, index, warp, lane);
     copies_arrive(bar);
     ring.advance();
   }
@@ -382,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   if (threadIdx.x == 0) {
     init_buffer(s.rows_full, s.rows_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.full[i]), kArrivals + kDescribing);
+      barrier_init(smem_address(&s.full[i]), INDEXED ? 128 + kArrivals : 1);  // each lane's copies, and what is said
       barrier_init(smem_address(&s.empty[i]), 4 * kGroups);
     }
     barrier_init_fence();

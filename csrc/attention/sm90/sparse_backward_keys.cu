@@ -61,9 +61,8 @@ struct Shared {
   int4 info[kStages];         // flags, first query, past-the-last query of the block, number of the keys
   int sums[kStages];          // piece of dq_sums, the first half
   int handed_piece[kGroups];  // -1: no more
-  int next_item, rest;        // these and the next are the producer's alone
-  const int* rest_at;
-  int2 item;  // number of its keys, key head
+  int next_item;              // this and the next are the producer's alone
+  int2 item;                  // number of its keys, key head
 };
 
 constexpr u32 kBytesK = sizeof(Shared::k);
@@ -137,17 +136,10 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
     const int* at = t.entries + (t.offsets ? __ldg(t.offsets + list) : list * t.list_step);
     int left = t.offsets ? __ldg(t.offsets + list + 1) - __ldg(t.offsets + list) : __ldg(t.counts + list);
-    s.rest = 0, s.rest_at = at;
-    if (ADD_DQ && left >= t.long_list) {  // begins where the other SMs are
-      s.rest = first_group(at, left, 1, load_relaxed(t.counter + 2));
-      at += s.rest, left -= s.rest;
-    }
     loader.keys(piece, head_kv);
     s.item = make_int2(piece, head_kv);
     for (; left > 0; --left) {
       const int block = __ldg(at++);
-      if (ADD_DQ) say_place(t, block);
-      if (left == 1 && s.rest) left = s.rest + 1, at = s.rest_at, s.rest = 0;
       const int rows = min(t.num_rows - block * t.query_block, t.query_block);
       if (block * t.query_block + rows - 1 + t.reach <= s.item.x * kTileKeys) continue;
       for (int pack = 0; pack < t.packs; ++pack)

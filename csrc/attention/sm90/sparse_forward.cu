@@ -5,16 +5,13 @@
 // places. A step has 64 keys a warpgroup: pieces of blocks, which TMA loads, or single keys, which four warps gather.
 // Of tiles of 64 places an SM computes two at a time, in two thread blocks.
 //
-// Single keys take three stages, and one place for queries, which are loaded behind the first keys of their tile.
-//
 // Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
-constexpr int kStages = INDEXED ? 3 : 2;  // of keys, and of values
-constexpr int kQStages = INDEXED ? 1 : 2;
+constexpr int kKStages = INDEXED ? 3 : 2, kStages = 2, kQStages = 4 - kKStages;
 using T = DTYPE;
 
 #include "row_products.cuh"
@@ -35,11 +32,11 @@ struct SparseForwardParams {
 
 struct Shared {
   alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
+  u16 k[kKStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
   u64 q_full[kQStages], q_empty[kQStages];
-  u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  alignas(16) StepInfo info[kStages];
+  u64 k_full[kKStages], k_empty[kKStages], v_full[kStages], v_empty[kStages];
+  alignas(16) StepInfo info[kKStages];
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / (kQStages * kGroups);
@@ -52,22 +49,19 @@ struct Loader {
   Shared& s;
   const int warp, lane;
   Ring<kQStages> rq;
-  Ring<kStages> rk;
+  Ring<kKStages> rk;
   Ring<kStages> rv;
   // Values follow the keys of the next step, be it of the next item, for they are used after them.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
-  const int* earlier_list = nullptr;     // single keys, and:
-  int earlier_count = 0, earlier_at = 0, earlier_head = -1;
-  bool wanted = false;  // INDEXED: queries of the tile
+  int earlier_index = 0, earlier_head = -1;
+  u32 pending = 0;  // barrier of the rows gathered last
 
   DEVICE void queries(const Tile& tile) {
-    if (INDEXED)
-      wanted = true;
-    else
-      load_queries(tile);
-  }
-
-  DEVICE void load_queries(const Tile& tile) {
+    if (INDEXED && kQStages == 1) {  // their place is free when the last values of the tile before are there
+      gather_values();
+      drain();
+      earlier_head = -1;
+    }
     if (warp == 0 && lane == 0) {
       const u32 bar = smem_address(&s.q_full[rq.index]);
       barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
@@ -119,44 +113,67 @@ struct Loader {
     rv.advance();
   }
 
-  // Single keys. Nobody waits here for what is gathered.
-  DEVICE void step(const Tile& tile, int flags, const int* list, int count, int at) {
-    const u32 bar = smem_address(&s.k_full[rk.index]);
-    const int first = first_of_lane(warp, lane);
-    Keys keys;
-    const u32 seen = keys.load(list, at + first, count, p.tiles.num_keys);
-    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-    set_seen(s.info[rk.index], first, seen, lane);
-    if (warp == 0 && lane == 0) describe(tile, flags, earlier);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(bar);
-    gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, keys, first, lane);
-    copies_arrive(bar);
+  // Single keys. Rows that were gathered are announced when those after them are under way, or have to wait.
+  DEVICE void step(const Tile& tile, int flags, int index) {
+    const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
+    const u32 bits = __ballot_sync(0xffffffffu, seen);
+    index = seen ? index : 0;
+    await_place(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+    if (lane == 0) {
+      if (warp == 0) describe(tile, flags, earlier);
+      set_seen(s.info[rk.index], warp, bits);
+    }
+    gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
+    submit(smem_address(&s.k_full[rk.index]));
     rk.advance();
     gather_values();
-    if (wanted) load_queries(tile);
-    wanted = false;
-    earlier_list = list, earlier_count = count, earlier_at = at, earlier_head = tile.head_kv;
+    earlier_index = index, earlier_head = tile.head_kv;
   }
 
   DEVICE void gather_values() {
     if (earlier_head < 0) return;
-    const int first = first_of_lane(warp, lane);
-    Keys keys;
-    keys.load(earlier_list, earlier_at + first, earlier_count, p.tiles.num_keys);
-    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, keys, first, lane);
-    copies_arrive(smem_address(&s.v_full[rv.index]));
+    await_place(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, earlier_index, warp, lane);
+    submit(smem_address(&s.v_full[rv.index]));
     rv.advance();
+  }
+
+  DEVICE void await_place(u32 bar, u32 parity) {
+    if (barrier_done(bar, parity)) return;
+    drain();
+    barrier_wait(bar, parity);
+  }
+
+  DEVICE void submit(u32 bar) {
+    copies_commit();
+    if (pending) {
+      copies_wait<1>();
+      announce();
+    }
+    pending = bar;
+  }
+
+  DEVICE void drain() {
+    if (!pending) return;
+    copies_wait<0>();
+    announce();
+    pending = 0;
+  }
+
+  DEVICE void announce() const {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(pending);
   }
 
   // Nobody uses what is computed of the last step.
   DEVICE void end() {
-    if (INDEXED)
+    if (INDEXED) {
       gather_values();
-    else if (lane == 0)
+      drain();
+    } else if (lane == 0) {
       load_values();
-    const u32 bar = smem_address(&s.k_full[rk.index]);
+    }
     if (lane == 0) {
       barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
       if (warp == 0) {
@@ -164,10 +181,8 @@ struct Loader {
         barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
         barrier_arrive(smem_address(&s.q_full[rq.index]));
       }
-      barrier_arrive(bar);
+      barrier_arrive(smem_address(&s.k_full[rk.index]));
     }
-    __syncwarp();
-    if (INDEXED) copies_arrive(bar);
   }
 };
 
@@ -259,21 +274,15 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
   auto release = [&](u32 barrier) {
     if (leads) barrier_arrive(barrier);
   };
-  Ring<kStages> rk;
+  Ring<kKStages> rk;
   Ring<kStages> rv;
   Ring<kQStages> rq;
   // Sums of 32 bits, which stay in uniform registers.
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
   int flags;  // of the step whose logits were computed last
   float logits[kStep / 2];
-  auto wait_k = [&] {
-    barrier_wait(nth(s.k_full, 8, rk.index), rk.parity);
-    if (INDEXED) fence_async_proxy();
-  };
-  auto wait_v = [&] {
-    barrier_wait(nth(s.v_full, 8, rv.index), rv.parity);
-    if (INDEXED) fence_async_proxy();
-  };
+  auto wait_k = [&] { barrier_wait(nth(s.k_full, 8, rk.index), rk.parity); };
+  auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
   auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index), rq.parity); };
   auto release_k = [&] {
     release(nth(s.k_empty, 8, rk.index));
@@ -373,8 +382,8 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     init_buffers(s.q_full, s.q_empty, 4 * kGroups);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.k_full[i]), kArrivals + kDescribing);
+    for (int i = 0; i < kKStages; ++i) {
+      barrier_init(smem_address(&s.k_full[i]), kArrivals);
       barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
     }
     for (int i = 0; i < kStages; ++i) {
@@ -386,10 +395,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<INDEXED ? (kGroups == 1 ? 56 : 72) : 40>();  // together all that the block was launched with
+    registers_shrink<INDEXED ? 56 : 40>();  // together all that the block was launched with
     produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
   } else {
-    registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 : 0)>();
+    registers_grow<(kGroups == 1 ? 216 : 232) - (INDEXED ? 16 / kGroups : 0)>();
     consume(p, s, uniform(threadIdx.x / 128) - 1);
   }
 }

@@ -14,16 +14,15 @@
 constexpr int kPlaces = 64;  // of a warpgroup
 constexpr int kPiece = 64;   // keys that lie together in a step
 constexpr int kPieces = kStep / kPiece;
-constexpr int kNoKey = 1 << 30;               // behind all keys: hidden
-constexpr u32 kArrivals = INDEXED ? 128 : 1;  // that fill a buffer of keys or values, as all lanes of four warps
-constexpr u32 kDescribing = INDEXED ? 4 : 0;  // the same of what is said beside the keys of a step, one a warp
+constexpr int kNoKey = 1 << 30;             // behind all keys: hidden
+constexpr u32 kArrivals = INDEXED ? 4 : 1;  // that fill a buffer of keys or values, one a warp
 
 struct SparseTiles {
   const int* entries;        // of the lists: numbers of blocks or of keys; what is no such number is passed over
   const int* offsets;        // [lists of heads, query blocks + 1]: where lists begin; or null:
   const int* counts;         // [lists of heads, query blocks]: how long lists are; or null: width
   i64 head_step, list_step;  // without offsets: from a head's lists to the next's; from one list to the next
-  int* counter;              // two words, zero before and after; a third: about where in long lists SMs are
+  int* counter;              // two words, zero before and after
   int width;
   int num_items, query_blocks, block_tiles, packs;  // tiles of a query block, packs of heads of a key head
   int heads_kv, list_heads;                         // list_heads: 1 or heads_kv
@@ -31,7 +30,7 @@ struct SparseTiles {
   int num_rows, num_keys;
   int reach;       // query i sees keys below i + reach
   int log2_heads;  // of heads in a tile
-  int long_list;   // keys of a list from which on SMs begin where the others are
+  int long_list;   // keys of a list from which on SMs begin their tiles together
 };
 
 struct Tile {
@@ -56,6 +55,14 @@ struct alignas(16) StepInfo {
   int flags, first_row, head_rows, unused;  // of the tile: first query, first head and 65536 * queries
   int keys[4];                              // INDEXED: bits of keys that are seen; else of each piece the first key
 };
+
+// Of a step of single keys, which of those that a warp gathers are seen.
+DEVICE void set_seen(StepInfo& info, int warp, u32 bits) {
+  if (kStep == 128)
+    info.keys[warp] = static_cast<int>(bits);
+  else
+    reinterpret_cast<u16*>(info.keys)[warp] = static_cast<u16>(bits);
+}
 
 // Hides what is not.
 DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
@@ -83,24 +90,6 @@ DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
   return tile.list_head * p.head_step + tile.query_block * p.list_step;
 }
 
-// Where long lists, in rising order, are begun, and from there on around: where the other SMs are, so that all read the
-// same rows at the same time, which are then in the L2 cache. The first of `count` groups of `stride` entries that
-// begins at this number or behind it.
-DEVICE int first_group(const int* list, int count, int stride, int number) {
-  int low = 0, high = count;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (__ldg(list + middle * stride) < number)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low < count ? low : 0;
-}
-DEVICE void say_place(const SparseTiles& p, int number) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p.counter + 2), "r"(number) : "memory");
-}
-
 // ---- lists of blocks: a warp reads them ----
 
 struct Pieces {
@@ -108,15 +97,9 @@ struct Pieces {
   const int lane;
   const int* list = nullptr;
   int count = 0, position = 0, limit = 0, held = 0, ahead = 0, rest = kNoKey;
-  int begin = 0;  // of the entries
   u32 found = 0;
 
-  DEVICE int load(int at) const {
-    at += begin;
-    const int past = count + 31 & ~31;
-    if (at >= past) at -= past;
-    return at + lane < count ? __ldg(list + at + lane) : -1;
-  }
+  DEVICE int load(int at) const { return at + lane < count ? __ldg(list + at + lane) : -1; }
   DEVICE void look() {
     const bool seen = held >= 0 && held < p.key_blocks && held * p.key_block < limit;
     found = __ballot_sync(0xffffffffu, seen);
@@ -125,11 +108,7 @@ struct Pieces {
   DEVICE void open(const Tile& tile) {
     list = p.entries + list_begin(p, tile, count);
     limit = min(p.num_keys, tile.past_row - 1 + p.reach);
-    position = 0, rest = kNoKey, begin = 0;
-    if (count * p.key_block >= p.long_list) {
-      const int number = load_relaxed(p.counter + 2);
-      begin = 32 * first_group(list, (count + 31) / 32, 32, uniform(number));
-    }
+    position = 0, rest = kNoKey;
     held = load(0), ahead = load(32);
     look();
   }
@@ -147,9 +126,8 @@ struct Pieces {
       held = ahead, ahead = load(position + 32);
       look();
     }
-    const int number = __shfl_sync(0xffffffffu, held, __ffs(found) - 1), first = number * p.key_block;
+    const int first = __shfl_sync(0xffffffffu, held, __ffs(found) - 1) * p.key_block;
     found &= found - 1;
-    if (lane == 0 && count * p.key_block >= p.long_list) say_place(p, number);
     if (p.key_block > kPiece && first + kPiece < limit) rest = first + kPiece;
     return first;
   }
@@ -167,6 +145,8 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
     if (tile.first_row < tile.past_row) {
       loader.queries(tile);
       pieces.open(tile);
+      if (lane == 0 && pieces.count * p.key_block >= p.long_list)
+        keep_together(p.counter, item, p.num_items, pieces.count);
       const int all_see = min(p.num_keys, tile.first_row + p.reach);
       int ahead = pieces.next();
       bool last = false;
@@ -194,135 +174,75 @@ DEVICE void copy_async(u32 smem, const void* global) {
   else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
 }
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // An arrival of this thread once all that it copies has come. Who waits has to call fence_async_proxy before the tensor
 // cores read it, so that nobody who copies waits.
 DEVICE void copies_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-constexpr int kWarpKeys = kStep / 4;                 // keys of a step that one warp gathers
-constexpr int kChunks = kHeadDim / 8;                // of 16 bytes of a row, one a lane
-constexpr int kLaneKeys = kWarpKeys * kChunks / 32;  // keys that a lane takes part in, one after another in the list
-
-// Numbers of a lane's keys: read by itself, for shuffles would wait behind the exponentials of the consumers.
-struct Keys {
-  int number[kLaneKeys];
-
-  // From this place of a list of `count` on; what is no key becomes 0. Returns a bit for each that is one.
-  DEVICE u32 load(const int* entries, int at, int count, int num_keys) {
-    u32 seen = 0;
-    const int* from = entries + at;
-    if (at + kLaneKeys <= count && reinterpret_cast<u64>(from) % 16 == 0) {
-#pragma unroll
-      for (int i = 0; i < kLaneKeys; i += 4) {
-        const int4 four = __ldg(reinterpret_cast<const int4*>(from + i));
-        number[i] = four.x, number[i + 1] = four.y, number[i + 2] = four.z, number[i + 3] = four.w;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i) number[i] = at + i < count ? __ldg(from + i) : -1;
-    }
-#pragma unroll
-    for (int i = 0; i < kLaneKeys; ++i) {
-      const bool is_key = static_cast<u32>(number[i]) < static_cast<u32>(num_keys);
-      seen |= is_key ? 1u << i : 0u;
-      number[i] = is_key ? number[i] : 0;
-    }
-    return seen;
-  }
-};
-
-DEVICE int first_of_lane(int warp, int lane) { return warp * kWarpKeys + lane / kChunks * kLaneKeys; }
-
-// Which of a lane's keys are seen.
-DEVICE void set_seen(StepInfo& info, int first, u32 seen, int lane) {
-  if (kLaneKeys == 4) seen |= __shfl_down_sync(0xffffffffu, seen, kChunks) << 4;
-  if (lane % kChunks) return;
-  if (kLaneKeys == 16)
-    reinterpret_cast<u16*>(info.keys)[first / 16] = static_cast<u16>(seen);
-  else if (first % 8 == 0)
-    reinterpret_cast<u8*>(info.keys)[first / 8] = static_cast<u8>(seen);
+// Whether a barrier is done with the phase; the same for all lanes.
+DEVICE bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return __all_sync(0xffffffffu, done);
 }
+
+constexpr int kWarpKeys = kStep / 4;  // keys of a step that one warp gathers; lane i holds the number of key i
 
 // Rows of keys or values of a step into swizzled panels.
-DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, const Keys& keys, int first, int lane) {
-  const int chunk = lane % kChunks;
+DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, int index, int warp, int lane) {
+  constexpr int kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;  // 16 bytes each of a row; rows
+  const int chunk = lane % kChunks, first = lane / kChunks;
   const u16* column = from + chunk * 8;
-  const u32 to = smem + (chunk / 8 * kStep + first) * 128;
-  // A copy holds the register of its address until it is under way: several have registers of their own.
-  constexpr int kAtOnce = kLaneKeys < 8 ? kLaneKeys : 8;
+  const u32 to = smem + (chunk / 8 * kStep + warp * kWarpKeys + first) * 128;
 #pragma unroll
-  for (int i = 0; i < kLaneKeys; i += kAtOnce) {
-    const u16* from_row[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) from_row[j] = column + static_cast<i64>(keys.number[i + j]) * row_stride;
-    u32 bits = 0;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) bits |= static_cast<u32>(reinterpret_cast<u64>(from_row[j]));
-    // Never so; but the assembler computes all addresses before it, in registers of their own.
-    asm volatile("{\n.reg .pred odd;\nsetp.lt.s32 odd, %0, 0;\n@odd trap;\n}" ::"r"(bits << 31) : "memory");
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      copy_async(to + (i + j) * 128 + ((chunk % 8 ^ (kLaneKeys < 8 ? first + j : j) % 8) << 4), from_row[j]);
+  for (int i = 0; i < kWarpKeys; i += kAtOnce) {
+    const int row = __shfl_sync(0xffffffffu, index, i + first);
+    copy_async(to + i * 128 + ((chunk % 8 ^ (i + first) % 8) << 4), column + static_cast<i64>(row) * row_stride);
   }
-}
-
-// A list of keys: as much of it as is read ahead of its tile.
-struct KeyList {
-  const int* entries;
-  int tail;  // this lane's of the last 32 or fewer
-
-  DEVICE int load(int at, int count) const { return at < count ? __ldg(entries + at) : -1; }
-};
-
-DEVICE int tail_of(int count) { return (count - 1) / 32 * 32; }
-
-DEVICE KeyList open_list(const SparseTiles& p, int item) {
-  if (item >= p.num_items) return {nullptr, -1};
-  const Tile tile = tile_of(p, item);
-  KeyList list = {p.entries + tile.list_head * p.head_step + tile.query_block * p.list_step};
-  list.tail = list.load(tail_of(p.width) + threadIdx.x % 32, p.width);
-  const int at = threadIdx.x % 128 * 4;  // the first four steps
-  if (at < p.width && threadIdx.x % 8 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(list.entries + at));
-  return list;
 }
 
 // How much of a list is left without what is no key at its end.
-DEVICE int trimmed(const KeyList& list, int count, int num_keys, int lane) {
-  int tail = list.tail;
+DEVICE int trimmed(const int* list, int count, int num_keys, int lane) {
   while (count > 0) {
-    const int at = tail_of(count);
-    const u32 found = __ballot_sync(0xffffffffu, static_cast<u32>(tail) < static_cast<u32>(num_keys));
+    const int at = (count - 1) / 32 * 32;
+    const bool seen = at + lane < count && static_cast<u32>(__ldg(list + at + lane)) < static_cast<u32>(num_keys);
+    const u32 found = __ballot_sync(0xffffffffu, seen);
     if (found) return at + 32 - __clz(found);
     count = at;
-    tail = list.load(tail_of(count) + lane, count);
   }
   return 0;
 }
 
-// Loader: queries(tile), step(tile, flags, list, its length, place of the step), end(), all called by all lanes of four
-// warps.
+// Loader: queries(tile), step(tile, flags, number of this lane's key), end(), all called by all lanes of four warps.
 template <typename Loader>
 DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lane) {
-  const bool counts = warp == 0 && lane == 0;
-  KeyList ahead = open_list(p, blockIdx.x);
   for (int item = blockIdx.x; item < p.num_items; item += gridDim.x) {
     const Tile tile = tile_of(p, item);
-    const KeyList list = ahead;
-    const int count = trimmed(list, p.width, p.num_keys, lane);
-    const int steps = max(1, (count + kStep - 1) / kStep);
-    if (counts) {
-      atomicAdd(p.counter, 1);
-      if (count >= p.long_list) keep_together(p.counter, item, p.num_items, 4 * steps);
-    }
+    int count;
+    const int* list = p.entries + list_begin(p, tile, count);
+    count = trimmed(list, count, p.num_keys, lane);
+    auto load = [&](int step) {
+      const int at = step * kStep + warp * kWarpKeys + lane % kWarpKeys;
+      return at < count ? __ldg(list + at) : -1;
+    };
     loader.queries(tile);
+    const int steps = max(1, (count + kStep - 1) / kStep);
+    int index = load(0);
     for (int n = 0; n < steps; ++n) {
-      const int later = (n + 4) * kStep + warp * kWarpKeys;
-      if (lane == 0 && later < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(list.entries + later));
-      loader.step(tile, n + 1 == steps ? kLastStep : 0, list.entries, count, n * kStep);
-      if (n == 0) ahead = open_list(p, item + gridDim.x);
+      const int ahead = load(n + 1);
+      loader.step(tile, n + 1 == steps ? kLastStep : 0, index);
+      index = ahead;
     }
   }
   loader.end();
-  if (counts) leave(p.counter);
 }

@@ -1,6 +1,6 @@
 """Backward of sparse attention on Hopper GPUs.
 
-Of blocks of 128 keys all gradients come from one kernel along lists of queries, in which dq is added to fp32 sums.
+Of blocks of 128 keys all gradients may come from one kernel along lists of queries, in which dq is added to fp32 sums.
 Else, and where results have to repeat bit by bit, dq is computed tile by tile along lists of keys, and dk and dv of
 blocks by that kernel without dq. Of single keys dk and dv are added to fp32 sums beside dq, in no fixed order, or to
 sums of integers, which need none.
@@ -32,9 +32,16 @@ _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes i
 
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
-    """Whether one kernel may compute all gradients: of blocks of 128 keys, where blocks of queries fill its tiles."""
-    heads = kernels.heads_of_tile(q.shape[1] // k.shape[1], 2)
-    return pattern.k_block == 2 * kernels.PIECE and heads * pattern.q_block >= kernels.PIECE
+    """Whether one kernel computes all gradients, and is faster: of blocks of 128 keys, where blocks of queries fill its
+    tiles and the sums of dq that SMs add to at a time are in the L2 cache, or nearly so.
+    """
+    group = q.shape[1] // k.shape[1]
+    fills = kernels.heads_of_tile(group, 2) * pattern.q_block >= kernels.PIECE
+    return (
+        pattern.k_block == 2 * kernels.PIECE
+        and fills
+        and 4 * q.shape[0] * group * q.shape[2] <= tuning.MOST_SPARSE_DQ_BYTES
+    )
 
 
 def backward_by_tiles(
@@ -129,7 +136,6 @@ def backward_by_keys(
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
         tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
-        tiles.long_list = blocks // 64 if sums.nbytes > 4 * tuning.L2_BYTES else blocks + 1
         params = SparseKeysParams(
             tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),

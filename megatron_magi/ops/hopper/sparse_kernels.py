@@ -30,8 +30,8 @@ def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: in
 def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
     """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
     defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
-    # two stages of queries, keys and values; of single keys one of queries, three of keys and values
-    shared = 2 * dim * (7 if indexed else 6) * PIECE * groups + 1024
+    # two stages of values, four of queries and keys together
+    shared = 2 * dim * 6 * PIECE * groups + 1024
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
@@ -103,6 +103,6 @@ def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups:
         num_rows=num_rows, num_keys=k.shape[0],
         reach=k.shape[0] - num_rows + 1 if pattern.causal else _BEHIND_ALL,
         log2_heads=heads.bit_length() - 1,
-        # Where keys and values exceed the L2 cache, SMs that share most of their keys begin together.
+        # Where keys and values exceed the L2 cache, SMs that share many of their keys begin together.
         long_list=k.shape[0] // 64 if k.shape[0] * 2 * k.shape[2] * k.element_size() > tuning.L2_BYTES else _BEHIND_ALL,
     )  # fmt: skip
