@@ -183,12 +183,11 @@ class _Pass:
         is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
         self.num_bytes = plan.num_bytes
         self._finish_dq = self._finish_keys = self._queries = None
-        self._key_sums_in_dq, self._whole = False, whole
+        self._key_sums_in_dq, self._whole, num_stats = False, whole, rows * packed
         # Statistics of rows, and sums: one block of memory, in this order.
         self._num_stats = -(-problem.num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
         self._num_key_sums = self._num_zeroed = numbers = 0
-        num_stats = rows * packed
         if whole:
             room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
             split = most_split(choice, problem, room)
@@ -208,8 +207,7 @@ class _Pass:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
                 inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
-        split = scale * LOG2_E if is_split else 0.0
-        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, split, numbers)
+        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E, numbers)
         if adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
         else:
@@ -219,8 +217,8 @@ class _Pass:
                 inputs, dims, num_stats, options, rows_plan, seen, dq_store, dq, stream
             )
             self.num_bytes += rows_plan.num_bytes
-        self._num_floats = 2 * self._num_stats + self._num_sums
-        self._num_floats += 0 if self._key_sums_in_dq else self._num_key_sums
+        own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
+        self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
 
     def run(
         self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None

@@ -83,3 +83,9 @@ BALANCED = 1.05
 FALLING_COST_GAIN, FALLING_COST_MOST_ITEMS = 0.96, 16
 """Whole tiles go by decreasing cost, wherever they lie, where that takes so much of the time; never with more items an
 SM."""
+
+# ---- sparse attention ----
+
+MOST_SPARSE_DQ_BYTES = 96 << 20
+"""Up to so many bytes of fp32 dq of the heads that share a key head, one kernel for all gradients of blocks of 128 keys
+is faster than two."""
