@@ -328,11 +328,11 @@ def _most(args: Args, back: bool = False) -> int | None:
 
 
 def choose_mover(
-    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
+    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str, back: bool = False
 ) -> tuple[Native | Packed | Hierarchical, RowLayout]:
-    """What casts rows of tensors, and their layout; arguments and errors as in `group_cast`."""
+    """What casts rows of tensors, or gives them ``back``, and their layout; else as `group_cast`."""
     layout = RowLayout.of(tensors)
-    return _choose(tensors, args, group, impl).mover(layout, _most(args)), layout
+    return _choose(tensors, args, group, impl).mover(layout, _most(args, back), back), layout
 
 
 def _handle(

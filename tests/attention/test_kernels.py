@@ -81,24 +81,24 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
     def rows(count, heads, dim):
         return torch.empty(count, heads, dim, dtype=torch.bfloat16)
 
-    with fake_driver(monkeypatch) as launched:
+    with fake_driver(monkeypatch):
         monkeypatch.setattr(hopper_kernels, "_load", load)
         for lengths in MASKS:
             bands = builders.varlen(doc_lengths=lengths, causal=True).bands
             n = int(bands[:, 1].max())
             bands = np.concatenate([bands, [(0, n, gated.first_arriving(n), gated.first_arriving(n) + 7, *FAR)]])
             q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
-            later = Arriving([rows(7, 2, dim) for dim in dims], lambda _: launched.append("pull"), 0, 0, 0, 0, 0)
+            later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), (), 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
-            gated.forward(q, k, v, later, bands, options, out=out, lse=lse, sink_lse=None, max_logits=None, memo={})
-            assert launched[-2:] == ["pull", "forward"]
+            gated.forward_step(
+                q, k, v, later, bands, options, out=out, lse=lse, sink_lse=None, max_logits=False, stream=0
+            )  # fmt: skip
             if backward_pays(dims):
                 grads, of_later = [torch.empty_like(t) for t in (q, k, v)], [torch.empty_like(t) for t in later.tensors]
-                gated_backward.backward(
-                    (q, k, v, out), lse, lse, later, bands, options, grads=grads, arriving_grads=of_later, memo={}
+                gated_backward.backward_steps(
+                    (q, k, v, out), out, lse, later, bands, options, grads=grads, arriving_grads=of_later,
+                    places=(("r", 16), ("r", 24)), scratch=("r", 32), delta=False, stream=0,
                 )  # fmt: skip
-                assert launched[launched.index("pull", 2) + 1] == "backward"
-            launched.clear()
     gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
     assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, one_launch, prepare_batch
 from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
+from megatron_magi.cuda.call_list import Step
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.hopper import backward as hopper_backward
@@ -71,13 +73,23 @@ class NothingUnderWay:
 def one_rank_alone(monkeypatch):
     """This process is rank 0 of two; rows of the other are zero, and nothing is sent."""
 
-    def announced(tensors, args, group, impl):
-        if impl != "native":
-            return None
-        rows = [x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors]
-        return Arriving(rows, lambda _stream: None, 0, 0, 0, 0, 0)
+    class Queue:
+        def version(self):
+            return 0
 
+        def queue(self, calls, _stream, *addresses):
+            calls.queue(*addresses)
+
+    native = Queue()
+
+    def announced(tensors, args, group, impl, into, sources, places):
+        steps = tuple(Step(driver.Kernel(name, 1, 0), *nowhere, ()) for name in ("publish", "pull"))
+        return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0))
+
+    nowhere = driver.LaunchConfig(driver.Kernel("", 1, 0), 1), 0, None
     monkeypatch.setattr(one_launch, "announced_cast", announced)
+    monkeypatch.setattr(one_launch, "returned_sums", lambda *_: None)
+    monkeypatch.setattr(one_launch, "current_stream", lambda _device: 0)
 
     def cast(tensors, args, group, impl):
         return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])

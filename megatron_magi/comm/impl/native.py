@@ -30,6 +30,7 @@ from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, 
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.build import build
+from megatron_magi.cuda.call_list import CallList, Patch, Place, Step
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
 BULK_ROW_BYTES = 1024
@@ -47,7 +48,7 @@ class Native:
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
         self._meeting, self._memory, self._device = meeting, memory, device
-        self._notice = memory.notice.numpy()
+        self._notice = memoryview(memory.notice.numpy())
         self._room = Room(memory)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
@@ -103,31 +104,75 @@ class Native:
         work = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
         return Started((work,), tuple(into), lambda: list(into))
 
-    def announce(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Arriving:
-        """`cast` for a kernel that waits for rows as they come: they are published, and read when it is queued.
+    def arriving(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        into: Sequence[torch.Tensor],
+        sources: Sequence[Place],
+        places: tuple[Place, Place],
+    ) -> Arriving:
+        """`cast` for a kernel that waits for rows as they come, as steps of a list of calls for `queue`.
 
-        All on the current stream, on which that kernel must be the next. Rows are of multiples of 16 bytes.
+        Args:
+            tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
+                bytes, contiguous.
+            args, layout: as in `cast`.
+            sources, places: where they will be.
         """
-        new = tensors[0].new_empty
-        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-        tensors = [with_rows(x) for x in tensors]
-        rows, results = _rows(tensors, layout.sizes), _rows(out, layout.sizes)
+        rows, results = _rows(tensors, layout.sizes), _rows(into, layout.sizes)
         publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, ())
-        with self._lock:
-            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
-            current = self._take_turn(raw)
-            publish.fire(rows, raw)
-            if self._beside:
-                current.wait_stream(self._side)
-                self._beside = 0
         _, control, *_ = own = self._own_memory()
         return Arriving(
-            out, lambda stream: pull.fire(results, stream), control + _CALLS_PUBLISHED, self._flags.data_ptr(),
-            control + _BROKEN, own[2], own[3],
+            into, places, (publish.step(sources), pull.step(places)), control + _CALLS_PUBLISHED,
+            self._flags.data_ptr(), control + _BROKEN, own[2], own[3],
             # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
             # other's ranks wait for.
             overlaps=len(_of_device(self._device)) == 1,
         )  # fmt: skip
+
+    def adding(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        into: Sequence[torch.Tensor],
+        sources: Sequence[Place],
+        places: Sequence[Place],
+    ) -> tuple[Step, Step]:
+        """`add` as steps: what publishes, and what adds. Arguments as in `arriving`."""
+        partial, wide = layout.dtypes[0], into[0].dtype
+        sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
+        rows, results = _rows(tensors, layout.sizes), _rows(into, sizes)
+        publish, pull = self._launches(_ADD, args, layout, rows, results, (partial, wide))
+        return publish.step(sources), pull.step(places)
+
+    def version(self) -> tuple[int, int, int]:
+        """Another one when steps no longer hold."""
+        return self._memory.generation, self._memory.slot_bytes, len(_of_device(self._device))
+
+    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+        """Queues a list of calls, some of which are steps of this object, on the current stream.
+
+        Args:
+            calls: of `version`.
+            raw: handle of the stream.
+            addresses: see `CallList.queue`.
+
+        Raises:
+            RuntimeError: a rank did not come to an earlier call in time.
+        """
+        failure = self.failure()
+        if failure is not None:
+            raise RuntimeError(failure)
+        with self._lock:
+            if self._last != raw or self._beside:
+                current = self._take_turn(raw)
+                if self._beside:
+                    current.wait_stream(self._side)
+                    self._beside = 0
+            calls.queue(*addresses)
 
     def _own_memory(self) -> tuple[int, int, int, int]:
         """Addresses of this rank's slots and flags and of the notice, and the time-out in nanoseconds."""
@@ -137,7 +182,9 @@ class Native:
 
     def failure(self) -> str | None:
         """What a kernel that gave up waited for, or that all were told to; None as long as none did."""
-        absent, part = int(self._notice[1]), int(self._notice[4])
+        if not any(self._notice[:5]):
+            return None
+        absent, part = self._notice[1], self._notice[4]
         waited = (
             f"attention of {self._meeting.names([self._meeting.rank])} waited for part {part} of the keys it fetches"
         )
@@ -375,6 +422,13 @@ class _Launch:
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._addresses = (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size)
         self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups))
+
+    def step(self, places: Sequence[Place]) -> Step:
+        """The launch with parameters of its own; ``places``: where rows will be."""
+        memory = ctypes.create_string_buffer(self._params.raw, len(self._params))
+        patches = tuple(Patch(PEERS.size + 8 * i, *place) for i, place in enumerate(places))
+        config = LaunchConfig(self._kernel, self._config.grid[0])
+        return Step(self._kernel, config, ctypes.addressof(memory), memory, patches)
 
     def fire(self, rows: list[Rows], stream: int) -> None:
         """Queues the kernel on a stream; the parameters are copied."""

@@ -115,6 +115,11 @@ def finish_keys_macros(dtype: torch.dtype, head_dim: int, gated: bool = False) -
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated))
 
 
+def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
+    """What a kernel that prepares rows is compiled for where it computes delta."""
+    return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype))
+
+
 def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
     """What a kernel for dk and dv of `PART_TILES` is compiled for."""
     return (*_part_defines(dtype, dims, softcap, PART_TILES[dims][1]), f"STAGES={_STAGES}")

@@ -41,6 +41,8 @@ def needed_kernels(
         for tile in hopper_kernels.FORWARD_TILES[dims]
     ]
     whole = dims in hopper_kernels.WHOLE_DIMS
+    if whole and gated:
+        found.append(("prepare", hopper_kernels.delta_macros(dtype, dims[1])))
     if whole and not deterministic:
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, gated)))
         if not gated:
