@@ -15,7 +15,6 @@ MOST_PARTS = 16
 FLAG_BYTES = 2 * 4 * MOST_PARTS
 """Of ArrivalFlags there."""
 _LEAST_PART_ROWS = 256
-_PARTS = 8
 
 
 class GateParams(ctypes.Structure):
@@ -64,4 +63,4 @@ class Arriving(NamedTuple):
 
 def part_rows(num_rows: int) -> int:
     """Rows that are told of together."""
-    return max(-(-num_rows // _PARTS), _LEAST_PART_ROWS)
+    return max(-(-num_rows // MOST_PARTS), _LEAST_PART_ROWS)

@@ -144,7 +144,8 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
 
 
 def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
-    bands = one_launch.joined_bands(plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1))
+    rank_plan = plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1)
+    bands, num_arriving = one_launch.joined_bands(rank_plan), joined_transfer(rank_plan).num_recv
     first = gated.first_arriving(2048)
     plain = hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128)))
 
@@ -153,7 +154,8 @@ def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
         return [bool((passes[a:b, 0] >= first).any()) for _, a, b, _ in tiles.tolist()]
 
     def order(late, lead):
-        return hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128), 1, (first, late, lead)))
+        arriving = first, num_arriving, late, lead
+        return hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128), 1, arriving))
 
     assert waits(plain)[0] and not all(waits(plain))
     assert waits(order(100, 10**6)) == sorted(waits(plain)), "all that need not"

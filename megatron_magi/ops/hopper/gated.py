@@ -21,7 +21,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import tiles as hopper_tiles
-from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, RowTiles, forward_tiles, late_blocks
+from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, RowTiles, forward_tiles, heads_together, late_blocks, row_bytes
 from megatron_magi.ops.hopper.params import GatedForwardParams
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.support import (
@@ -54,9 +54,10 @@ def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, in
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
     """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
     late = late_blocks(problem, num_arriving, tiles.shape, products)
-    lead = math.ceil(late * num_sms * tiles.packed / problem.num_heads)  # blocks of one head, or of packed ones
+    packs = heads_together(problem.num_keys, problem.num_heads_kv, row_bytes(problem)) * problem.group // tiles.packed
+    lead = math.ceil(late * num_sms / packs)  # blocks of one head, or of packed ones
     first = first_arriving(problem.num_keys - num_arriving)
-    return Tiling(False, problem.num_rows, *tiles, (first, math.ceil(late), lead))
+    return Tiling(False, problem.num_rows, *tiles, (first, num_arriving, math.ceil(late), lead))
 
 
 def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_sms: int) -> Tiling:
@@ -64,7 +65,7 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
     products = 5.0 if choice.adds_dq else 4.0
     late = late_blocks(problem, num_arriving, choice.shape, products)
     first = first_arriving(problem.num_keys - num_arriving)
-    arriving = first, math.ceil(late), math.ceil(late * num_sms)
+    arriving = first, num_arriving, math.ceil(late), math.ceil(late * num_sms)
     return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
 
 
