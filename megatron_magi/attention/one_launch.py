@@ -31,6 +31,7 @@ from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import forward_pass
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import own
+from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
 
 _ALIGNMENT = 256
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)
@@ -71,6 +72,18 @@ class _Walk:
     def queue(self, *addresses: int, part: int = 0) -> None:
         """Queues one of the lists."""
         self._native().queue(self._lists[part], self._stream, *addresses)
+
+
+@profiled_forward_calls
+def _attend(queue: Callable[..., None], addresses: Sequence[int], q: torch.Tensor, v: torch.Tensor, bands) -> None:
+    """Queues a forward pass."""
+    queue(*addresses)
+
+
+@profiled_backward_calls
+def _attend_back(queue: Callable[..., None], addresses: Sequence[int], q: torch.Tensor, v: torch.Tensor, bands) -> None:
+    """Queues a backward pass."""
+    queue(*addresses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +152,11 @@ class OneLaunch:
         if return_max_logits:
             max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
             more.append(max_logits.data_ptr())
-        walk.queue(
+        addresses = (
             rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(),
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more,
         )  # fmt: skip
+        _attend(walk.queue, addresses, q, v, self.bands)
         return out, lse, max_logits
 
     def backward(
@@ -193,7 +207,7 @@ class OneLaunch:
             )  # fmt: skip
         else:
             rest = (t.data_ptr() for t in (q, k, v, dout, out, lse, dq, *(() if delta is None else (delta,))))
-            walk.queue(*addresses, *rest)
+            _attend_back(walk.queue, (*addresses, *rest), q, v, self.bands)
         if walk.later is None and walk.is_local:
             walk.queue(*addresses, part=1)
         if walk.later is not None:

@@ -21,7 +21,15 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import tiles as hopper_tiles
-from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, RowTiles, forward_tiles, heads_together, late_blocks, row_bytes
+from megatron_magi.ops.hopper.choices import (
+    BackwardChoice,
+    Problem,
+    RowTiles,
+    forward_tiles,
+    heads_together,
+    late_blocks,
+    row_bytes,
+)
 from megatron_magi.ops.hopper.params import GatedForwardParams
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.support import (
