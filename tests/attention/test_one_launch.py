@@ -21,7 +21,7 @@ from tests.attention import cases as cs
 
 on_gpus = pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
+    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4, 8)],
 )
 NATIVE = CommConfig(impl="native")
 OPTIONS = [
