@@ -52,6 +52,8 @@ STRUCTS = [
     ("finish_dq", "FinishParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
     ("finish_keys", "FinishKeysParams", ("HEAD_DIM=64", "DTYPE=Bf16")),
     ("row_delta", "RowDeltaParams", ("HEAD_DIM_V=64", "DTYPE=Bf16")),
+    ("prepare", "PrepareDeltaParams", ("DELTA=1", "HEAD_DIM_V=64", "DTYPE=Bf16")),
+    ("finish_all", "FinishAllParams", ("HEAD_DIM=64", "DTYPE=Bf16", "GATED=1")),
 ]
 
 
@@ -59,10 +61,21 @@ STRUCTS = [
 def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, name, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
     struct = getattr(hopper_params, name)
-    in_plan = ("tiles", "passes", "bounds", "step") if source.startswith(("forward", "backward")) else ()
+    name = name.replace("PrepareDelta", "Prepare")
+    members = {}
+    if source.startswith(("forward", "backward")):
+        members = {field: f"plan.{field}" for field in ("tiles", "passes", "bounds", "step")}
+    if source == "finish_all":
+        names = [field for field, _ in hopper_params.FinishAllParams._fields_]
+        members = {field: f"keys.{field}" for field in names[: names.index("gate") + 1]}
+        rest = ("sums", "dq", "dq_row", "dq_head", "num_rows", "blocks", "units", "store", "scale")
+        renamed = {"sums": "dq_sums", "store": "dq_store", "scale": "dq_scale"}
+        members |= {renamed.get(field, field): f"rest.{field}" for field in rest}
     checks = []
     for field, *_ in struct._fields_[:-1]:
-        member = f"plan.{field}" if field in in_plan else field
+        member = members.get(field, field)
+        if field == "gap":
+            continue
         offset = getattr(struct, field).offset
         checks.append(f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{field}");')
     checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(struct)}, "size");')

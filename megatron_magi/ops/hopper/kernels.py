@@ -213,7 +213,7 @@ def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, widt
 
 @cache
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> Kernel:
-    """One of ``prepare``, ``row_delta``, ``finish_dq``, ``finish_keys``."""
+    """One of ``prepare``, ``row_delta``, ``finish_dq``, ``finish_keys``, ``finish_all``."""
     return _load(device, name, defines, 256, 0)
 
 

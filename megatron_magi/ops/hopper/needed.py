@@ -48,7 +48,8 @@ def needed_kernels(
         if not gated:
             found.append(("finish_dq", (f"HEAD_DIM={dims[0]}", element(dtype))))
         if group > 1:  # only query heads that share a key head are split
-            found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
+            macros = hopper_kernels.finish_keys_macros(dtype, dims[0], gated)
+            found.append(("finish_all" if gated else "finish_keys", macros))
     packs = math.gcd(group, tuning.MOST_PACKED_HEADS) > 1
     if whole and (deterministic or packs or dims[0] == 128):  # as in `choices.sums_pay`
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, False, gated)))
