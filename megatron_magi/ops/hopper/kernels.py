@@ -139,14 +139,19 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     """Name and macros of the kernels that most models use, deterministic or not: those that a wheel brings compiled."""
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
-        found += [("forward", forward_macros(dtype, (dim, dim), tile, False)) for tile in FORWARD_TILES[dim, dim]]
+        dims = (dim, dim)
+        for gated in (False, True):
+            found += [("forward", forward_macros(dtype, dims, tile, False, gated)) for tile in FORWARD_TILES[dims]]
+            found += [
+                ("backward", backward_macros(dtype, dims, False, True, gated)),
+                ("backward", backward_macros(dtype, dims, False, False, gated)),
+                ("backward_queries", queries_macros(dtype, dims, False, gated)),
+                ("finish_all" if gated else "finish_keys", finish_keys_macros(dtype, dim, gated)),
+            ]
         found += [
-            ("backward", backward_macros(dtype, (dim, dim), False, True)),
-            ("backward", backward_macros(dtype, (dim, dim), False, False)),
-            ("backward_queries", queries_macros(dtype, (dim, dim), False)),
+            ("prepare", delta_macros(dtype, dim)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
             ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
-            ("finish_keys", (f"HEAD_DIM={dim}", element(dtype))),
         ]
     return found
 
