@@ -40,10 +40,9 @@ def exchange_args(rank: int, num_ranks: int, num_rows: int) -> GroupCastArgs:
     """All ``num_rows`` rows of each rank to every other, in the order of ranks."""
     splits = [num_rows if r != rank else 0 for r in range(num_ranks)]
     rows = np.tile(np.arange(num_rows), num_ranks - 1)
-    # This rank's rows come after those of the ranks before it, of which the destination may be one.
-    firsts = [rank - (r < rank) for r in range(num_ranks) if r != rank]
-    buffer_rows = np.concatenate([first * num_rows + np.arange(num_rows) for first in firsts])
-    peers = PeerRows(rows, buffer_rows, num_rows, num_rows * (num_ranks - 1))
+    # This rank's rows come after those of the ranks before it, of which the destination may be one; so do they go back.
+    first = [(rank - (r < rank)) * num_rows for r in range(num_ranks)]
+    peers = PeerRows(rows, first, first, num_rows, len(rows), len(rows))
     return GroupCastArgs.build(rows, splits, splits, None, "cuda", peers)
 
 
@@ -53,7 +52,7 @@ def level_args(
     """The same in two levels."""
     levels = two_levels(pieces, rank, num_ranks, ranks_per_node)
     nothing = np.zeros(0, dtype=np.int64)
-    transfer = Transfer(nothing, (), (), None, nothing, nothing, 0, 0, levels)
+    transfer = Transfer(nothing, (), (), None, nothing, (), (), 0, 0, 0, levels)
     return LevelArgs.build(cast_tables(transfer), device)
 
 

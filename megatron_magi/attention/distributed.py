@@ -467,7 +467,7 @@ class _Backward:
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
-    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl)
+    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl, kept=True)
 
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -35,17 +35,20 @@ class Started(NamedTuple):
 class Mover(Protocol):
     """An implementation of `megatron_magi.comm.group_collective` for the ranks of one group."""
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def cast(
+        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
         """Rows of ``tensors`` go where ``args`` says; the result is a list of tensors ``[num_recv, ...]``.
 
         Args:
-            tensors: ``[num_rows, ...]`` each; free to change once this returns.
+            tensors: ``[num_rows, ...]`` each; free to change once this returns, unless ``kept``.
             args: which rows travel where.
             layout: of ``tensors``.
+            kept: nobody changes ``tensors`` before the result is waited for.
         """
 
     def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
-        """Rows of ``tensors``, ``[num_recv, ...]`` each, go back to where the cast took them from.
+        """Rows of ``tensors``, ``[num_recv, ...]`` each and kept, go back to where the cast took them from.
 
         The result is a buffer of ``layout`` with ``num_send`` rows, in the order in which they were sent.
         """

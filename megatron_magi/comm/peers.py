@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.groups import names_of, store_of, timeout_s
+from megatron_magi.comm.peer_tables import MAX_RANKS
 from megatron_magi.cuda.shared_memory import (
     SharedMemory,
     are_linked,
@@ -27,7 +28,6 @@ from megatron_magi.cuda.shared_memory import (
     write_word,
 )
 
-MAX_RANKS = 8
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
 _LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 5) * 4  # Control.left of peers.cuh

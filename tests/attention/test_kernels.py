@@ -149,18 +149,17 @@ def test_rows_travel_by_the_kernels_that_are_compiled(
 
 @pytest.mark.parametrize("high_precision", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_are_read_by_the_kernels_that_are_compiled(dtype: torch.dtype, high_precision: bool) -> None:
-    """Where ranks read each other's memory."""
+def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.dtype, high_precision: bool) -> None:
+    """Where ranks reach each other's memory."""
     config = MagiConfig(comm=CommConfig(impl="native", backward_high_precision_reduce=high_precision))
     shape = AttnShape(4, 2, 192, 128, dtype, num_sms=132)
     partial = torch.float32 if high_precision else dtype
     vector = native._vector([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
     widest = native._widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
     wanted = set(needed_kernels(shape, config, 2))
-    assert f"VECTOR={vector}" in next(macros for source, macros in wanted if source.endswith("pull_sums.cu"))
-    for name in ("publish_rows", "pull_rows"):
-        assert (f"group_collective/{name}.cu", (f"UNIT={widest}",)) in wanted
-    assert ("group_collective/pull_bulk.cu", ()) in wanted
+    for defines in (native.exchange_defines(widest), native.exchange_defines(widest, (partial, torch.float32), vector)):
+        assert ("group_collective/exchange.cu", defines) in wanted
+    assert ("group_collective/publish_rows.cu", (f"UNIT={widest}",)) in wanted
 
 
 def test_nothing_is_compiled_where_other_implementations_compute() -> None:

@@ -60,9 +60,12 @@ def test_one_transfer_brings_the_rows_of_all_stages_one_behind_the_other(seed, n
         np.testing.assert_array_equal(buffers[-1], np.concatenate(stages))
     for rank in range(num_ranks):
         t = plan.for_rank(rank).joined
-        to = np.repeat(np.arange(num_ranks), t.send_splits)
-        for row, d, there in zip(t.send_index, to, t.buffer_rows, strict=True):
-            assert buffers[d][there] == index[rank][row]
+        edges = np.cumsum([0, *t.send_splits])
+        for d, there in enumerate(t.first_there):
+            order = plan.for_rank(d).joined.recv_order
+            arrived = buffers[d] if order is None else buffers[d][np.argsort(order)]
+            sent = t.send_index[edges[d] : edges[d + 1]]
+            np.testing.assert_array_equal(arrived[there : there + len(sent)], index[rank][sent])
         assert t.most_recv == max(map(len, buffers)) and t.most_rows > t.send_index.max(initial=-1)
 
 

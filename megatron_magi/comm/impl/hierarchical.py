@@ -44,13 +44,13 @@ class Hierarchical:
         """The same for partial results of attention, ``(out, lse)``."""
         return Hierarchical(self._near, self._far, self._relay, self._ops, merges=True)
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout) -> Started:
+    def cast(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool = False) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        far = self._far(layout, args.far, False).cast(tensors, args.far, layout)
-        near = self._near(layout, args.near, False).cast(tensors, args.near, layout)
+        far = self._far(layout, args.far, False).cast(tensors, args.far, layout, kept)
+        near = self._near(layout, args.near, False).cast(tensors, args.near, layout, kept)
         relayed = _Next(
             far,
-            lambda rows: self._relay(layout, args.relay, False).cast(rows, args.relay, layout),
+            lambda rows: self._relay(layout, args.relay, False).cast(rows, args.relay, layout, kept=True),
             args.device,
         )
         new = tensors[0].new_empty

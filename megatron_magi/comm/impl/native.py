@@ -1,9 +1,10 @@
-"""Ranks of one host read each other's rows where they lie, over NVLink: nothing is packed, sent or ordered.
+"""Ranks of one host write rows into each other's memory, over NVLink: nothing is packed first.
 
-A rank publishes the rows that others need in memory that all map, once and in chunks, on the stream of the caller.
-On a stream of its own each rank reads exactly the rows it needs into their place, or adds them there, as chunks come.
-Flags in the same memory stand for what NCCL would do; the host waits for nothing. A kernel that waits longer than the
-time-out of the group ends, and what it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh``.
+One kernel, beside the stream of the caller, writes exactly the rows that others need into slots that all map, in
+chunks, and takes what the others write to its place, or adds it there, as chunks come. For a kernel that waits for rows
+itself they are published in the rank's own slot instead, and read by the others. Flags in the same memory stand for
+what NCCL would do; the host waits for nothing. A kernel that waits longer than the time-out of the group ends, and what
+it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh``.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Started
+from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, with_rows
-from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, slot_row_bytes
+from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
-BULK_ROW_BYTES = 1024
-"""Rows at least as long are read by TMA."""
 _SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
-_NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
+_NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
+_SEND, _TAKE = 1, 2  # Role of exchange.cu
+_BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
+_SUM_LOADS = 2  # kSumLoads of exchange.cu
+_SENDERS = {False: 3, True: 2}  # of the four groups of threads of a block: where rows are copied, and added
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
 _BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 1)
@@ -52,6 +56,7 @@ class Native:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
+        self._sends_beside = False  # some of them send there
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready = torch.cuda.Event()
@@ -75,20 +80,22 @@ class Native:
             raise RuntimeError(failure)
         return self._room.refusal(layout, most_rows)
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def cast(
+        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
         new = tensors[0].new_empty
         out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-        work = self._run(_CAST, tensors, args, layout, _rows(out, layout.sizes))
-        return Started((work,), tuple(out), lambda: out)
+        work, held = self._run(_CAST, tensors, args, layout, _rows(out, layout.sizes), kept=kept)
+        return Started((work,), (*out, *held), lambda: out)
 
     def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
         received = layout.new_buffer(args.num_send, tensors[0].device)
         address, size = received.data_ptr(), layout.row_bytes
         rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
-        work = self._run(_GIVE_BACK, tensors, args, layout, rows)
-        return Started((work,), (received,), lambda: received)
+        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows)
+        return Started((work,), (received, *held), lambda: received)
 
     def add(
         self,
@@ -100,8 +107,8 @@ class Native:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
         partial, wide = layout.dtypes[0], into[0].dtype
         sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
-        work = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
-        return Started((work,), tuple(into), lambda: list(into))
+        work, held = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
+        return Started((work,), (*into, *held), lambda: list(into))
 
     def announce(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Arriving:
         """`cast` for a kernel that waits for rows as they come: they are published, and read when it is queued.
@@ -112,17 +119,18 @@ class Native:
         out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
         tensors = [with_rows(x) for x in tensors]
         rows, results = _rows(tensors, layout.sizes), _rows(out, layout.sizes)
-        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, ())
+        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, (), ())
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
-            publish.fire(rows, raw)
+            if self._sends_beside:
+                self._join(current)
+            publish.fire(raw, rows)
             if self._beside:
-                current.wait_stream(self._side)
-                self._beside = 0
+                self._join(current)
         _, control, *_ = own = self._own_memory()
         return Arriving(
-            out, lambda stream: pull.fire(results, stream), control + _CALLS_PUBLISHED, self._flags.data_ptr(),
+            out, lambda stream: pull.fire(stream, results), control + _CALLS_PUBLISHED, self._flags.data_ptr(),
             control + _BROKEN, own[2], own[3],
             # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
             # other's ranks wait for.
@@ -161,31 +169,45 @@ class Native:
         layout: RowLayout,
         results: list[Rows],
         types: tuple[torch.dtype, ...] = (),
-    ) -> _Done:
-        """Publishes ``tensors`` on the current stream, and reads what others publish on a stream beside it.
+        kept: bool = True,
+    ) -> tuple[_Done, list[torch.Tensor]]:
+        """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
 
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
-            tensors: what is published.
+            tensors: what is sent.
             args: which rows travel where.
             layout: of ``tensors``.
-            results: what is read goes there.
-            types: of what is published, and of the rows that it is added to; empty where it is copied.
+            results: what comes goes there.
+            types: of what is sent, and of the rows that it is added to; empty where it is copied.
+            kept: ``tensors`` stay as they are until the call is over. Else they are read on the current stream.
+
+        Returns:
+            The end of the call, and what must live until then.
         """
         tensors = [with_rows(x) for x in tensors]
         rows = _rows(tensors, layout.sizes)
-        publish, pull = self._launches(kind, args, layout, rows, results, types)
+        launches = self._launches(kind, args, layout, rows, results, types, _BOTH if kept else _APART)
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
-            self._beside += 1
             self._ready.record(current)
-            publish.fire(rows, raw)
             self._side.wait_event(self._ready)
-            pull.fire(results, self._side.cuda_stream)
+            if not kept:
+                if self._sends_beside:
+                    self._join(current)
+                launches[0].fire(raw, rows, results)
+            launches[-1].fire(self._side.cuda_stream, rows, results)
+            self._sends_beside = self._sends_beside or kept
+            self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
-        return _Done(event, self)
+        return _Done(event, self), tensors if kept else []
+
+    def _join(self, current: torch.cuda.Stream) -> None:
+        """Makes the current stream wait for all calls."""
+        current.wait_stream(self._side)
+        self._beside, self._sends_beside = 0, False
 
     def _take_turn(self, raw: int) -> torch.cuda.Stream:
         """The current stream, of which this is the handle: calls are published one after the other."""
@@ -195,18 +217,19 @@ class Native:
         self._last = raw
         return current
 
-    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[_Launch, _Launch]:
+    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[_Launch, ...]:
         """`_prepare`, once for all calls that differ in addresses alone; ``how``: the rest of its arguments."""
-        _, rows, results, types = how
+        _, rows, results, types, roles = how
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         num_groups = len(_of_device(self._device))
-        key = (self._memory.generation, num_groups, kind, types, *forms)
+        key = (self._memory.generation, num_groups, kind, types, roles, *forms)
         known = args.launches.get(self)
         if known is None:
             known = args.launches[self] = {}
         launches = known.get(key)
         if launches is None:
-            launches = known[key] = self._prepare(kind, args, *how, num_groups)
+            prepare = self._prepare_announced if kind == _ANNOUNCE else self._prepare
+            launches = known[key] = prepare(kind, args, *how, num_groups)
         return launches
 
     def _prepare(
@@ -217,48 +240,62 @@ class Native:
         rows: list[Rows],
         results: list[Rows],
         types: tuple[torch.dtype, ...],
+        roles: tuple[int, ...],
         num_groups: int,
-    ) -> tuple[_Launch, _Launch]:
-        """The kernels of a call with their parameters, all but addresses of rows."""
-        tables, device, row_bytes = args.peers, self._device, slot_row_bytes(layout)
-        assert tables is not None  # or there would be a refusal
-        counts = tables.counts.data_ptr()
-        published: tuple[int, ...] = (0, 0, counts + _NUM_FETCHED)
-        if kind in (_CAST, _ANNOUNCE):
-            published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
-            pulled: tuple[int, ...] = (tables.fetch.data_ptr(), counts + _NUM_FETCHED)
-        elif kind == _GIVE_BACK:
-            pulled = (tables.back.data_ptr(), counts + _NUM_BACK)
-        else:
-            targets = args.arrivals.rows.data_ptr(), args.arrivals.starts.data_ptr()
-            pulled = (*targets, tables.parts.data_ptr(), counts + _NUM_PUBLISHED)
-        shift, packed = chunk_shift(row_bytes), self._memory.packed
-        unit = _widest(rows)
-        publish = _kernel("publish_rows", (f"UNIT={unit}",), device)
+    ) -> tuple[_Launch, ...]:
+        """The kernels of a call with their parameters, all but addresses of rows: one for each of ``roles``."""
+        tables, row_bytes = args.peers, slot_row_bytes(layout)
+        assert tables is not None and args.most is not None  # or there would be a refusal
+        row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)
+        sent, order = (args.send_index, args.recv_order) if kind == _CAST else (args.recv_position, None)
+        pointers = [_address(sent), tables.routes.data_ptr() + row, 0, 0, _address(order)]
+        unit, most = _widest(rows), args.most[1 if kind == _CAST else 2]
         if types:
-            vector, unit_to = _vector(results, *types), types[1].itemsize
-            defines = f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}"
-            pull, unit_to = _kernel("pull_sums", defines, device), vector * unit_to
+            pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
+            vector = _vector(results, *types)
+            unit_to, loads_to = vector * types[1].itemsize, _SUM_LOADS
+            defines = exchange_defines(unit, types, vector)
         else:
-            unit_to = WIDEST if kind == _ANNOUNCE else _widest(results)
-            is_bulk = unit_to == WIDEST and row_bytes >= BULK_ROW_BYTES
-            pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
-        if kind == _ANNOUNCE:
-            pull = _kernel("pull_bulk", ("ANNOUNCES=1",), device)
-            after: tuple[int, ...] = (self._flags.data_ptr(), part_rows(args.num_recv))
-        else:
-            after = ()
+            unit = unit_to = min(unit, _widest(results))
+            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit)
+        kernel = _kernel("exchange", defines, self._device)
+        parts = (
+            self._memory.packed,
+            pack_slot_rows(rows, row_bytes, unit, kernel.loads),
+            pack_slot_rows(results, row_bytes, unit_to, loads_to),
+            *pointers,
+            sent_shift(row_bytes, most),
+        )
+        return tuple(_Launch(kernel, num_groups, *parts, role) for role in roles)
+
+    def _prepare_announced(
+        self,
+        kind: str,
+        args: GroupCastArgs,
+        layout: RowLayout,
+        rows: list[Rows],
+        results: list[Rows],
+        types: tuple[torch.dtype, ...],
+        roles: tuple[int, ...],
+        num_groups: int,
+    ) -> tuple[_Launch, ...]:
+        """The kernel that publishes rows and the one that reads them, likewise."""
+        tables, row_bytes = args.peers, slot_row_bytes(layout)
+        assert tables is not None and kind == _ANNOUNCE and not types and not roles
+        counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), _widest(rows)
+        publish = _kernel("publish_rows", (f"UNIT={unit}",), self._device)
+        pull = _kernel("pull_bulk", ("ANNOUNCES=1",), self._device)
+        packed = self._memory.packed
+        published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
+        pulled = tables.fetch.data_ptr(), counts + _NUM_FETCHED
+        after = self._flags.data_ptr(), part_rows(args.num_recv)
+        of_rows, of_results = (
+            pack_slot_rows(some, row_bytes, width, kernel.loads)
+            for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
+        )
         return (
-            _Launch(
-                publish, num_groups, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)
-            ),
-            _Launch(
-                pull,
-                num_groups,
-                packed,
-                pack_slot_rows(results, row_bytes, unit_to, pull.loads),
-                (*pulled, shift, *after),
-            ),
+            _Launch(publish, num_groups, packed, of_rows, *published, shift),
+            _Launch(pull, num_groups, packed, of_results, *pulled, shift, *after),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
@@ -300,28 +337,29 @@ class _Shape(NamedTuple):
 
     Attributes:
         threads, num_blocks, shared_bytes: of the launch.
-        num_tables: addresses among its parameters.
+        rest: its parameters after the rows, as `struct` names them.
         loads: of a thread before its first store.
+        num_lists: of rows among its parameters.
     """
 
     threads: int
     num_blocks: int
-    num_tables: int
+    rest: str
     loads: int = 8
     shared_bytes: int = 0
+    num_lists: int = 1
 
 
 SHAPES = {
-    "publish_rows": _Shape(512, 64, 3),
-    "pull_rows": _Shape(512, 32, 2),
-    "pull_bulk": _Shape(128, 16, 2, shared_bytes=4 * 12 * 4096),
-    "pull_sums": _Shape(512, 64, 4, loads=4),
+    "exchange": _Shape(1024, 32, "5Q2q", loads=4, num_lists=2),
+    "publish_rows": _Shape(512, 64, "3Qq"),
+    "pull_bulk": _Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
 
 
-MOST_WAITING = 128
-"""Blocks that may wait to read, and as many to publish, of all groups of a GPU together: of 132 SMs each takes two such
-blocks at least, so those that others wait for always find room."""
+MOST_WAITING = 64
+"""Blocks that may wait for what they take or read, and as many to send or publish, of all groups of a GPU together: it
+has 132 SMs, each of which takes one at least, so those that others wait for always find room."""
 
 
 def blocks_of(name: str, num_groups: int) -> int:
@@ -336,6 +374,7 @@ class _PeerKernel(NamedTuple):
     kernel: Kernel
     params: struct.Struct
     loads: int
+    num_lists: int
 
 
 def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, tuple[str, ...]]]:
@@ -344,12 +383,23 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     Args:
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
-    sums = f"FROM={ELEMENTS[partial]}", f"INTO={ELEMENTS[wide]}", f"VECTOR={WIDEST // partial.itemsize}"
-    rows = [(name, (f"UNIT={WIDEST}",)) for name in ("publish_rows", "pull_rows")]
-    return [
-        (_source(name), macros)
-        for name, macros in (*rows, ("pull_bulk", ()), ("pull_bulk", ("ANNOUNCES=1",)), ("pull_sums", sums))
-    ]
+    sums = exchange_defines(WIDEST, (partial, wide), WIDEST // partial.itemsize)
+    needed = ("exchange", exchange_defines(WIDEST)), ("exchange", sums), ("publish_rows", (f"UNIT={WIDEST}",))
+    return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
+
+
+def exchange_defines(unit: int, types: tuple[torch.dtype, ...] = (), vector: int = 0) -> tuple[str, ...]:
+    """Macros of exchange.cu.
+
+    Args:
+        unit: bytes of an access to what is sent, or copied.
+        types: of what is added, and of what it is added to; empty where rows are copied.
+        vector: elements of an access where rows are added.
+    """
+    defines = f"UNIT={unit}", f"SENDERS={_SENDERS[bool(types)]}", f"SUMS={int(bool(types))}"
+    if not types:
+        return defines
+    return (*defines, f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}")
 
 
 def _source(name: str) -> str:
@@ -361,25 +411,28 @@ def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerK
     shape = SHAPES[name]
     image = build(_source(name), defines)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
-    more = "Qq" if "ANNOUNCES=1" in defines else ""  # where it says what has arrived, and how many rows at a time
-    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq{more}")
-    return _PeerKernel(name, kernel, params, shape.loads)
+    lists = f"{_SLOT_ROWS.size}s" * shape.num_lists
+    return _PeerKernel(name, kernel, struct.Struct(f"{PEERS.size}s{lists}{shape.rest}"), shape.loads, shape.num_lists)
 
 
 class _Launch:
     """A kernel with its parameters in memory; a call fills in the addresses of rows."""
 
-    def __init__(self, kernel: _PeerKernel, num_groups: int, peers: bytes, rows: bytes, rest: tuple[int, ...]) -> None:
+    def __init__(self, kernel: _PeerKernel, num_groups: int, *params: bytes | int) -> None:
         self._kernel = kernel.kernel
-        self._params = ctypes.create_string_buffer(kernel.params.pack(peers, rows, *rest))
+        self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._addresses = (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size)
+        self._lists = [
+            (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * _SLOT_ROWS.size)
+            for i in range(kernel.num_lists)
+        ]
         self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups))
 
-    def fire(self, rows: list[Rows], stream: int) -> None:
-        """Queues the kernel on a stream; the parameters are copied."""
-        for i, row in enumerate(rows):
-            self._addresses[i] = row[0]
+    def fire(self, stream: int, *lists: list[Rows]) -> None:
+        """Queues the kernel on a stream, for rows that lie elsewhere than before; the parameters are copied."""
+        for addresses, rows in zip(self._lists, lists, strict=True):
+            for i, row in enumerate(rows):
+                addresses[i] = row[0]
         self._config.stream = stream
         self._kernel.launch(ctypes.addressof(self._config), self._pointers)
 
@@ -417,6 +470,10 @@ def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> b
         *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
         units, log2_lanes, row_bytes,
     )  # fmt: skip
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Rows]:

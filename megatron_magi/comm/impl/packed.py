@@ -31,7 +31,9 @@ class Packed:
         # Not kept alive: arguments of plans know this, and plans may be kept longer than groups.
         self._group = None if group is None else weakref.ref(group)
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def cast(
+        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
         """See `Mover`."""
         ops, order = self._ops, args.recv_order
         send = layout.new_buffer(args.num_send, tensors[0].device)
