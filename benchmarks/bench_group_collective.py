@@ -115,17 +115,19 @@ def ways(
     splits = [n * ROW_BYTES for n in args.recv_splits]
     result: dict[tuple[str, str], Callable[[], object]] = {}
     for impl in ("native", "all_to_all"):
-        result["cast", impl] = lambda impl=impl: group_cast([k, v], args, impl=impl).wait()
+        result["cast", impl] = lambda impl=impl: group_cast([k, v], args, impl=impl, kept=True).wait()
         result["reduce", impl] = lambda impl=impl: group_reduce(
-            [dk, dv], args, into=into, impl=impl, at_once=True
+            [dk, dv], args, into=into, impl=impl, at_once=True, kept=True
         ).wait()
-    result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, into=into, impl="native").wait()
+    result["reduce", "native_at_the_end"] = lambda: group_reduce(
+        [dk, dv], args, into=into, impl="native", kept=True
+    ).wait()
     result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
     result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
     if ranks_per_node is not None:
         levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, ranks_per_node)
-        result["cast", "two_levels"] = lambda: group_cast([k, v], levels).wait()
-        result["reduce", "two_levels"] = lambda: group_reduce([dk, dv], levels, into=into).wait()
+        result["cast", "two_levels"] = lambda: group_cast([k, v], levels, kept=True).wait()
+        result["reduce", "two_levels"] = lambda: group_reduce([dk, dv], levels, into=into, kept=True).wait()
     return result
 
 

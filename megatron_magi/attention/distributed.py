@@ -462,6 +462,7 @@ class _Backward:
             into=list(self._own_gradients()),
             impl=call.config.comm.impl,
             at_once=self._is_local_done,
+            kept=True,
         )
         self._reduces.append(handle)
 

@@ -201,6 +201,7 @@ def group_reduce(
     into: Sequence[torch.Tensor],
     impl: str = "auto",
     at_once: bool = False,
+    kept: bool = False,
 ) -> Handle:
     """Starts sending partial rows back to the ranks that own them, to be summed: group_cast reversed.
 
@@ -209,14 +210,14 @@ def group_reduce(
     rounded to the dtype of ``tensors``, in which it crosses.
 
     Args:
-        tensors: ``[num_recv, ...]`` each: partial rows of the buffer that the cast filled; may be freed once this
-            returns, and changed after ``wait()``.
+        tensors: ``[num_recv, ...]`` each: partial rows of the buffer that the cast filled.
         args: those of the cast.
         group, impl: as in `group_cast`.
         into: one tensor ``[num_rows, ...]`` for each of ``tensors``, possibly of a wider dtype;
             rows must be contiguous. ``wait()`` adds to them in place and returns them as a list.
         at_once: nobody looks at ``into`` before ``wait()``, nor adds to it, so rows may be added as they arrive: calls
             before it whose `Handle.adds_late` have been waited for.
+        kept: as in `group_cast`.
 
     Raises:
         ValueError: tensors, ``into``, ``args`` and ``group`` do not fit, or ``impl`` does not
@@ -228,9 +229,9 @@ def group_reduce(
     layout = RowLayout.of(tensors)
     mover = way.mover(layout, _most(args, back=True))
     if at_once and isinstance(mover, Native) and can_add(layout, into):
-        started = mover.add(tensors, args, layout, into)
+        started = mover.add(tensors, args, layout, into, kept)
         return _handle(way, started, started.finish, args, layout, back=True)
-    started = mover.give_back(tensors, args, layout)
+    started = mover.give_back(tensors, args, layout, kept)
 
     def finish() -> list[torch.Tensor]:
         way.ops.add_rows(started.finish(), layout, args.arrivals, into)

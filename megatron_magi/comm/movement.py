@@ -47,8 +47,10 @@ class Mover(Protocol):
             kept: nobody changes ``tensors`` before the result is waited for.
         """
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
-        """Rows of ``tensors``, ``[num_recv, ...]`` each and kept, go back to where the cast took them from.
+    def give_back(
+        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
+        """Rows of ``tensors``, ``[num_recv, ...]`` each, go back to where the cast took them from; as in `cast`.
 
         The result is a buffer of ``layout`` with ``num_send`` rows, in the order in which they were sent.
         """

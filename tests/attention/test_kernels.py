@@ -154,8 +154,8 @@ def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.
     config = MagiConfig(comm=CommConfig(impl="native", backward_high_precision_reduce=high_precision))
     shape = AttnShape(4, 2, 192, 128, dtype, num_sms=132)
     partial = torch.float32 if high_precision else dtype
-    vector = native._vector([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
-    widest = native._widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
+    vector = native.vector_of([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
+    widest = native.widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
     wanted = set(needed_kernels(shape, config, 2))
     for defines in (native.exchange_defines(widest), native.exchange_defines(widest, (partial, torch.float32), vector)):
         assert ("group_collective/exchange.cu", defines) in wanted

@@ -261,7 +261,7 @@ def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypat
 )
 def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    shape, slot_rows = native.SHAPES[source], native._SLOT_ROWS.size
+    shape, slot_rows = native.SHAPES[source], native.SLOT_ROWS.size
     lists = f"{slot_rows}s" * shape.num_lists
     size = struct.calcsize(f"{peers.PEERS.size}s{lists}{shape.rest}")
     more = f'static_assert(sizeof(Route) == {8 * peer_tables.ROUTE_WORDS}, "route");'

@@ -64,15 +64,17 @@ class Hierarchical:
 
         return Started((*near.works, relayed), (*far.buffers, *near.buffers), finish)
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout) -> Started:
+    def give_back(
+        self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
         """See `megatron_magi.comm.movement.Mover`; the result is in the order of `LevelArgs.arrivals`."""
         home, away = ([x.index_select(0, index) for x in tensors] for index in (args.near_rows, args.relay_rows))
-        relayed = self._relay(layout, args.relay, True).give_back(away, args.relay, layout)
-        near = self._near(layout, args.near, True).give_back(home, args.near, layout)
+        relayed = self._relay(layout, args.relay, True).give_back(away, args.relay, layout, kept=True)
+        near = self._near(layout, args.near, True).give_back(home, args.near, layout, kept=True)
 
         def cross(arrived: torch.Tensor) -> Started:
             sums = self._combined(arrived, args, layout)
-            return self._far(layout, args.far, True).give_back(sums, args.far, layout)
+            return self._far(layout, args.far, True).give_back(sums, args.far, layout, kept=True)
 
         far = _Next(relayed, cross, args.device)
         buffers = (*relayed.buffers, *near.buffers, *home, *away)

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -28,13 +27,23 @@ from megatron_magi.comm.movement import Started
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, with_rows
+from megatron_magi.comm.row_memory import (
+    ELEMENTS,
+    MOST_TENSORS,
+    SLOT_ROWS,
+    WIDEST,
+    Rows,
+    pack_slot_rows,
+    rows_of,
+    vector_of,
+    widest,
+    with_rows,
+)
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
-_SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of exchange.cu
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
@@ -86,15 +95,17 @@ class Native:
         """See `megatron_magi.comm.movement.Mover`."""
         new = tensors[0].new_empty
         out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-        work, held = self._run(_CAST, tensors, args, layout, _rows(out, layout.sizes), kept=kept)
+        work, held = self._run(_CAST, tensors, args, layout, rows_of(out, layout.sizes), kept=kept)
         return Started((work,), (*out, *held), lambda: out)
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def give_back(
+        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
         received = layout.new_buffer(args.num_send, tensors[0].device)
         address, size = received.data_ptr(), layout.row_bytes
         rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
-        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows)
+        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows, kept=kept)
         return Started((work,), (received, *held), lambda: received)
 
     def add(
@@ -103,11 +114,12 @@ class Native:
         args: GroupCastArgs,
         layout: RowLayout,
         into: Sequence[torch.Tensor],
+        kept: bool = False,
     ) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
         partial, wide = layout.dtypes[0], into[0].dtype
         sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
-        work, held = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
+        work, held = self._run(_ADD, tensors, args, layout, rows_of(into, sizes), (partial, wide), kept)
         return Started((work,), (*into, *held), lambda: list(into))
 
     def announce(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Arriving:
@@ -118,7 +130,7 @@ class Native:
         new = tensors[0].new_empty
         out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
         tensors = [with_rows(x) for x in tensors]
-        rows, results = _rows(tensors, layout.sizes), _rows(out, layout.sizes)
+        rows, results = rows_of(tensors, layout.sizes), rows_of(out, layout.sizes)
         publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, (), ())
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -169,7 +181,7 @@ class Native:
         layout: RowLayout,
         results: list[Rows],
         types: tuple[torch.dtype, ...] = (),
-        kept: bool = True,
+        kept: bool = False,
     ) -> tuple[_Done, list[torch.Tensor]]:
         """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
 
@@ -186,7 +198,7 @@ class Native:
             The end of the call, and what must live until then.
         """
         tensors = [with_rows(x) for x in tensors]
-        rows = _rows(tensors, layout.sizes)
+        rows = rows_of(tensors, layout.sizes)
         launches = self._launches(kind, args, layout, rows, results, types, _BOTH if kept else _APART)
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -249,14 +261,14 @@ class Native:
         row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)
         sent, order = (args.send_index, args.recv_order) if kind == _CAST else (args.recv_position, None)
         pointers = [_address(sent), tables.routes.data_ptr() + row, 0, 0, _address(order)]
-        unit, most = _widest(rows), args.most[1 if kind == _CAST else 2]
+        unit, most = widest(rows), args.most[1 if kind == _CAST else 2]
         if types:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
-            vector = _vector(results, *types)
+            vector = vector_of(results, *types)
             unit_to, loads_to = vector * types[1].itemsize, _SUM_LOADS
             defines = exchange_defines(unit, types, vector)
         else:
-            unit = unit_to = min(unit, _widest(results))
+            unit = unit_to = min(unit, widest(results))
             loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit)
         kernel = _kernel("exchange", defines, self._device)
         parts = (
@@ -282,7 +294,7 @@ class Native:
         """The kernel that publishes rows and the one that reads them, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None and kind == _ANNOUNCE and not types and not roles
-        counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), _widest(rows)
+        counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), widest(rows)
         publish = _kernel("publish_rows", (f"UNIT={unit}",), self._device)
         pull = _kernel("pull_bulk", ("ANNOUNCES=1",), self._device)
         packed = self._memory.packed
@@ -411,7 +423,7 @@ def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerK
     shape = SHAPES[name]
     image = build(_source(name), defines)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
-    lists = f"{_SLOT_ROWS.size}s" * shape.num_lists
+    lists = f"{SLOT_ROWS.size}s" * shape.num_lists
     return _PeerKernel(name, kernel, struct.Struct(f"{PEERS.size}s{lists}{shape.rest}"), shape.loads, shape.num_lists)
 
 
@@ -423,7 +435,7 @@ class _Launch:
         self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._lists = [
-            (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * _SLOT_ROWS.size)
+            (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
             for i in range(kernel.num_lists)
         ]
         self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups))
@@ -437,47 +449,8 @@ class _Launch:
         self._kernel.launch(ctypes.addressof(self._config), self._pointers)
 
 
-def _widest(rows: list[Rows]) -> int:
-    """Bytes of the widest access that all addresses, strides and lengths allow."""
-    bits = WIDEST
-    for row in rows:
-        for number in row:
-            bits |= number
-    return bits & -bits
-
-
-def _vector(rows: list[Rows], partial: torch.dtype, wide: torch.dtype) -> int:
-    """Elements of an access when rows of one type are added to ``rows`` of another."""
-    bits = WIDEST * max(wide.itemsize // partial.itemsize, 1)
-    for address, stride, size in rows:
-        bits |= stride | size | (address if address % WIDEST else 0)
-    return min((bits & -bits) // wide.itemsize, WIDEST // partial.itemsize)
-
-
-def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> bytes:
-    """``SlotRows`` of peers.cuh.
-
-    Args:
-        rows: of each tensor, in their order in a slot.
-        row_bytes: of a row in a slot.
-        unit: bytes of an access to ``rows``.
-        loads: accesses of a thread before it waits for the first.
-    """
-    rest = (0,) * (MOST_TENSORS - len(rows))
-    *begin, units = accumulate((size // unit for _, _, size in rows), initial=0)
-    log2_lanes = min(max(-(-units // loads), 1) - 1, 31).bit_length()
-    return _SLOT_ROWS.pack(
-        *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
-        units, log2_lanes, row_bytes,
-    )  # fmt: skip
-
-
 def _address(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Rows]:
-    return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
 
 
 @cache

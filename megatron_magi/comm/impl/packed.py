@@ -41,7 +41,9 @@ class Packed:
         works, received = self._start(send, args.send_splits, args.recv_splits)
         return Started(works, (send, received), lambda: ops.unpack_rows(received, order, layout))
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def give_back(
+        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
         """See `Mover`."""
         send = layout.new_buffer(args.num_recv, tensors[0].device)
         self._ops.pack_rows(tensors, args.recv_position, layout, send)
