@@ -27,7 +27,7 @@ struct ExchangeParams {
   SlotRows from, to;   // to: units of VECTOR elements where rows are added; in the slot they are of type FROM
   const i64* sent;     // row of `from` of each that is sent; null: as it is numbered
   const Route* route;
-  const i64* rows;     // sums: row of each result
+  const i64* rows;     // row of each result in its tensors; null, where rows are copied: as it is numbered
   const i64* starts;   // sums: parts of the i-th result are order[starts[i]] to order[starts[i + 1] - 1]
   const i64* order;    // row of the slot; null: as it is numbered
   i64 chunk_shift;     // log2 of the rows of a slot that are told of together
@@ -153,7 +153,7 @@ DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lan
 #else
 DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
   const SlotRows& s = p.to;
-  const i64 row = p.order == nullptr ? i : p.order[i];
+  const i64 row = p.order == nullptr ? i : p.order[i], to = p.rows == nullptr ? i : p.rows[i];
   failed = failed || !arrivals.await_row(row);
   const Unit* from = reinterpret_cast<const Unit*>(arrivals.address(row));
   for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
@@ -163,7 +163,7 @@ DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lan
       if (unit + l * lanes < s.units) value[l] = failed ? poison() : from[unit + l * lanes];
 #pragma unroll
     for (int l = 0; l < kLoads; ++l)
-      if (unit + l * lanes < s.units) *reinterpret_cast<Unit*>(address_of(s, i, unit + l * lanes, UNIT)) = value[l];
+      if (unit + l * lanes < s.units) *reinterpret_cast<Unit*>(address_of(s, to, unit + l * lanes, UNIT)) = value[l];
   }
 }
 #endif

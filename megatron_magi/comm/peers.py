@@ -37,7 +37,7 @@ PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
 _LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it
 _LEAVE_S = 0.5  # how long a rank that leaves waits for the others to leave
 MOST_GROUPS = 16
-"""Of a GPU: with more there would be too few blocks for each, see `native.blocks_of`."""
+"""Of a GPU: with more there would be too few blocks for each, see `peer_kernels.blocks_of`."""
 
 
 class Meeting:

@@ -10,7 +10,8 @@ import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.attention.one_launch import backward_pays
-from megatron_magi.comm.impl import cuda_rows, native
+from megatron_magi.comm import peer_kernels, row_memory
+from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
@@ -154,10 +155,13 @@ def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.
     config = MagiConfig(comm=CommConfig(impl="native", backward_high_precision_reduce=high_precision))
     shape = AttnShape(4, 2, 192, 128, dtype, num_sms=132)
     partial = torch.float32 if high_precision else dtype
-    vector = native.vector_of([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
-    widest = native.widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
+    vector = row_memory.vector_of([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
+    widest = row_memory.widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
     wanted = set(needed_kernels(shape, config, 2))
-    for defines in (native.exchange_defines(widest), native.exchange_defines(widest, (partial, torch.float32), vector)):
+    for defines in (
+        peer_kernels.exchange_defines(widest),
+        peer_kernels.exchange_defines(widest, (partial, torch.float32), vector),
+    ):
         assert ("group_collective/exchange.cu", defines) in wanted
     assert ("group_collective/publish_rows.cu", (f"UNIT={widest}",)) in wanted
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_magi.attention import one_launch
 from megatron_magi.attention.runtime import joined_transfer
-from megatron_magi.comm import announced
-from megatron_magi.comm.impl import native
+from megatron_magi.comm import announced, peer_kernels
 from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
@@ -179,7 +178,7 @@ def test_who_waits_keeps_nobody_from_arriving():
     pull = (source_root() / "group_collective/pull_bulk.cu").read_text()
     body = pull[pull.index("magi_pull_bulk(const") :]
     assert body.index("let_next_kernel_start();") < body.index("Pull pull("), "before it waits for anybody"
-    assert native.SHAPES["pull_bulk"].num_blocks <= 32
+    assert peer_kernels.SHAPES["pull_bulk"].num_blocks <= 32
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
         assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.comm import group_collective, peer_tables, peers
+from megatron_magi.comm import group_collective, peer_kernels, peer_tables, peers, row_memory
+from megatron_magi.comm import slots as native_slots
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.impl import native
 from megatron_magi.comm.peer_tables import CHUNK_ROWS, PeerRows
@@ -117,11 +118,11 @@ def test_a_rank_that_does_not_meet_the_others_is_named(ranks):
 def test_what_ranks_decide_by_is_the_same_whatever_their_tensors_lie_like():
     x = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
     layouts = [RowLayout.of([x, x]), RowLayout.of([x[:0], torch.zeros(3, 9, 128, dtype=torch.bfloat16)[:, 1:]])]
-    assert {native.slot_row_bytes(layout) for layout in layouts} == {4096} and native.chunk_shift(4096) == 4
-    assert native.slot_row_bytes(RowLayout.of([torch.zeros(1, 3, dtype=torch.uint8)])) == 16
-    assert [native.sent_shift(4096, n) for n in (1, 16, 1024, 4096, 1 << 20)] == [1, 1, 3, 4, 4]
-    assert native.sent_shift(1 << 20, 50) == 0 and native.sent_shift(16, 1 << 25) == 12
-    assert native.chunk_shift(1 << 20) == CHUNK_ROWS.bit_length() - 1 and native.chunk_shift(16) == 12
+    assert {native_slots.slot_row_bytes(layout) for layout in layouts} == {4096} and native_slots.chunk_shift(4096) == 4
+    assert native_slots.slot_row_bytes(RowLayout.of([torch.zeros(1, 3, dtype=torch.uint8)])) == 16
+    assert [native_slots.sent_shift(4096, n) for n in (1, 16, 1024, 4096, 1 << 20)] == [1, 1, 3, 4, 4]
+    assert native_slots.sent_shift(1 << 20, 50) == 0 and native_slots.sent_shift(16, 1 << 25) == 12
+    assert native_slots.chunk_shift(1 << 20) == CHUNK_ROWS.bit_length() - 1 and native_slots.chunk_shift(16) == 12
 
 
 class Slots:
@@ -139,14 +140,14 @@ class Slots:
 def test_slots_grow_with_need_and_what_does_not_fit_is_refused():
     layout = RowLayout.make(((8, 128), (8, 128)), (torch.bfloat16, torch.bfloat16))
     slots = Slots(256 << 20)
-    room = native.Room(slots)
+    room = native_slots.Room(slots)
     assert room.refusal(layout, 0) is None and room.refusal(layout, 4096) is None and slots.grown == [16 << 20]
     assert room.refusal(layout, 4097) is None and slots.grown[1:] == [32 << 20]
     assert "at most 1073741824 bytes" in room.refusal(layout, (1 << 18) + 1)
     assert "built with peers" in room.refusal(layout, None)
     assert "at most 4 tensors" in room.refusal(RowLayout.make(((),) * 5, (torch.int8,) * 5), 1)
     narrow = RowLayout.make(((),), (torch.int8,))
-    assert "at most" in room.refusal(narrow, (native.MAX_CHUNKS << native.chunk_shift(16)) + 1)
+    assert "at most" in room.refusal(narrow, (native_slots.MAX_CHUNKS << native_slots.chunk_shift(16)) + 1)
     assert len(slots.grown) == 2
     assert "rank 1: out of memory" in room.refusal(layout, 1 << 17) and slots.grown[2:] == [512 << 20]
     assert "at most 33554432 bytes" in room.refusal(layout, 1 << 17)  # it is not tried again
@@ -160,7 +161,7 @@ def test_ranks_that_did_not_meet_to_make_room_do_not_try_again_alone():
             raise RuntimeError("native: rank 1 did not come within 3 s")
 
     layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Broken(1 << 30)
-    room = native.Room(slots)
+    room = native_slots.Room(slots)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="rank 1 did not come"):
             room.refusal(layout, 1)
@@ -202,7 +203,7 @@ def test_memory_is_given_back_when_all_ranks_have_left_and_not_before(monkeypatc
 
 def test_without_any_memory_everything_is_refused_at_once():
     layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Slots(0)
-    room = native.Room(slots)
+    room = native_slots.Room(slots)
     assert "out of memory" in room.refusal(layout, 1)
     assert "no room" in room.refusal(layout, 0) and "at most 0 bytes" in room.refusal(layout, 1)
     assert len(slots.grown) == 1
@@ -233,7 +234,7 @@ def test_whether_ranks_read_each_others_memory_is_decided_once(ranks):
 def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypatch):
     there, back = (RowLayout.make(((8, 128),), (t,)) for t in (torch.bfloat16, torch.float32))
     slots = Slots(1 << 30)
-    room = native.Room(slots)
+    room = native_slots.Room(slots)
     way = group_collective._Way(room, None, None, 0)
     monkeypatch.setattr(group_collective, "_find_way", lambda *_: way)
     sizes = ((3000, 100, 9000), (20_000, 9000, 50_000), (10_000, 4000, 4000))
@@ -253,15 +254,15 @@ def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypat
 @pytest.mark.parametrize(
     ("source", "params", "after_shift", "defines"),
     [
-        ("exchange", "ExchangeParams", 1, native.exchange_defines(1)),
-        ("exchange", "ExchangeParams", 1, native.exchange_defines(16, (torch.bfloat16, torch.float32), 8)),
+        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1)),
+        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, (torch.bfloat16, torch.float32), 8)),
         ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
         ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
     ],
 )
 def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    shape, slot_rows = native.SHAPES[source], native.SLOT_ROWS.size
+    shape, slot_rows = peer_kernels.SHAPES[source], row_memory.SLOT_ROWS.size
     lists = f"{slot_rows}s" * shape.num_lists
     size = struct.calcsize(f"{peers.PEERS.size}s{lists}{shape.rest}")
     more = f'static_assert(sizeof(Route) == {8 * peer_tables.ROUTE_WORDS}, "route");'
@@ -275,7 +276,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->calls_published) == {native._CALLS_PUBLISHED}, "calls");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
-        f"static_assert(kMaxChunks == {native.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
+        f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
         f'static_assert(kMaxRanks == {peers.MAX_RANKS}, "ranks");'
     )
@@ -285,16 +286,16 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
 
 
 def test_rows_of_a_slot_have_their_tensors_side_by_side():
-    packed = native.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
+    packed = row_memory.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
     address = struct.unpack("4Q4q4i2iq", packed)
     assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
 
 
 @pytest.mark.parametrize("num_groups", range(1, peers.MOST_GROUPS + 1))
 def test_kernels_that_wait_leave_processors_to_those_that_publish_however_many_groups_there_are(num_groups):
-    waiting = num_groups * max(native.blocks_of(name, num_groups) for name in native.SHAPES)
-    assert num_groups <= waiting <= native.MOST_WAITING < 132 / 2  # of both kinds, each with an SM of its own
-    assert all(shape.threads * 64 <= 65536 for shape in native.SHAPES.values())  # registers of an SM
+    waiting = num_groups * max(peer_kernels.blocks_of(name, num_groups) for name in peer_kernels.SHAPES)
+    assert num_groups <= waiting <= peer_kernels.MOST_WAITING < 132 / 2  # of both kinds, each with an SM of its own
+    assert all(shape.threads * 64 <= 65536 for shape in peer_kernels.SHAPES.values())  # registers of an SM
 
 
 on_gpus = pytest.mark.parametrize(

@@ -9,28 +9,29 @@ it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh`
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
-from megatron_magi.comm.movement import Started
+from megatron_magi.comm.movement import Into, Started
+from megatron_magi.comm.peer_kernels import (
+    SHAPES,
+    SUM_LOADS,
+    Launch,
+    exchange_defines,
+    kernel_of,
+)
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import (
-    ELEMENTS,
-    MOST_TENSORS,
-    SLOT_ROWS,
     WIDEST,
     Rows,
     pack_slot_rows,
@@ -41,14 +42,10 @@ from megatron_magi.comm.row_memory import (
 )
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
-from megatron_magi.cuda.build import build
-from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of exchange.cu
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
-_SUM_LOADS = 2  # kSumLoads of exchange.cu
-_SENDERS = {False: 3, True: 2}  # of the four groups of threads of a block: where rows are copied, and added
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
 _BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 1)
@@ -90,22 +87,32 @@ class Native:
         return self._room.refusal(layout, most_rows)
 
     def cast(
-        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        kept: bool = False,
+        into: Into | None = None,
     ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        new = tensors[0].new_empty
-        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-        work, held = self._run(_CAST, tensors, args, layout, rows_of(out, layout.sizes), kept=kept)
-        return Started((work,), (*out, *held), lambda: out)
+        out, index = into or (layout.new_tensors(args.num_recv, args.device), None)
+        work, held = self._run(_CAST, tensors, args, layout, rows_of(out, layout.sizes), kept=kept, index=index)
+        return Started((work,), (*out, *held), lambda: list(out))
 
     def give_back(
-        self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout, kept: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        kept: bool = False,
+        index: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
     ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        received = layout.new_buffer(args.num_send, tensors[0].device)
+        received = layout.new_buffer(args.num_send, tensors[0].device) if received is None else received
         address, size = received.data_ptr(), layout.row_bytes
         rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
-        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows, kept=kept)
+        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows, kept=kept, index=index)
         return Started((work,), (received, *held), lambda: received)
 
     def add(
@@ -115,11 +122,12 @@ class Native:
         layout: RowLayout,
         into: Sequence[torch.Tensor],
         kept: bool = False,
+        index: torch.Tensor | None = None,
     ) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
         partial, wide = layout.dtypes[0], into[0].dtype
         sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
-        work, held = self._run(_ADD, tensors, args, layout, rows_of(into, sizes), (partial, wide), kept)
+        work, held = self._run(_ADD, tensors, args, layout, rows_of(into, sizes), (partial, wide), kept, index)
         return Started((work,), (*into, *held), lambda: list(into))
 
     def announce(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Arriving:
@@ -127,11 +135,10 @@ class Native:
 
         All on the current stream, on which that kernel must be the next. Rows are of multiples of 16 bytes.
         """
-        new = tensors[0].new_empty
-        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
+        out = layout.new_tensors(args.num_recv, args.device)
         tensors = [with_rows(x) for x in tensors]
         rows, results = rows_of(tensors, layout.sizes), rows_of(out, layout.sizes)
-        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, (), ())
+        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, (), (), 0)
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
@@ -182,6 +189,7 @@ class Native:
         results: list[Rows],
         types: tuple[torch.dtype, ...] = (),
         kept: bool = False,
+        index: torch.Tensor | None = None,
     ) -> tuple[_Done, list[torch.Tensor]]:
         """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
 
@@ -193,13 +201,14 @@ class Native:
             results: what comes goes there.
             types: of what is sent, and of the rows that it is added to; empty where it is copied.
             kept: ``tensors`` stay as they are until the call is over. Else they are read on the current stream.
+            index: of the results' rows that are cast, or of the rows that go back; see `Mover`.
 
         Returns:
             The end of the call, and what must live until then.
         """
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
-        launches = self._launches(kind, args, layout, rows, results, types, _BOTH if kept else _APART)
+        launches = self._launches(kind, args, layout, rows, results, types, _BOTH if kept else _APART, _address(index))
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
@@ -229,12 +238,12 @@ class Native:
         self._last = raw
         return current
 
-    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[_Launch, ...]:
+    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[Launch, ...]:
         """`_prepare`, once for all calls that differ in addresses alone; ``how``: the rest of its arguments."""
-        _, rows, results, types, roles = how
+        _, rows, results, *rest = how
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         num_groups = len(_of_device(self._device))
-        key = (self._memory.generation, num_groups, kind, types, roles, *forms)
+        key = (self._memory.generation, num_groups, kind, *rest, *forms)
         known = args.launches.get(self)
         if known is None:
             known = args.launches[self] = {}
@@ -253,24 +262,27 @@ class Native:
         results: list[Rows],
         types: tuple[torch.dtype, ...],
         roles: tuple[int, ...],
+        index: int,
         num_groups: int,
-    ) -> tuple[_Launch, ...]:
+    ) -> tuple[Launch, ...]:
         """The kernels of a call with their parameters, all but addresses of rows: one for each of ``roles``."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None and args.most is not None  # or there would be a refusal
         row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)
         sent, order = (args.send_index, args.recv_order) if kind == _CAST else (args.recv_position, None)
-        pointers = [_address(sent), tables.routes.data_ptr() + row, 0, 0, _address(order)]
+        assert not index or args.recv_order is None
+        there, back = (index, 0) if kind == _CAST else (0, index)
+        pointers = [back or _address(sent), tables.routes.data_ptr() + row, there, 0, _address(order)]
         unit, most = widest(rows), args.most[1 if kind == _CAST else 2]
         if types:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
-            unit_to, loads_to = vector * types[1].itemsize, _SUM_LOADS
+            unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
             defines = exchange_defines(unit, types, vector)
         else:
             unit = unit_to = min(unit, widest(results))
             loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit)
-        kernel = _kernel("exchange", defines, self._device)
+        kernel = kernel_of("exchange", defines, self._device)
         parts = (
             self._memory.packed,
             pack_slot_rows(rows, row_bytes, unit, kernel.loads),
@@ -278,7 +290,7 @@ class Native:
             *pointers,
             sent_shift(row_bytes, most),
         )
-        return tuple(_Launch(kernel, num_groups, *parts, role) for role in roles)
+        return tuple(Launch(kernel, num_groups, *parts, role) for role in roles)
 
     def _prepare_announced(
         self,
@@ -289,14 +301,15 @@ class Native:
         results: list[Rows],
         types: tuple[torch.dtype, ...],
         roles: tuple[int, ...],
+        index: int,
         num_groups: int,
-    ) -> tuple[_Launch, ...]:
+    ) -> tuple[Launch, ...]:
         """The kernel that publishes rows and the one that reads them, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
-        assert tables is not None and kind == _ANNOUNCE and not types and not roles
+        assert tables is not None and kind == _ANNOUNCE and not (types or roles or index)
         counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), widest(rows)
-        publish = _kernel("publish_rows", (f"UNIT={unit}",), self._device)
-        pull = _kernel("pull_bulk", ("ANNOUNCES=1",), self._device)
+        publish = kernel_of("publish_rows", (f"UNIT={unit}",), self._device)
+        pull = kernel_of("pull_bulk", ("ANNOUNCES=1",), self._device)
         packed = self._memory.packed
         published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
         pulled = tables.fetch.data_ptr(), counts + _NUM_FETCHED
@@ -306,8 +319,8 @@ class Native:
             for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
         )
         return (
-            _Launch(publish, num_groups, packed, of_rows, *published, shift),
-            _Launch(pull, num_groups, packed, of_results, *pulled, shift, *after),
+            Launch(publish, num_groups, packed, of_rows, *published, shift),
+            Launch(pull, num_groups, packed, of_results, *pulled, shift, *after),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
@@ -342,111 +355,6 @@ class _Done:
         # Who has been stopped by an error does not wait, but frees memory that is being written.
         with suppress(Exception):
             self.wait()
-
-
-class _Shape(NamedTuple):
-    """How a kernel is launched: few SMs for what runs beside attention.
-
-    Attributes:
-        threads, num_blocks, shared_bytes: of the launch.
-        rest: its parameters after the rows, as `struct` names them.
-        loads: of a thread before its first store.
-        num_lists: of rows among its parameters.
-    """
-
-    threads: int
-    num_blocks: int
-    rest: str
-    loads: int = 8
-    shared_bytes: int = 0
-    num_lists: int = 1
-
-
-SHAPES = {
-    "exchange": _Shape(1024, 32, "5Q2q", loads=4, num_lists=2),
-    "publish_rows": _Shape(512, 64, "3Qq"),
-    "pull_bulk": _Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
-}
-
-
-MOST_WAITING = 64
-"""Blocks that may wait for what they take or read, and as many to send or publish, of all groups of a GPU together: it
-has 132 SMs, each of which takes one at least, so those that others wait for always find room."""
-
-
-def blocks_of(name: str, num_groups: int) -> int:
-    """Blocks of a kernel where so many groups of a GPU may wait at once."""
-    return min(SHAPES[name].num_blocks, MOST_WAITING // num_groups)
-
-
-class _PeerKernel(NamedTuple):
-    """A kernel on one device."""
-
-    name: str
-    kernel: Kernel
-    params: struct.Struct
-    loads: int
-    num_lists: int
-
-
-def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, tuple[str, ...]]]:
-    """Source and macros of the kernels that calls of attention take.
-
-    Args:
-        partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
-    """
-    sums = exchange_defines(WIDEST, (partial, wide), WIDEST // partial.itemsize)
-    needed = ("exchange", exchange_defines(WIDEST)), ("exchange", sums), ("publish_rows", (f"UNIT={WIDEST}",))
-    return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
-
-
-def exchange_defines(unit: int, types: tuple[torch.dtype, ...] = (), vector: int = 0) -> tuple[str, ...]:
-    """Macros of exchange.cu.
-
-    Args:
-        unit: bytes of an access to what is sent, or copied.
-        types: of what is added, and of what it is added to; empty where rows are copied.
-        vector: elements of an access where rows are added.
-    """
-    defines = f"UNIT={unit}", f"SENDERS={_SENDERS[bool(types)]}", f"SUMS={int(bool(types))}"
-    if not types:
-        return defines
-    return (*defines, f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}")
-
-
-def _source(name: str) -> str:
-    return f"group_collective/{name}.cu"
-
-
-@cache
-def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerKernel:
-    shape = SHAPES[name]
-    image = build(_source(name), defines)
-    kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
-    lists = f"{SLOT_ROWS.size}s" * shape.num_lists
-    return _PeerKernel(name, kernel, struct.Struct(f"{PEERS.size}s{lists}{shape.rest}"), shape.loads, shape.num_lists)
-
-
-class _Launch:
-    """A kernel with its parameters in memory; a call fills in the addresses of rows."""
-
-    def __init__(self, kernel: _PeerKernel, num_groups: int, *params: bytes | int) -> None:
-        self._kernel = kernel.kernel
-        self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._lists = [
-            (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
-            for i in range(kernel.num_lists)
-        ]
-        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups))
-
-    def fire(self, stream: int, *lists: list[Rows]) -> None:
-        """Queues the kernel on a stream, for rows that lie elsewhere than before; the parameters are copied."""
-        for addresses, rows in zip(self._lists, lists, strict=True):
-            for i, row in enumerate(rows):
-                addresses[i] = row[0]
-        self._config.stream = stream
-        self._kernel.launch(ctypes.addressof(self._config), self._pointers)
 
 
 def _address(x: torch.Tensor | None) -> int:
