@@ -228,12 +228,12 @@ class GroupCastArgs:
         """Of these, between nodes: none, as none are told apart."""
         return 0, 0
 
-    @property
+    @cached_property
     def num_send(self) -> int:
         """Rows this rank sends."""
         return sum(self.send_splits)
 
-    @property
+    @cached_property
     def num_recv(self) -> int:
         """Rows this rank receives."""
         return sum(self.recv_splits)
