@@ -104,9 +104,16 @@ def kernel_of(name: str, defines: tuple[str, ...], device: torch.device) -> Peer
 
 
 class Launch:
-    """A kernel with its parameters in memory; a call fills in the addresses of rows."""
+    """A kernel with its parameters in memory; a call fills in the addresses of rows.
 
-    def __init__(self, kernel: PeerKernel, num_groups: int, *params: bytes | int) -> None:
+    Args:
+        kernel: what is launched.
+        num_groups: see `blocks_of`.
+        params: of the kernel.
+        started: see `LaunchConfig`.
+    """
+
+    def __init__(self, kernel: PeerKernel, num_groups: int, *params: bytes | int, started: int = 0) -> None:
         self._kernel = kernel.kernel
         self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
@@ -114,7 +121,7 @@ class Launch:
             (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
             for i in range(kernel.num_lists)
         ]
-        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups))
+        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups), started)
 
     def fire(self, stream: int, *lists: list[Rows]) -> None:
         """Queues the kernel on a stream, for rows that lie elsewhere than before; the parameters are copied."""

@@ -65,7 +65,8 @@ class Native:
         self._sends_beside = False  # some of them send there
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._ready = torch.cuda.Event()
+        self._ready, self._started = torch.cuda.Event(), torch.cuda.Event()
+        self._started.record(self._side)  # it exists from then on
         self._events: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         _of_device(device).add(self)
@@ -206,6 +207,7 @@ class Native:
         Returns:
             The end of the call, and what must live until then.
         """
+        kept = kept and not torch.cuda.is_current_stream_capturing()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
         launches = self._launches(kind, args, layout, rows, results, types, _BOTH if kept else _APART, _address(index))
@@ -219,7 +221,9 @@ class Native:
                     self._join(current)
                 launches[0].fire(raw, rows, results)
             launches[-1].fire(self._side.cuda_stream, rows, results)
-            self._sends_beside = self._sends_beside or kept
+            if kept:  # what comes next on the current stream may take all SMs until it ends
+                current.wait_event(self._started)
+                self._sends_beside = True
             self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
@@ -290,7 +294,8 @@ class Native:
             *pointers,
             sent_shift(row_bytes, most),
         )
-        return tuple(Launch(kernel, num_groups, *parts, role) for role in roles)
+        started = self._started.cuda_event if roles == _BOTH else 0
+        return tuple(Launch(kernel, num_groups, *parts, role, started=started) for role in roles)
 
     def _prepare_announced(
         self,
