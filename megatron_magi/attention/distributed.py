@@ -458,12 +458,13 @@ class _Backward:
             into=list(self._own_gradients()),
             impl=call.config.comm.impl,
             at_once=self._is_local_done,
+            kept=True,
         )
         self._reduces.append(handle)
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
-    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl)
+    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl, kept=True)
 
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -213,7 +213,7 @@ class OneLaunch:
         if walk.later is not None:
             shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
             later = [_view(scratch, at, shape, partial) for at, shape in zip(walk.later, shapes, strict=True)]
-            group_reduce(later, self.cast, group, into=[dk, dv], impl=self.impl, at_once=True).wait()
+            group_reduce(later, self.cast, group, into=[dk, dv], impl=self.impl, at_once=True, kept=True).wait()
         return dq, dk, dv, delta
 
     def _known(self, key: tuple, make: Callable[[], tuple[_Walk | None, Any]]) -> _Walk | None:
@@ -259,10 +259,10 @@ class OneLaunch:
         native, arriving = found
         later = [dk.new_empty((count, *t.shape[1:])) for t in (dk, dv)]
         sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), of_gradients, _GRADIENTS)
-        left = tuple(at for _, at in of_gradients) if sums is None else None
+        left, back = (tuple(at for _, at in of_gradients), ()) if sums is None else (None, (sums,))
         slots: tuple[str, ...] = ("k_rows", "v_rows", "scratch", "dk", "dv")
         if self._is_local(q):
-            lists = [arriving.steps, sums or ()]
+            lists = [arriving.steps, back]
             return _Walk(native, lists, slots, stream, device, num_scratch, left, is_local=True), None
         keeper, steps = gated_backward.backward_steps(
             (q, k, v, dout), out, lse, arriving, self.bands, options,
@@ -270,9 +270,7 @@ class OneLaunch:
             delta=delta, stream=stream,
         )  # fmt: skip
         publish, pull = arriving.steps
-        back, add = ((), ()) if sums is None else ((sums[0],), (sums[1],))
-        # What others wait for is published as soon as it is there.
-        queued = [publish, *steps.before, pull, *steps.keys, *back, *steps.rest, *add]
+        queued = [publish, *steps.before, pull, *steps.after, *back]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 

@@ -55,8 +55,8 @@ def returned_sums(
     into: Sequence[torch.Tensor],
     sources: Sequence[Place],
     places: Sequence[Place],
-) -> tuple[Step, Step] | None:
-    """What publishes partial rows, and what adds them to ``into``; as `announced_cast`."""
+) -> Step | None:
+    """What sends partial rows back and adds those that come to ``into``; as `announced_cast`."""
     mover, layout = choose_mover(tensors, args, group, impl, back=True)
     if not isinstance(mover, Native) or not can_add(layout, into):
         return None

@@ -20,6 +20,7 @@ _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE_128B = 3
 _MAY_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_STARTED = 12  # CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _PROMOTE_256B = 3
 PANEL = 64
@@ -89,6 +90,12 @@ class LaunchConfig(ctypes.Structure):
 
     With ``num_attributes`` set from 0 to 1 blocks may start while the kernel before it on the stream ends, if that
     allows; the kernel itself waits for what it needs (csrc/common/ptx.cuh).
+
+    Args:
+        kernel: what is launched.
+        num_blocks: grid.
+        started: raw handle of an event without timing that each launch records: it comes when all blocks run. Stands in
+            the place of that attribute.
     """
 
     _fields_ = [
@@ -96,9 +103,13 @@ class LaunchConfig(ctypes.Structure):
         ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
     ]  # fmt: skip
 
-    def __init__(self, kernel: Kernel, num_blocks: int) -> None:
+    def __init__(self, kernel: Kernel, num_blocks: int, started: int = 0) -> None:
         attributes = (_Attribute * 1)(_Attribute(id=_MAY_OVERLAP, value=1))
-        super().__init__((num_blocks, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, attributes, 0)
+        if started:
+            attributes[0].id = _STARTED
+            ctypes.c_uint64.from_buffer(attributes, _Attribute.value.offset).value = started
+        threads = (kernel.threads, 1, 1)
+        super().__init__((num_blocks, 1, 1), threads, kernel.shared_bytes, None, attributes, bool(started))
 
 
 @dataclass(frozen=True)

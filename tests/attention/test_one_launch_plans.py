@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_magi.attention import one_launch
 from megatron_magi.attention.runtime import joined_transfer
-from megatron_magi.comm import announced
-from megatron_magi.comm.impl import native
+from megatron_magi.comm import announced, peer_kernels
 from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
@@ -60,9 +59,12 @@ def test_one_transfer_brings_the_rows_of_all_stages_one_behind_the_other(seed, n
         np.testing.assert_array_equal(buffers[-1], np.concatenate(stages))
     for rank in range(num_ranks):
         t = plan.for_rank(rank).joined
-        to = np.repeat(np.arange(num_ranks), t.send_splits)
-        for row, d, there in zip(t.send_index, to, t.buffer_rows, strict=True):
-            assert buffers[d][there] == index[rank][row]
+        edges = np.cumsum([0, *t.send_splits])
+        for d, there in enumerate(t.first_there):
+            order = plan.for_rank(d).joined.recv_order
+            arrived = buffers[d] if order is None else buffers[d][np.argsort(order)]
+            sent = t.send_index[edges[d] : edges[d + 1]]
+            np.testing.assert_array_equal(arrived[there : there + len(sent)], index[rank][sent])
         assert t.most_recv == max(map(len, buffers)) and t.most_rows > t.send_index.max(initial=-1)
 
 
@@ -178,7 +180,7 @@ def test_who_waits_keeps_nobody_from_arriving():
     pull = (source_root() / "group_collective/pull_bulk.cu").read_text()
     body = pull[pull.index("magi_pull_bulk(const") :]
     assert body.index("let_next_kernel_start();") < body.index("Pull pull("), "before it waits for anybody"
-    assert native.SHAPES["pull_bulk"].num_blocks <= 32
+    assert peer_kernels.SHAPES["pull_bulk"].num_blocks <= 32
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
         assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"

@@ -80,17 +80,10 @@ def backward_steps(
 
 
 class Steps(NamedTuple):
-    """Kernels of a backward pass.
-
-    Attributes:
-        before: those before the keys arrive.
-        keys: the one that waits for keys, and what finishes their gradients.
-        rest: what writes dq.
-    """
+    """Kernels of a backward pass: those before the keys arrive, and the one that waits for them with the rest."""
 
     before: tuple[Step, ...]
-    keys: tuple[Step, ...]
-    rest: tuple[Step, ...]
+    after: tuple[Step, ...]
 
 
 class Pass:
@@ -177,7 +170,7 @@ class Pass:
                 {"sums": key_sums, **of_keys, "dq_sums": sums, "dq": of["dq"]},
                 values={**gated, "tiles": self._tiles}, overlaps=self._overlaps,
             )  # fmt: skip
-            return Steps((before,), (keys, finish), ())
+            return Steps((before,), (keys, finish))
         if self._finish_dq is not None:
             rest = self._finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=self._overlaps)
         else:
@@ -185,4 +178,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return Steps((before,), (keys,), (rest,))
+        return Steps((before,), (keys, rest))
