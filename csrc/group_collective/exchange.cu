@@ -12,7 +12,8 @@
 #include "numbers.cuh"
 #endif
 
-// What one rank sends and gets, in the order in which it is sent: to one rank after the other; from one after the other.
+// What one rank sends and gets, in the order in which it is sent: to one rank after the other; from one after the
+// other.
 struct Route {
   i64 first[kMaxRanks + 1];  // to rank r go first[r] to first[r + 1] - 1 of what is sent
   i64 there[kMaxRanks];      // row of the first of them in the slot of rank r
@@ -24,13 +25,13 @@ enum Role : i64 { kSend = 1, kTake = 2 };
 
 struct ExchangeParams {
   Peers peers;
-  SlotRows from, to;   // to: units of VECTOR elements where rows are added; in the slot they are of type FROM
-  const i64* sent;     // row of `from` of each that is sent; null: as it is numbered
+  SlotRows from, to;  // to: units of VECTOR elements where rows are added; in the slot they are of type FROM
+  const i64* sent;    // row of `from` of each that is sent; null: as it is numbered
   const Route* route;
-  const i64* rows;     // row of each result in its tensors; null, where rows are copied: as it is numbered
-  const i64* starts;   // sums: parts of the i-th result are order[starts[i]] to order[starts[i + 1] - 1]
-  const i64* order;    // row of the slot; null: as it is numbered
-  i64 chunk_shift;     // log2 of the rows of a slot that are told of together
+  const i64* rows;    // row of each result in its tensors; null, where rows are copied: as it is numbered
+  const i64* starts;  // sums: parts of the i-th result are order[starts[i]] to order[starts[i + 1] - 1]
+  const i64* order;   // row of the slot; null: as it is numbered
+  i64 chunk_shift;    // log2 of the rows of a slot that are told of together
   i64 roles;
 };
 
@@ -183,6 +184,7 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __grid_constant__ ExchangeParams p) {
+  let_next_kernel_start();  // where it may run beside this one
   __shared__ Chunks chunks;
   Control* mine = p.peers.control[p.peers.rank];
   const u32 thread = threadIdx.x, num_ranks = p.peers.num_ranks;

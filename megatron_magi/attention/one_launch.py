@@ -267,10 +267,10 @@ class OneLaunch:
         keeper, steps = gated_backward.backward_steps(
             (q, k, v, dout), out, lse, arriving, self.bands, options,
             grads=grads, arriving_grads=later, places=of_gradients, scratch=("scratch", num_scratch),
-            delta=delta, stream=stream,
+            delta=delta, sends=bool(back), stream=stream,
         )  # fmt: skip
         publish, pull = arriving.steps
-        queued = [publish, *steps.before, pull, *steps.after, *back]
+        queued = [publish, *steps.before, pull, *steps.keys, *back, *steps.rest]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 

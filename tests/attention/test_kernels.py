@@ -98,7 +98,7 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
                 grads, of_later = [torch.empty_like(t) for t in (q, k, v)], [torch.empty_like(t) for t in later.tensors]
                 gated_backward.backward_steps(
                     (q, k, v, out), out, lse, later, bands, options, grads=grads, arriving_grads=of_later,
-                    places=(("r", 16), ("r", 24)), scratch=("r", 32), delta=False, stream=0,
+                    places=(("r", 16), ("r", 24)), scratch=("r", 32), delta=False, sends=True, stream=0,
                 )  # fmt: skip
     gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
     assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates

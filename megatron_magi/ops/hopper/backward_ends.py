@@ -8,9 +8,9 @@ from torch import Tensor
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper.params import (
-    FinishAllParams,
     FinishKeysParams,
     FinishParams,
+    GatedFinishKeysParams,
     PrepareDeltaParams,
     PrepareParams,
     RowDeltaParams,
@@ -115,8 +115,13 @@ def stats_launch(
     return prepared(key, make)
 
 
-def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int) -> Launch:
-    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
+def finish_dq_launch(
+    dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, beside: bool = False
+) -> Launch:
+    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it.
+
+    ``beside``: it runs beside the kernel before it on the stream, which began when the sums were there.
+    """
     num_rows, num_heads, head_dim = dq.shape
 
     def make() -> Launch:
@@ -125,45 +130,29 @@ def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, s
             dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
             units=units, store=store, scale=scale,
         )  # fmt: skip
-        defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
+        defines = hopper_kernels.finish_dq_macros(dtype, head_dim, beside)
         return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
 
-    return prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
+    return prepared(("finish_dq", dq.device, dtype, store, scale, units, beside, dq.shape, dq.stride()), make)
 
 
-def finish_keys_launch(dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float, store: int) -> Launch:
-    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 blocks a tile and key head."""
-    fields, dim = _of_keys(dk, dv, scale, store), dk.shape[2]
-
-    def make() -> Launch:
-        defines = hopper_kernels.finish_keys_macros(dtype, dim)
-        return Launch(hopper_kernels.small_kernel(dk.device, "finish_keys", defines), 1, FinishKeysParams(**fields))
-
-    return prepared(("finish_keys", dk.device, dtype, dim, *fields.values()), make)
-
-
-def finish_all_launch(
-    dq: Tensor, dk: Tensor, dv: Tensor, units: int, scale: float, store: int, key_blocks: int
+def finish_keys_launch(
+    dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float, store: int, gated: bool = False
 ) -> Launch:
-    """What `finish_keys_launch` does, by the first ``key_blocks``, where keys arrived, and `finish_dq_launch`."""
-    num_rows, num_heads, head_dim = dq.shape
-    blocks = -(-num_rows // _FINISHED_ROWS)
-    fields = _of_keys(dk, dv, scale, store) | {
-        "dq_row": dq.stride(0), "dq_head": dq.stride(1), "num_rows": num_rows, "blocks": blocks, "units": units,
-        "dq_scale": scale, "key_blocks": key_blocks,
-    }  # fmt: skip
+    """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 blocks a tile and key head.
+
+    ``gated``: some tiles are of keys that arrived, with gradients of their own.
+    """
+    heads_kv, dim = dk.shape[1:]
 
     def make() -> Launch:
-        defines = hopper_kernels.finish_keys_macros(dq.dtype, head_dim, gated=True)
-        kernel = hopper_kernels.small_kernel(dq.device, "finish_all", defines)
-        return Launch(kernel, key_blocks + num_heads * blocks, FinishAllParams(**fields))
+        params = (GatedFinishKeysParams if gated else FinishKeysParams)(
+            heads_kv=heads_kv, store=store, scale=scale,
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+        )  # fmt: skip
+        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated)
+        return Launch(hopper_kernels.small_kernel(dk.device, "finish_keys", defines), 1, params)
 
-    return prepared(("finish_all", dq.device, dq.dtype, dq.shape, *fields.values()), make)
-
-
-def _of_keys(dk: Tensor, dv: Tensor, scale: float, store: int) -> dict[str, int | float]:
-    """Parameters of what finishes dk and dv."""
-    return {
-        "heads_kv": dk.shape[1], "store": store, "scale": scale,
-        "dk_row": dk.stride(0), "dk_head": dk.stride(1), "dv_row": dv.stride(0), "dv_head": dv.stride(1),
-    }  # fmt: skip
+    return prepared(
+        ("finish_keys", gated, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make
+    )

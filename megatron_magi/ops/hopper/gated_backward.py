@@ -19,12 +19,7 @@ from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
-from megatron_magi.ops.hopper.backward_ends import (
-    finish_all_launch,
-    finish_dq_launch,
-    padded,
-    stats_launch,
-)
+from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
 from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, row_tiling, seen_rows_and_keys
 from megatron_magi.ops.hopper.support import may_overlap, sm_count
@@ -47,6 +42,7 @@ def backward_steps(
     places: tuple[Place, Place],
     scratch: Place,
     delta: bool,
+    sends: bool,
     stream: int,
 ) -> tuple[Pass, Steps]:
     """The kernels that write all gradients.
@@ -64,6 +60,7 @@ def backward_steps(
         arriving_grads: likewise, dk and dv of the others; ``places``: where they will be.
         scratch: where `Pass.num_scratch` bytes will be.
         delta: fp32 ``[num_rows, num_heads]``, contiguous, is written, too.
+        sends: see `Steps.rest`.
         stream: raw handle.
     """
     q, k, v, _ = inputs
@@ -76,14 +73,22 @@ def backward_steps(
     if known is None:
         known = Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
         _passes.put(key, known, known.num_bytes)
-    return known, known.steps(inputs, arriving, places, scratch, delta)
+    return known, known.steps(inputs, arriving, places, scratch, delta, sends)
 
 
 class Steps(NamedTuple):
-    """Kernels of a backward pass: those before the keys arrive, and the one that waits for them with the rest."""
+    """Kernels of a backward pass.
+
+    Attributes:
+        before: those before the keys arrive.
+        keys: the one that waits for keys, and what finishes their gradients.
+        rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
+            runs beside it.
+    """
 
     before: tuple[Step, ...]
-    after: tuple[Step, ...]
+    keys: tuple[Step, ...]
+    rest: tuple[Step, ...]
 
 
 class Pass:
@@ -112,9 +117,11 @@ class Pass:
         num_stats = rows * choice.packed
         self._num_stats = -(-num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = num_heads * rows * dim if choice.adds_dq else 0
+        # Sums of dk and dv lie in dq until it is written, if there is room.
         room = dq.numel() * dq.element_size()
         schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most_split_at_once(choice, problem, room))
         self._num_key_sums = 2 * schedule.num_split * choice.shape[0] * k.shape[1] * dim
+        self._in_dq = self._num_key_sums * 4 <= room
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT
         store = STORE_HALF if dk.dtype == q.dtype else STORE_FLOAT
         of_inputs = seen_rows_and_keys(bands, first_arriving(len(k)))
@@ -122,15 +129,15 @@ class Pass:
         self._keys, self._keys_numbers = keys_launch(
             inputs, dims, num_stats, options, choice.adds_dq, plan, schedule, seen, store, (dk, dv), stream, keys
         )
-        self._finish_dq = self._finish_all = self._queries = None
-        scale, units, self._tiles = options.softmax_scale, num_stats // UNIT, plan.tiles
-        if schedule.num_split:  # then dq is summed too
-            self._finish_all = finish_all_launch(
-                dq, dk, dv, units, scale, store, 4 * schedule.num_split * k.shape[1]
+        self._finish_keys = self._finish_dq = self._queries = None
+        if schedule.num_split:
+            self._finish_keys = finish_keys_launch(dk, dv, q.dtype, options.softmax_scale, store, gated=True)
+            self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
+        if choice.adds_dq:
+            self._finish_dq = finish_dq_launch(
+                dq, num_stats // UNIT, q.dtype, options.softmax_scale, STORE_HALF, beside=True
             )  # fmt: skip
-        elif choice.adds_dq:
-            self._finish_dq = finish_dq_launch(dq, units, q.dtype, scale, STORE_HALF)
-        if not choice.adds_dq:
+        else:
             tiles = query_tiles(problem, choice.packed)
             rows_plan = hopper_plan.device_plan(
                 bands, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0), device
@@ -139,16 +146,18 @@ class Pass:
                 inputs, dims, num_stats, options, rows_plan, seen, STORE_HALF, dq, stream, keys
             )
             self.num_bytes += rows_plan.num_bytes
-        self.num_scratch = 4 * (2 * self._num_stats + self._num_sums + self._num_key_sums)
+        self.num_scratch = 4 * (2 * self._num_stats + self._num_sums + (0 if self._in_dq else self._num_key_sums))
 
-    def steps(self, inputs, arriving: Arriving, places: tuple[Place, Place], scratch: Place, delta: bool) -> Steps:
+    def steps(
+        self, inputs, arriving: Arriving, places: tuple[Place, Place], scratch: Place, delta: bool, sends: bool
+    ) -> Steps:
         """The kernels, for tensors of the layout."""
         q, k, v, dout = inputs
         mapped, gate = (q, k, v, *arriving.tensors, dout), arriving.gate(self._first)
         (slot, begin), of = scratch, {name: (name, 0) for name in ("dout", "out", "lse", "delta", "dq", "dk", "dv")}
         stats, minus_delta = (slot, begin), (slot, begin + 4 * self._num_stats)
         sums = slot, begin + 8 * self._num_stats
-        key_sums = slot, sums[1] + 4 * self._num_sums
+        key_sums = of["dq"] if self._in_dq else (slot, sums[1] + 4 * self._num_sums)
         maps = (("q", 0), ("k", 0), ("v", 0), *arriving.places, of["dout"])
         of_rows = {"lse": stats, "delta": minus_delta}
         of_keys = {"dk": of["dk"], "dv": of["dv"], "dk_remote": places[0], "dv_remote": places[1]}
@@ -161,21 +170,24 @@ class Pass:
             values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_key_sums // 4},
             overlaps=self._overlaps,
         )  # fmt: skip
-        keys = self._keys.step(
-            {**of_rows, **of_keys, "dq": sums, "key_sums": key_sums}, maps,
-            numbers=self._keys_numbers, mapped=mapped, values=gated, overlaps=arriving.overlaps,
-        )  # fmt: skip
-        if self._finish_all is not None:
-            finish = self._finish_all.step(
-                {"sums": key_sums, **of_keys, "dq_sums": sums, "dq": of["dq"]},
-                values={**gated, "tiles": self._tiles}, overlaps=self._overlaps,
+        keys = [
+            self._keys.step(
+                {**of_rows, **of_keys, "dq": sums, "key_sums": key_sums}, maps,
+                numbers=self._keys_numbers, mapped=mapped, values=gated, overlaps=arriving.overlaps,
+            )
+        ]  # fmt: skip
+        if self._finish_keys is not None:
+            keys.append(
+                self._finish_keys.step(
+                    {"sums": key_sums, **of_keys}, values={**gated, "tiles": self._tiles},
+                    num_blocks=self._finish_keys_blocks, overlaps=self._overlaps,
+                )
             )  # fmt: skip
-            return Steps((before,), (keys, finish))
         if self._finish_dq is not None:
-            rest = self._finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=self._overlaps)
+            rest = self._finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=self._overlaps and sends)
         else:
             rest = self._queries.step(
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return Steps((before,), (keys, rest))
+        return Steps((before,), tuple(keys), (rest,))

@@ -115,6 +115,11 @@ def finish_keys_macros(dtype: torch.dtype, head_dim: int, gated: bool = False) -
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated))
 
 
+def finish_dq_macros(dtype: torch.dtype, head_dim: int, beside: bool = False) -> tuple[str, ...]:
+    """What a kernel that finishes dq is compiled for; ``beside``: it runs beside what sends dk and dv."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *(("BESIDE=1",) if beside else ()))
+
+
 def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
     """What a kernel that prepares rows is compiled for where it computes delta."""
     return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype))
@@ -146,12 +151,12 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
                 ("backward", backward_macros(dtype, dims, False, True, gated)),
                 ("backward", backward_macros(dtype, dims, False, False, gated)),
                 ("backward_queries", queries_macros(dtype, dims, False, gated)),
-                ("finish_all" if gated else "finish_keys", finish_keys_macros(dtype, dim, gated)),
+                ("finish_keys", finish_keys_macros(dtype, dim, gated)),
+                ("finish_dq", finish_dq_macros(dtype, dim, gated)),
             ]
         found += [
             ("prepare", delta_macros(dtype, dim)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
-            ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
         ]
     return found
 
@@ -218,7 +223,7 @@ def _part_defines(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, widt
 
 @cache
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...]) -> Kernel:
-    """One of ``prepare``, ``row_delta``, ``finish_dq``, ``finish_keys``, ``finish_all``."""
+    """One of ``prepare``, ``row_delta``, ``finish_dq``, ``finish_keys``."""
     return _load(device, name, defines, 256, 0)
 
 

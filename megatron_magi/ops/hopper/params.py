@@ -131,14 +131,8 @@ class FinishKeysParams(ctypes.Structure):
     _fields_ = [*_FINISH_KEYS, _PAD]
 
 
-class FinishAllParams(ctypes.Structure):
-    _fields_ = [
-        *_FINISH_KEYS, *_OF_REMOTE,
-        ("dq_sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32), ("blocks", ctypes.c_int32), ("units", ctypes.c_int32),
-        ("dq_store", ctypes.c_int32), ("dq_scale", ctypes.c_float), ("gap", ctypes.c_int32),
-        ("key_blocks", ctypes.c_int64), _PAD,
-    ]  # fmt: skip
+class GatedFinishKeysParams(ctypes.Structure):
+    _fields_ = [*_FINISH_KEYS, *_OF_REMOTE, _PAD]
 
 
 class RowDeltaParams(ctypes.Structure):
