@@ -195,9 +195,10 @@ class Native:
         if failure is not None:
             raise RuntimeError(failure)
         with self._lock:
-            if self._last != raw or self._beside or self._sends_beside:
+            captures, beside = torch.cuda.is_current_stream_capturing(), self._beside or self._sends_beside
+            if captures or beside or self._last != raw:
                 current = self._take_turn(raw)
-                if self._beside or self._sends_beside:
+                if beside and not captures:
                     self._join(current)
             calls.queue(*addresses)
 
