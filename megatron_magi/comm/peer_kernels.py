@@ -16,7 +16,8 @@ from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
 SUM_LOADS = 2
 """Accesses of a thread to a row that is added to: kSumLoads of exchange.cu."""
-_SENDERS = {False: 3, True: 2}  # of the four groups of threads of a block: where rows are copied, and added
+BULK_ROW_BYTES = 1024
+"""Rows at least as long are sent by TMA."""
 
 
 class Shape(NamedTuple):
@@ -38,7 +39,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "exchange": Shape(1024, 32, "5Q2q", loads=4, num_lists=2),
+    "exchange": Shape(1024, 32, "5Q2q", loads=4, shared_bytes=4 * 12 * 4096, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
     "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
@@ -70,20 +71,26 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     Args:
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
-    sums = exchange_defines(WIDEST, (partial, wide), WIDEST // partial.itemsize)
-    needed = ("exchange", exchange_defines(WIDEST)), ("exchange", sums), ("publish_rows", (f"UNIT={WIDEST}",))
+    vector, needed = WIDEST // partial.itemsize, [("publish_rows", (f"UNIT={WIDEST}",))]
+    for row_bytes in (1, BULK_ROW_BYTES):
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes)))
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector)))
     return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
 
 
-def exchange_defines(unit: int, types: tuple[torch.dtype, ...] = (), vector: int = 0) -> tuple[str, ...]:
+def exchange_defines(
+    unit: int, row_bytes: int, types: tuple[torch.dtype, ...] = (), vector: int = 0
+) -> tuple[str, ...]:
     """Macros of exchange.cu.
 
     Args:
         unit: bytes of an access to what is sent, or copied.
+        row_bytes: of a row in a slot.
         types: of what is added, and of what it is added to; empty where rows are copied.
         vector: elements of an access where rows are added.
     """
-    defines = f"UNIT={unit}", f"SENDERS={_SENDERS[bool(types)]}", f"SUMS={int(bool(types))}"
+    is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES
+    defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"SUMS={int(bool(types))}"
     if not types:
         return defines
     return (*defines, f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}")
