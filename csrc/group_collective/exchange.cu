@@ -13,7 +13,8 @@
 #include "numbers.cuh"
 #endif
 
-// What one rank sends and gets, in the order in which it is sent: to one rank after the other; from one after the other.
+// What one rank sends and gets, in the order in which it is sent: to one rank after the other; from one after the
+// other.
 struct Route {
   i64 first[kMaxRanks + 1];  // to rank r go first[r] to first[r + 1] - 1 of what is sent
   i64 there[kMaxRanks];      // row of the first of them in the slot of rank r
@@ -25,23 +26,23 @@ enum Role : i64 { kSend = 1, kTake = 2 };
 
 struct ExchangeParams {
   Peers peers;
-  SlotRows from, to;   // to: units of VECTOR elements where rows are added; in the slot they are of type FROM
-  const i64* sent;     // row of `from` of each that is sent; null: as it is numbered
+  SlotRows from, to;  // to: units of VECTOR elements where rows are added; in the slot they are of type FROM
+  const i64* sent;    // row of `from` of each that is sent; null: as it is numbered
   const Route* route;
-  const i64* rows;     // row of each result in its tensors; null, where rows are copied: as it is numbered
-  const i64* starts;   // sums: parts of the i-th result are order[starts[i]] to order[starts[i + 1] - 1]
-  const i64* order;    // row of the slot; null: as it is numbered
-  i64 chunk_shift;     // log2 of the rows of a slot that are told of together
+  const i64* rows;    // row of each result in its tensors; null, where rows are copied: as it is numbered
+  const i64* starts;  // sums: parts of the i-th result are order[starts[i]] to order[starts[i + 1] - 1]
+  const i64* order;   // row of the slot; null: as it is numbered
+  i64 chunk_shift;    // log2 of the rows of a slot that are told of together
   i64 roles;
 };
 
-constexpr int kThreads = 1024, kLoads = 4;
-constexpr int kGroup = BULK ? 32 : 256;       // threads that send a chunk
-constexpr int kSenders = BULK ? 4 : 3;        // such groups of a block
+constexpr int kThreads = 768, kLoads = 4;
+constexpr int kGroup = BULK ? 32 : 256;         // threads that send a chunk
+constexpr int kSenders = BULK ? 4 : 2;          // such groups of a block
 constexpr int kDepth = 12, kPieceBytes = 4096;  // BULK: of the ring of a group
-constexpr int kSpare = 2;                     // places that stores may still be read from when the next load is due
-constexpr int kLag = 8;                       // stores that may be under way when an earlier one is told of
-constexpr int kPieces = 32;                   // at least kDepth + kLag
+constexpr int kSpare = 2;                       // places that stores may still be read from when the next load is due
+constexpr int kLag = 8;                         // stores that may be under way when an earlier one is told of
+constexpr int kPieces = 32;                     // at least kDepth + kLag
 
 struct Chunks {
   Route route;
@@ -88,7 +89,8 @@ DEVICE void tell(const Ring& ring, u32 piece, u32 call) {
   store_release(flag, call);
 }
 
-DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring, u32 places) {
+DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring,
+                 u32 places) {
   const SlotRows& s = p.from;
   const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
   const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
@@ -242,8 +244,18 @@ using Into = Vector<INTO>;
 DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
   const SlotRows& s = p.to;
   const i64 row = p.rows[i], first = p.starts[i], past = p.starts[i + 1];
-  for (i64 k = first; k < past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
-  for (int unit = lane; unit < s.units; unit += kSumLoads * lanes) {
+  const bool at_once = lanes == 32 && past - first <= 32;  // a lane for each part: they are awaited side by side
+  i64 own = 0;
+  if (at_once) {
+    const bool has_part = lane < past - first && !failed;
+    if (has_part) own = p.order[first + lane];
+    if (has_part) failed = !arrivals.await_row(own);
+  } else {
+    for (i64 k = first; k < past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
+  }
+  if (lanes == 32) failed = __any_sync(~0u, failed);
+  for (int begin = 0; begin < s.units; begin += kSumLoads * lanes) {
+    const int unit = begin + lane;
     Sum sum[kSumLoads][VECTOR];
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)
@@ -252,15 +264,25 @@ DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lan
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(before.at[j]);
       }
-    for (i64 k = first; k < past && !failed; ++k) {
-      const From* part = reinterpret_cast<const From*>(arrivals.address(p.order[k]));
+    for (i64 k = first; k < past && !failed; k += 2) {
+      From part[2][kSumLoads];
 #pragma unroll
-      for (int l = 0; l < kSumLoads; ++l)
-        if (unit + l * lanes < s.units) {
-          const From x = part[unit + l * lanes];
+      for (int m = 0; m < 2; ++m)
+        if (k + m < past) {
+          const i64 from = at_once ? __shfl_sync(~0u, own, static_cast<int>(k + m - first)) : p.order[k + m];
+          const From* at = reinterpret_cast<const From*>(arrivals.address(from)) + unit;
 #pragma unroll
-          for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(x.at[j]);
+          for (int l = 0; l < kSumLoads; ++l)
+            if (unit + l * lanes < s.units) part[m][l] = at[l * lanes];
         }
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        if (k + m < past)
+#pragma unroll
+          for (int l = 0; l < kSumLoads; ++l)
+            if (unit + l * lanes < s.units)
+#pragma unroll
+              for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(part[m][l].at[j]);
     }
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "exchange": Shape(1024, 32, "5Q2q", loads=4, shared_bytes=4 * 12 * 4096, num_lists=2),
+    "exchange": Shape(768, 32, "5Q2q", loads=4, shared_bytes=4 * 12 * 4096, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
     "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
