@@ -37,12 +37,12 @@ struct ExchangeParams {
 };
 
 constexpr int kThreads = 768, kLoads = 4;
-constexpr int kGroup = BULK ? 32 : 256;         // threads that send a chunk
-constexpr int kSenders = BULK ? 4 : 2;          // such groups of a block
-constexpr int kDepth = 12, kPieceBytes = 4096;  // BULK: of the ring of a group
-constexpr int kSpare = 2;                       // places that stores may still be read from when the next load is due
-constexpr int kLag = 8;                         // stores that may be under way when an earlier one is told of
-constexpr int kPieces = 32;                     // at least kDepth + kLag
+constexpr int kGroup = BULK ? 32 : 256;        // threads that send a chunk
+constexpr int kSenders = BULK ? 4 : 2;         // such groups of a block, where others take
+constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
+constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
+constexpr int kLag = 3;                        // stores that may be under way when an earlier one is told of
+constexpr int kPieces = 16;                    // at least kDepth + kLag
 
 struct Chunks {
   Route route;
@@ -99,7 +99,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   if (lane == 0) {
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
-    fence_async_proxy();
+    asm volatile("fence.proxy.async;" ::: "memory");  // of the barriers, and after what others have read of the slots
   }
   __syncwarp();
   Chunk chunk{};
@@ -153,8 +153,8 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
       }
     }
     if (stored == loaded) break;
-    barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
     if (lane == 0) {
+      barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(ring.to[stored % kPieces]),
                    "r"(places + stored % kDepth * kPieceBytes), "r"(ring.bytes[stored % kPieces])
                    : "memory");
@@ -164,6 +164,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
         tell(ring, stored - kLag, call);
       }
     }
+    __syncwarp();
     ++stored;
   }
   if (lane) return;

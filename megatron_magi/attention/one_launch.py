@@ -124,7 +124,7 @@ class OneLaunch:
                 grads=(dq, dk, dv), accumulate=False, memo=self.own_backward_memo,
             )  # fmt: skip
         into = [dk, dv]
-        group_reduce(later, self.cast, group, into=into, impl=self.impl, at_once=True, kept=True).wait()
+        group_reduce(later, self.cast, group, into=into, impl=self.impl, at_once=True).wait()
         return dq, dk, dv
 
 
