@@ -329,10 +329,10 @@ class Native:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
             unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
-            defines = exchange_defines(unit, types, vector)
+            defines = exchange_defines(unit, row_bytes, types, vector)
         else:
             unit = unit_to = min(unit, widest(results))
-            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit)
+            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
         kernel = kernel_of("exchange", defines, self._device)
         parts = (
             self._memory.packed,
