@@ -80,6 +80,7 @@ def stats_launch(
     rows: int,
     packed: int,
     zeroes: bool,
+    split: float = 0.0,
     of_delta: tuple[Tensor, Tensor] | None = None,
 ) -> Launch:
     """Writes statistics of rows, fp32 ``[num_heads / packed, rows * packed]`` each; ``zeroes``: and fills sums with 0.
@@ -88,6 +89,8 @@ def stats_launch(
         lse, delta: fp32 ``[num_rows, num_heads]``.
         rows: with their padding.
         packed: heads that are counted as one, whose rows are interleaved.
+        split: instead of two numbers, 16 bytes a row, as the backward kernel takes them with such a scale of logits
+            (times log2 e).
         of_delta: the gradient of the output, and the output, of which it computes delta.
     """
     num_rows, num_heads = lse.shape
@@ -103,13 +106,14 @@ def stats_launch(
         params = kind(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=rows * packed, log2_packed=packed.bit_length() - 1,
+            split=-1.0 / split if split else 0.0,
             **strides,
         )  # fmt: skip
         blocks = max(rows // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if zeroes else 1)
         return Launch(hopper_kernels.small_kernel(lse.device, "prepare", delta_macros), blocks, params)
 
     key = (
-        "prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes, delta_macros,
+        "prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes, split, delta_macros,
         *strides.values(),
     )  # fmt: skip
     return prepared(key, make)
