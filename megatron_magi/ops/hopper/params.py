@@ -124,6 +124,14 @@ class PrepareParams(ctypes.Structure):
     _fields_ = [*_PREPARE, _PAD]
 
 
+class PrepareDeltaParams(ctypes.Structure):
+    _fields_ = [
+        *_PREPARE, ("dout", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("dout_row", ctypes.c_int64), ("dout_head", ctypes.c_int64),
+        ("out_row", ctypes.c_int64), ("out_head", ctypes.c_int64), _PAD,
+    ]  # fmt: skip
+
+
 class CapturedPrepareParams(ctypes.Structure):
     _fields_ = [*_with_numbers(_PREPARE), _PAD]
 
