@@ -6,14 +6,26 @@
 struct PrepareParams {
   const float* lse;
   const float* delta;
-  float* lse_out;           // [packs, stats_row]: times log2 e
+  float* lse_out;           // [packs, stats_row]: times log2 e; or both, split, 16 bytes a row
   float* delta_out;         // [packs, stats_row]: negated
   float4 *sums, *key_sums;  // to be zeroed
   i64 num_sums, num_key_sums;
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;  // stats_row: rows with their padding, times the heads of a pack
   int log2_packed;
+  float split;  // what lse is multiplied by where it is split; 0: it is not
 };
+
+// Three bf16 terms, whose sum has the precision of fp32. Not finite would be NaN times 0.
+DEVICE uint2 split_in_three(float x) {
+  x = fminf(fmaxf(x, -3e38f), 3e38f);
+  u32 term[3];
+  for (int i = 0; i < 3; ++i) {
+    term[i] = Bf16::pack(x, 0.f);
+    x -= Bf16::low(term[i]);
+  }
+  return make_uint2(term[0] | term[1] << 16, term[2]);
+}
 
 DEVICE void fill_zeros(float4* to, i64 count) {
   const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
@@ -43,8 +55,14 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
     const int row = in_pack >> p.log2_packed, head = (pack << p.log2_packed) + in_pack - (row << p.log2_packed);
     if (head0 + head >= p.num_heads) continue;
     const i64 at = static_cast<i64>((head0 >> p.log2_packed) + pack) * p.stats_row + (row0 << p.log2_packed) + in_pack;
-    p.lse_out[at] = tile[row][head].x;
-    p.delta_out[at] = tile[row][head].y;
+    const float lse = tile[row][head].x, delta = tile[row][head].y;
+    if (p.split != 0.f) {
+      const uint2 a = split_in_three(p.split * lse), b = split_in_three(delta);
+      reinterpret_cast<uint4*>(p.lse_out)[at] = make_uint4(a.x, a.y | b.x << 16, b.x >> 16 | b.y << 16, 0);
+    } else {
+      p.lse_out[at] = lse;
+      p.delta_out[at] = delta;
+    }
   }
 }
 

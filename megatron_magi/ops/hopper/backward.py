@@ -180,12 +180,13 @@ class _Pass:
         rows = padded(q.shape[0], shape[1])
         self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
         self._lock = stream_lock(q.device, stream)
-        self._stats = stats_launch(lse, delta, rows, packed, adds_dq)
+        is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
+        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, scale * LOG2_E if is_split else 0.0)
         self.num_bytes = plan.num_bytes
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole = False, whole
         # Statistics of rows, and sums: one block of memory, in this order.
-        self._num_stats = -(-problem.num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
+        self._num_stats = -(-problem.num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
         self._num_key_sums = 0
         num_stats = rows * packed

@@ -73,13 +73,15 @@ def padded(num_rows: int, block: int) -> int:
     return -(-num_rows // 32) * 32 + block
 
 
-def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: bool) -> Launch:
+def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: bool, split: float = 0.0) -> Launch:
     """Writes statistics of rows, fp32 ``[num_heads / packed, rows * packed]`` each; ``zeroes``: and fills sums with 0.
 
     Args:
         lse, delta: fp32 ``[num_rows, num_heads]``.
         rows: with their padding.
         packed: heads that are counted as one, whose rows are interleaved.
+        split: instead of two numbers, 16 bytes a row, as the backward kernel takes them with such a scale of logits
+            (times log2 e).
     """
     num_rows, num_heads = lse.shape
 
@@ -87,11 +89,12 @@ def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: boo
         params = PrepareParams(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=rows * packed, log2_packed=packed.bit_length() - 1,
+            split=-1.0 / split if split else 0.0,
         )  # fmt: skip
         blocks = max(rows // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if zeroes else 1)
         return Launch(hopper_kernels.small_kernel(lse.device, "prepare", ()), blocks, params)
 
-    key = ("prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes)
+    key = ("prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes, split)
     return prepared(key, make)
 
 

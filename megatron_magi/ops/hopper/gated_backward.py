@@ -15,12 +15,13 @@ from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
+from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
 from megatron_magi.ops.hopper.gated import GateOf, first_arriving, key_tiling, row_tiling, seen_rows_and_keys
-from megatron_magi.ops.hopper.support import current_stream, may_overlap, sm_count, stream_lock
+from megatron_magi.ops.hopper.support import LOG2_E, current_stream, may_overlap, sm_count, stream_lock
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
@@ -88,9 +89,11 @@ class _Pass:
         self._stream, self._lock, self._overlaps = stream, stream_lock(device, stream), may_overlap(options)
         self._device, self.num_bytes = device, plan.num_bytes
         rows = padded(num_rows, choice.shape[1])
-        self._stats = stats_launch(lse, delta, rows, choice.packed, choice.adds_dq)
+        scale = options.softmax_scale * LOG2_E
+        is_split = hopper_kernels.splits_stats(q.dtype, problem.dims, options.softcap > 0, choice.adds_dq)
+        self._stats = stats_launch(lse, delta, rows, choice.packed, choice.adds_dq, scale if is_split else 0.0)
         num_stats = rows * choice.packed
-        self._num_stats = -(-num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
+        self._num_stats = -(-num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = num_heads * rows * dim if choice.adds_dq else 0
         # Sums of dk and dv lie in dq until it is written, if there is room.
         room = dq.numel() * dq.element_size()

@@ -93,8 +93,14 @@ def backward_macros(
     """What a backward kernel is compiled for; ``gated`` as in `forward_macros`."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}", *_if_gated(gated),
+        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
+        f"SPLIT_STATS={int(splits_stats(dtype, dims, softcap, adds_dq))}", *_if_gated(gated),
     )  # fmt: skip
+
+
+def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
+    """Whether the backward kernel takes statistics of rows as terms of bf16, 16 bytes a row."""
+    return adds_dq and not softcap and dims == (128, 128) and dtype == torch.bfloat16
 
 
 def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False) -> tuple[str, ...]:
@@ -175,6 +181,7 @@ def backward_kernel(
     defines = backward_macros(dtype, dims, softcap, adds_dq, gated)
     tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
+    shared += (_STAGES * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 
 

@@ -95,7 +95,7 @@ class PrepareParams(ctypes.Structure):
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),
-        ("log2_packed", ctypes.c_int32), ("pad", ctypes.c_char * 64),
+        ("log2_packed", ctypes.c_int32), ("split", ctypes.c_float), ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 
