@@ -180,16 +180,14 @@ def check_steps(file: Path, rates: Rates) -> Iterator[list]:
 
 def check_dispatches(file: Path, rates: Rates) -> Iterator[list]:
     """Steps of `bench_predict.py`, to which the rates are fitted."""
-    from bench_predict import OVERLAP as SHAPE
-    from bench_predict import make_mask, predicted
+    from bench_predict import OVERLAPS, by_case, make_mask, predicted
 
-    rows = read_results(file)[1]
-    for name, tokens, ranks in dict.fromkeys((r["mask"], r["tokens_a_gpu"], r["ranks"]) for r in rows):
-        _, found = predicted(make_mask(name, int(tokens) * int(ranks), int(ranks)), int(ranks), rates)
-        assert SHAPE.cost.num_heads_q == 32
+    for (name, tokens, ranks, one_launch), rows in by_case(read_results(file)[1]).items():
+        mask = make_mask(name, int(tokens) * int(ranks), int(ranks))
+        _, found = predicted(mask, int(ranks), rates, OVERLAPS[one_launch])
         for r in rows:
-            if (r["mask"], r["tokens_a_gpu"]) == (name, tokens) and r["dispatch"] in found:
-                case = f"{name}, {int(tokens) // 1024}k, {r['dispatch']}"
+            if r["dispatch"] in found:
+                case = f"{name}, {int(tokens) // 1024}k, {r['dispatch']}{', one launch' * int(one_launch)}"
                 yield _checked(file, case, int(ranks), float(r["measured_ms"]), found[r["dispatch"]].step_us / 1e3)
 
 
