@@ -136,25 +136,26 @@ def row(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig 
 def check_distributed(file: Path, rates: Rates) -> Iterator[list]:
     """Steps of `bench_distributed.py`, of its form of today, and of that with one row for each dispatch."""
     from bench_dispatch import Case
-    from bench_distributed import CASES
+    from bench_distributed import CASES, ONE_LAUNCH
 
     for r in read_results(file)[1]:
         gpus, way = int(r["ranks"]), r.get("way", r.get("dispatch", ""))
         is_old, total = "tokens" in r, int(r["tokens"]) if "tokens" in r else int(r["tokens_a_gpu"]) * gpus
-        if not r["forward_ms"] or way not in ("zigzag", "min_heap", "affinity", "auto", "magi", "magi_zigzag"):
+        algorithm = "auto" if way in ("magi", *ONE_LAUNCH) else way.removeprefix("magi_")
+        if not r["forward_ms"] or algorithm not in ("zigzag", "min_heap", "affinity", "auto"):
             continue
         if is_old:
             documents = r["mask"].partition("_")[2]
             mask = Case(total, int(documents), gpus).mask(0) if documents else builders.causal(total)
         else:
             mask = CASES[r["mask"]](total).mask
-        algorithm = {"magi": "auto", "magi_zigzag": "zigzag"}.get(way, way)
+        overlap = replace(OVERLAP, one_launch=ONE_LAUNCH.get(way, OVERLAP.one_launch))
         dispatch = (
             zigzag(total, gpus)
             if algorithm == "zigzag"
-            else make_dispatch(mask, DispatchConfig(algorithm=algorithm, rates=rates), gpus, OVERLAP)
+            else make_dispatch(mask, DispatchConfig(algorithm=algorithm, rates=rates), gpus, overlap)
         )
-        found = simulate(mask, dispatch, rates, OVERLAP).found
+        found = simulate(mask, dispatch, rates, overlap).found
         measured = float(r["forward_ms"]) + float(r["backward_ms"])
         predicted = found.step_us if is_old else found.device_us  # today the host is ahead
         yield _checked(file, f"{r['mask']}, {total // gpus // 1024}k, {way}", gpus, measured, predicted / 1e3)
