@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -292,14 +292,18 @@ class _DistributedAttention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         with _calls(call.group, call.cp_size, call.config) as calls:
             _agree(calls, call.backward_record, (q, k, v, sink), call, ctx.plan, dout)
-            if call.delta_memo is None:
+            wants_sink = sink is not None and ctx.needs_input_grad[3]
+            grads = _backward_at_once(dout, (q, k, v), out, lse, call, wants_sink)
+            if grads is not None:
+                *grads, delta = grads
+            elif call.delta_memo is None:
                 delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
             else:
                 delta = call.module.row_delta(dout, out, call.delta_memo)
-            dsink = None
-            if sink is not None and ctx.needs_input_grad[3]:
-                dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
-            dq, dk, dv = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
+            dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
+            if grads is None:
+                grads = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
+            dq, dk, dv = _narrow(grads, q.dtype)
         return dq, dk, dv, dsink, None, None
 
 
@@ -355,6 +359,16 @@ class _Forward:
             self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
 
 
+def _backward_at_once(dout, qkv, out, lse, call: _Call, wants_delta: bool) -> tuple | None:
+    """Gradients and delta in one launch over all stages, where that is done."""
+    if call.one_launch is None or not backward_pays((qkv[0].shape[2], qkv[2].shape[2])):
+        return None
+    partial = _partial_dtype(qkv[1], call)
+    return call.one_launch.backward(
+        call.group, dout, qkv, out, lse, call.backward_options, partial, wants_delta
+    )  # fmt: skip
+
+
 class _Backward:
     """One backward pass: dq stays here; dk and dv of fetched keys travel back to their owners."""
 
@@ -378,9 +392,6 @@ class _Backward:
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        done = self._run_at_once()
-        if done is not None:
-            return _narrow(done, self._q.dtype)
         for step in self._schedule.backward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
@@ -393,22 +404,7 @@ class _Backward:
             handle.wait()
         assert self._dq is not None and self._dk is not None and self._dv is not None
         assert not self._fetches and not self._partial
-        return _narrow((self._dq, self._dk, self._dv), self._q.dtype)
-
-    def _run_at_once(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """In one launch over all stages, where that is done."""
-        call = self._call
-        if call.one_launch is None or not backward_pays((self._q.shape[2], self._v.shape[2])):
-            return None
-        return call.one_launch.backward(
-            call.group,
-            self._dout,
-            (self._q, self._k, self._v),
-            self._lse,
-            self._delta,
-            call.backward_options,
-            _partial_dtype(self._k, call),
-        )
+        return self._dq, self._dk, self._dv
 
     def _attend(self, stage: int) -> None:
         call = self._call
@@ -462,19 +458,20 @@ class _Backward:
             into=list(self._own_gradients()),
             impl=call.config.comm.impl,
             at_once=self._is_local_done,
+            kept=True,
         )
         self._reduces.append(handle)
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
-    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl)
+    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl, kept=True)
 
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _narrow(grads: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The gradients in a dtype: one launch for all that have another."""
     wide = [grad for grad in grads if grad.dtype != dtype]
     if not wide:

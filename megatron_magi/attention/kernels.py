@@ -6,8 +6,9 @@ import torch
 
 from megatron_magi.attention.one_launch import backward_pays
 from megatron_magi.attention.prepared import AttnShape
+from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.announced import may_announce
-from megatron_magi.comm.impl import cuda_rows, native
+from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.needed import needed_kernels as attention_kernels
 from megatron_magi.ops.merge import accumulate_dtype
@@ -45,7 +46,7 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     if config.comm.ranks_per_node is not None:
         found.append(cuda_rows.sum_source(partial, partial, 16 // partial.itemsize))
     if config.comm.impl in ("auto", "native"):
-        found += native.needed_kernels(partial, wide)
+        found += peer_kernels.needed_kernels(partial, wide)
     if one_launch and backward_pays(dims):
-        found += [kernel for kernel in native.needed_kernels(partial, partial) if kernel not in found]
+        found += [kernel for kernel in peer_kernels.needed_kernels(partial, partial) if kernel not in found]
     return found

@@ -14,7 +14,8 @@ MOST_BYTES = 1 << 30
 MAX_CHUNKS = 1 << 16
 """Of rows that are published together: kMaxChunks of peers.cuh."""
 _LEAST_BYTES = 16 << 20
-_CHUNK_BYTES = 64 << 10  # about what is published together
+_CHUNK_BYTES = 64 << 10  # about what is told of together
+_LEAST_CHUNK_BYTES, _CHUNKS = 8 << 10, 128  # where rows are few: as many threads as there are take part
 _MAX_FITTING = 1024
 
 
@@ -78,3 +79,9 @@ def slot_row_bytes(layout: RowLayout) -> int:
 def chunk_shift(row_bytes: int) -> int:
     """Log2 of the rows that are published together."""
     return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)
+
+
+def sent_shift(row_bytes: int, most_rows: int) -> int:
+    """Log2 of the rows that are written together into the slot of another rank, which gets up to ``most_rows``."""
+    num_bytes = min(max(row_bytes * most_rows // _CHUNKS, _LEAST_CHUNK_BYTES), _CHUNK_BYTES)
+    return max(num_bytes // row_bytes, 1).bit_length() - 1

@@ -21,7 +21,7 @@ from tests.attention import cases as cs
 
 on_gpus = pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
+    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4, 8)],
 )
 NATIVE = CommConfig(impl="native")
 OPTIONS = [
@@ -50,11 +50,11 @@ def masks(num_ranks):
 
 
 class Counted:
-    """Calls of `gated.forward`."""
+    """Passes that are prepared by `gated.forward_step`: one for each plan that fetches."""
 
     def __enter__(self):
-        self.count, self._real = 0, gated.forward
-        self._patch = mock.patch.object(gated, "forward", self)
+        self.count, self._real = 0, gated.forward_step
+        self._patch = mock.patch.object(gated, "forward_step", self)
         self._patch.start()
         return self
 

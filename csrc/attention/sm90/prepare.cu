@@ -1,11 +1,20 @@
 // What the backward needs of each row: lse and delta, transposed to one head after another; or to one pack of 2, 4 or 8
 // heads after another, each row of a pack head by head. And zeros where it will add.
+// Compile-time: DELTA (0 or 1: computes delta, see row_dots.cuh; then HEAD_DIM_V, DTYPE).
 
 #include "../../common/ptx.cuh"
 
+#ifndef DELTA
+#define DELTA 0
+#endif
+
+#if DELTA
+#include "row_dots.cuh"
+#endif
+
 struct PrepareParams {
   const float* lse;
-  const float* delta;
+  float* delta;             // with DELTA written, if it is there
   float* lse_out;           // [packs, stats_row]: times log2 e
   float* delta_out;         // [packs, stats_row]: negated
   float4 *sums, *key_sums;  // to be zeroed
@@ -13,6 +22,10 @@ struct PrepareParams {
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;  // stats_row: rows with their padding, times the heads of a pack
   int log2_packed;
+#if DELTA
+  const u32 *dout, *out;
+  i64 dout_row, dout_head, out_row, out_head;  // strides, elements
+#endif
 };
 
 DEVICE void fill_zeros(float4* to, i64 count) {
@@ -33,10 +46,25 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
       // A row without keys, or garbage: any finite value gives exp(-inf) = 0. Infinite, by a sink: its keys weigh
       // nothing.
       v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : lse > 0.f ? __int_as_float(0x7f800000) : 0.f;
+#if !DELTA
       v.y = -p.delta[row * p.delta_row + head * p.delta_head];
+#endif
     }
     tile[i][x] = v;
   }
+#if DELTA
+  __syncthreads();
+  const u32 heads = min(32, p.num_heads - head0), count = min(32, max(p.num_rows - row0, 0)) * heads;
+  for (u32 begin = 0; begin < count; begin += kRowsAtOnce * kStride)
+    dot_rows(
+        {p.dout, p.out, p.dout_row, p.dout_head, p.out_row, p.out_head}, begin, count,
+        [&](u32 item, i64& row, i64& head) { row = row0 + item / heads, head = head0 + item % heads; },
+        [&](u32 item, float sum) {
+          const u32 row = item / heads, head = item % heads;
+          tile[row][head].y = -sum;
+          if (p.delta) p.delta[(row0 + row) * p.delta_row + (head0 + head) * p.delta_head] = sum;
+        });
+#endif
   __syncthreads();
   for (int i = y; i < 32; i += 8) {
     const int index = 32 * i + x, pack = index >> 5 + p.log2_packed, in_pack = index - (pack << 5 + p.log2_packed);

@@ -11,6 +11,7 @@ from megatron_magi.ops.hopper.params import (
     FinishKeysParams,
     FinishParams,
     GatedFinishKeysParams,
+    PrepareDeltaParams,
     PrepareParams,
     RowDeltaParams,
 )
@@ -73,30 +74,54 @@ def padded(num_rows: int, block: int) -> int:
     return -(-num_rows // 32) * 32 + block
 
 
-def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: bool) -> Launch:
+def stats_launch(
+    lse: Tensor,
+    delta: Tensor,
+    rows: int,
+    packed: int,
+    zeroes: bool,
+    of_delta: tuple[Tensor, Tensor] | None = None,
+) -> Launch:
     """Writes statistics of rows, fp32 ``[num_heads / packed, rows * packed]`` each; ``zeroes``: and fills sums with 0.
 
     Args:
         lse, delta: fp32 ``[num_rows, num_heads]``.
         rows: with their padding.
         packed: heads that are counted as one, whose rows are interleaved.
+        of_delta: the gradient of the output, and the output, of which it computes delta.
     """
     num_rows, num_heads = lse.shape
+    strides, delta_macros = {}, ()
+    if of_delta is not None:
+        dout, out = of_delta
+        strides = {"dout_row": dout.stride(0), "dout_head": dout.stride(1),
+                   "out_row": out.stride(0), "out_head": out.stride(1)}  # fmt: skip
+        delta_macros = hopper_kernels.delta_macros(out.dtype, out.shape[2])
 
     def make() -> Launch:
-        params = PrepareParams(
+        kind = PrepareParams if of_delta is None else PrepareDeltaParams
+        params = kind(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=rows * packed, log2_packed=packed.bit_length() - 1,
+            **strides,
         )  # fmt: skip
         blocks = max(rows // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if zeroes else 1)
-        return Launch(hopper_kernels.small_kernel(lse.device, "prepare", ()), blocks, params)
+        return Launch(hopper_kernels.small_kernel(lse.device, "prepare", delta_macros), blocks, params)
 
-    key = ("prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes)
+    key = (
+        "prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes, delta_macros,
+        *strides.values(),
+    )  # fmt: skip
     return prepared(key, make)
 
 
-def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int) -> Launch:
-    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
+def finish_dq_launch(
+    dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, beside: bool = False
+) -> Launch:
+    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it.
+
+    ``beside``: it runs beside the kernel before it on the stream, which began when the sums were there.
+    """
     num_rows, num_heads, head_dim = dq.shape
 
     def make() -> Launch:
@@ -105,10 +130,10 @@ def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, s
             dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
             units=units, store=store, scale=scale,
         )  # fmt: skip
-        defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
+        defines = hopper_kernels.finish_dq_macros(dtype, head_dim, beside)
         return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
 
-    return prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
+    return prepared(("finish_dq", dq.device, dtype, store, scale, units, beside, dq.shape, dq.stride()), make)
 
 
 def finish_keys_launch(

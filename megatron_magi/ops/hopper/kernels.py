@@ -115,6 +115,16 @@ def finish_keys_macros(dtype: torch.dtype, head_dim: int, gated: bool = False) -
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated))
 
 
+def finish_dq_macros(dtype: torch.dtype, head_dim: int, beside: bool = False) -> tuple[str, ...]:
+    """What a kernel that finishes dq is compiled for; ``beside``: it runs beside what sends dk and dv."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *(("BESIDE=1",) if beside else ()))
+
+
+def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
+    """What a kernel that prepares rows is compiled for where it computes delta."""
+    return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype))
+
+
 def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
     """What a kernel for dk and dv of `PART_TILES` is compiled for."""
     return (*_part_defines(dtype, dims, softcap, PART_TILES[dims][1]), f"STAGES={_STAGES}")
@@ -134,14 +144,19 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     """Name and macros of the kernels that most models use, deterministic or not: those that a wheel brings compiled."""
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
-        found += [("forward", forward_macros(dtype, (dim, dim), tile, False)) for tile in FORWARD_TILES[dim, dim]]
+        dims = (dim, dim)
+        for gated in (False, True):
+            found += [("forward", forward_macros(dtype, dims, tile, False, gated)) for tile in FORWARD_TILES[dims]]
+            found += [
+                ("backward", backward_macros(dtype, dims, False, True, gated)),
+                ("backward", backward_macros(dtype, dims, False, False, gated)),
+                ("backward_queries", queries_macros(dtype, dims, False, gated)),
+                ("finish_keys", finish_keys_macros(dtype, dim, gated)),
+                ("finish_dq", finish_dq_macros(dtype, dim, gated)),
+            ]
         found += [
-            ("backward", backward_macros(dtype, (dim, dim), False, True)),
-            ("backward", backward_macros(dtype, (dim, dim), False, False)),
-            ("backward_queries", queries_macros(dtype, (dim, dim), False)),
+            ("prepare", delta_macros(dtype, dim)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
-            ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
-            ("finish_keys", (f"HEAD_DIM={dim}", element(dtype))),
         ]
     return found
 

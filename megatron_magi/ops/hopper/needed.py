@@ -41,10 +41,11 @@ def needed_kernels(
         for tile in hopper_kernels.FORWARD_TILES[dims]
     ]
     whole = dims in hopper_kernels.WHOLE_DIMS
+    if whole and gated:
+        found.append(("prepare", hopper_kernels.delta_macros(dtype, dims[1])))
     if whole and not deterministic:
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, gated)))
-        if not gated:
-            found.append(("finish_dq", (f"HEAD_DIM={dims[0]}", element(dtype))))
+        found.append(("finish_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], gated)))
         if group > 1:  # only query heads that share a key head are split
             found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
     packs = math.gcd(group, tuning.MOST_PACKED_HEADS) > 1

@@ -86,8 +86,7 @@ class GatedBackwardPartParams(ctypes.Structure):
     _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("gate", GateParams), _PAD]
 
 
-class PrepareParams(ctypes.Structure):
-    _fields_ = [
+_PREPARE = [
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("lse_out", ctypes.c_void_p), ("delta_out", ctypes.c_void_p),
         ("sums", ctypes.c_void_p), ("key_sums", ctypes.c_void_p),
@@ -95,7 +94,19 @@ class PrepareParams(ctypes.Structure):
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),
-        ("log2_packed", ctypes.c_int32), ("pad", ctypes.c_char * 64),
+        ("log2_packed", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class PrepareParams(ctypes.Structure):
+    _fields_ = [*_PREPARE, _PAD]
+
+
+class PrepareDeltaParams(ctypes.Structure):
+    _fields_ = [
+        *_PREPARE, ("dout", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("dout_row", ctypes.c_int64), ("dout_head", ctypes.c_int64),
+        ("out_row", ctypes.c_int64), ("out_head", ctypes.c_int64), _PAD,
     ]  # fmt: skip
 
 

@@ -55,11 +55,11 @@ class HostPlan:
     heads_inner: bool
     long_tile: int
     packed: int
-    arriving: tuple[int, int, int] | None = None
+    arriving: tuple[int, int, int, int] | None = None
 
     @classmethod
     def of(
-        cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int] | None = None
+        cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int, int] | None = None
     ) -> HostPlan:
         """From a tile plan; ``drift``: of its neighbouring tiles, see `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
@@ -88,7 +88,7 @@ class HostPlan:
         )  # fmt: skip
         if self.arriving is None:
             return made
-        first, _, lead = self.arriving
+        first, *_, lead = self.arriving
         return hopper_schedule.local_first(made, self.costs, group, self.starts < first, lead)
 
 
@@ -182,14 +182,14 @@ class Tiling(NamedTuple):
         num_rows: queries, or keys, that tiles are made of.
         shape: of a tile (rows times packed heads where it is one of queries, 64 to a warpgroup) and of a block.
         packed: query heads counted as one.
-        arriving: where keys arrive while the kernel runs: the first of them, and see `tiles.local_first`.
+        arriving: where keys arrive while the kernel runs: the arguments of `tiles.local_first`.
     """
 
     is_backward: bool
     num_rows: int
     shape: tuple[int, int]
     packed: int = 1
-    arriving: tuple[int, int, int] | None = None
+    arriving: tuple[int, int, int, int] | None = None
 
 
 def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> HostPlan:
