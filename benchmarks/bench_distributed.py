@@ -9,7 +9,7 @@ Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the defaul
 ``magi_zigzag``, the default with the dispatch of Megatron; ``alone``, the attention of ``magi``, stage by stage, over
 keys that are all there; the baselines of `baselines`. All take turns in one run, in another order each round. A
 time is that of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead; rates are of
-visible pairs for each GPU. A first pass of each way is not counted, but where it takes `FIRST_COUNTS_MS` or more.
+visible pairs for each GPU.
 ``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
 run beside them, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over
 what is there is written. ``--plot`` puts files together, of a row that is in several the last. Figures that
@@ -57,8 +57,6 @@ PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 4
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
 GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
 _AHEAD_MS = 3.0
-FIRST_COUNTS_MS = 3000.0
-"""Of a pass forward and backward: what is made once, kernels apart, is less than 2 % of it."""
 
 
 def _packed(count: int) -> Callable[[int], Case]:
@@ -189,12 +187,11 @@ def measure(
     for name in ways:
         try:
             ready[name] = Turns(make_way(name, case, cluster, impl), device)
+            ready[name].take()  # compiles kernels, makes communicators
+            ready[name].times.clear()
         except Unsupported as reason:
             notes[name] = str(reason)
-            continue
-        if sum(ready[name].take()) < FIRST_COUNTS_MS:  # else it compiled kernels and made communicators beside
-            ready[name].times.clear()
-    once = sum(sum(turns.times[-1] if turns.times else turns.take()) for turns in ready.values())
+    once = sum(map(sum, (turns.take() for turns in ready.values())))
     shuffled = random.Random(0)
     for _ in range(int(np.clip(1e3 * seconds / once, 1, 9)) - 1):
         for name in shuffled.sample(list(ready), len(ready)):
