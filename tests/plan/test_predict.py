@@ -87,7 +87,7 @@ def test_no_key_is_seen_by_more_rows_than_are_counted(mask, cp_size, seed, chunk
 
 
 def test_a_key_that_many_rows_see_keeps_its_sm_busy_longer_than_the_others() -> None:
-    # As many pairs: all rows see the same 128 keys, or each its own. Keys take all heads, as dq has a kernel of its own.
+    # As many pairs: all rows see the same 128 keys, or each its own. Keys take all heads: dq has its own kernel.
     shared = AttnMask(np.array([[0, 16384, 0, 128, 0]]), 16384)
     masks = shared, builders.varlen(doc_lengths=[128] * 128, causal=False)
     counts = [count(mask, np.array([0, 16384]), np.array([0]), 1, 8) for mask in masks]
