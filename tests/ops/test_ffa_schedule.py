@@ -107,6 +107,14 @@ def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads
     assert rows == sorted(rows)
 
 
+def test_long_tiles_for_which_there_is_no_room_follow_each_other_key_head_by_key_head():
+    plan = backward_plan(builders.full(65536))
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=100, long_tile=LONG_BLOCKS)
+    whole = [(tile, head) for tile, head, count, *_ in unpack(schedule.items) if count == 8]
+    assert schedule.num_split == 100 and {tile for tile, _ in whole} == set(range(100, len(plan.costs)))
+    assert [head for _, head in whole] == sorted(head for _, head in whole)
+
+
 PACKED = builders.varlen(doc_lengths=[1024] * 17, causal=False)
 
 
