@@ -6,14 +6,13 @@
     python benchmarks/bench_distributed.py --plot FILE [FILE ...] [--csv FILE] [--chart FILE]    (needs no GPU)
 
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
-``magi_zigzag``, the default with the dispatch of Megatron; ``alone``, the attention of ``magi``, stage by stage, over
-keys that are all there; the baselines of `baselines`. All take turns in one run, in another order each round. A
-time is that of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead; rates are of
-visible pairs for each GPU.
-``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
-run beside them, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over
-what is there is written. ``--plot`` puts files together, of a row that is in several the last. Figures that
-MagiAttention has published of its own are shown beside, and named so.
+``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch; ``alone``, the attention of ``magi``, stage by
+stage, over keys that are all there; the baselines of `baselines`. All take turns in one run, in another order each
+round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead; rates
+are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting
+for other ranks, in which others run beside them, of a forward and a backward under the profiler, over all ranks. When
+``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in several the
+last. Figures that MagiAttention has published of its own are shown beside, and named so.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
 HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_a_gpu", "backward_ms",
           "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
 WAYS = ("magi", "magi_zigzag", *BASELINES)
-ONE_LAUNCH = {"magi_stages": False, "magi_one_launch": True}
+ONE_LAUNCH = {"magi_stages": False, "magi_one_launch": True, "magi_zigzag_stages": False}
 ALL_WAYS = (*WAYS, *ONE_LAUNCH, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
@@ -103,7 +102,7 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     if name in ONE_LAUNCH:
         overlap = replace(overlap, one_launch=ONE_LAUNCH[name])
     config = MagiConfig(overlap=overlap, attend=AttendConfig(impl=impl))
-    dispatch = zigzag(case.length, cluster.num_ranks) if name == "magi_zigzag" else None
+    dispatch = zigzag(case.length, cluster.num_ranks) if "zigzag" in name else None
     plan = make_plan(case.mask, config, cluster.num_ranks, dispatch).for_rank(cluster.rank)
     if name == "alone":
         alone = Alone(plan, impl)

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_predict.py --csv FILE [--rates FILE] [--tokens N ...] [--masks NAME ...]    # measures
     python benchmarks/bench_predict.py --from FILE [--rates FILE] [--csv FILE] [--chart FILE]    # predicts anew
-    python benchmarks/bench_predict.py --from FILE --fit FILE [--and FILE ...]    # fits rates to what was measured
+    python benchmarks/bench_predict.py --from FILE --fit FILE [--and FILE ...] [--ways FILE ...]    # fits rates to them
 
 A step is a forward and a backward pass of some layers, which the host issues one behind the other. Measured is the
 median step over rounds, in each of which every dispatch runs; of the slowest rank, in ms a layer; with
@@ -35,6 +35,8 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import RankPlan, dispatch_from_chunks, make_plan, native
 from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import Prediction, predict
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.rates import Rates
@@ -49,9 +51,10 @@ OVERLAPS = {str(int(one)): OverlapConfig(cost=COST, one_launch=one) for one in (
 CASE = ("mask", "tokens_a_gpu", "ranks", "one_launch")
 Row = dict[str, str]
 FITTED = ("forward_tflops", "backward_tflops", "tile_columns", "tile_rows", "forward_us", "backward_us",
-          "collective_us", "gbytes_per_s", "hidden", "host_forward_us", "host_backward_us", "host_stage_forward_us",
+          "collective_us", "hidden", "host_forward_us", "host_backward_us", "host_stage_forward_us",
           "host_stage_backward_us", "host_one_way_us")  # fmt: skip
-"""Rates that `fit` changes; memory is as `calibrate` measures it, links between nodes are as assumed."""
+"""Rates that `fit` changes; memory is as `calibrate` measures it, bytes inside a node as `bench_group_collective.py`
+does (of few ranks steps tell little of them), links between nodes are as assumed."""
 
 
 def make_mask(name: str, total: int, num_ranks: int) -> AttnMask:
@@ -162,11 +165,33 @@ def with_predictions(rows: list[Row], rates: Rates) -> Iterator[list]:
             ]  # fmt: skip
 
 
-def fit(rows: list[Row], rates: Rates) -> Rates:
+def measured_ways(rows: list[Row], rates: Rates) -> Iterator[tuple[OverlapConfig, Counts, int, float, float]]:
+    """Of rows of `bench_distributed.py`, of this project's ways: what to predict each by, and its times in ms."""
+    from bench_distributed import CASES, ONE_LAUNCH
+    from simulate import OVERLAP, count_dispatch
+
+    for row in rows:
+        if not row["way"].startswith("magi"):
+            continue
+        num_ranks, overlap = int(row["ranks"]), OVERLAP
+        overlap = replace(overlap, one_launch=ONE_LAUNCH.get(row["way"], overlap.one_launch))
+        mask = CASES[row["mask"]](int(row["tokens_a_gpu"]) * num_ranks).mask
+        way = "zigzag" if "zigzag" in row["way"] else "auto"
+        dispatch = make_dispatch(mask, DispatchConfig(algorithm=way, rates=rates), num_ranks, overlap)
+        counts, forward_ms = count_dispatch(mask, dispatch, rates.ranks_per_node), float(row["forward_ms"])
+        yield overlap, counts, max(dispatch.shard_lengths), forward_ms + float(row["backward_ms"]), forward_ms
+
+
+def fit(rows: list[Row], rates: Rates, ways: list[Row]) -> Rates:
     """The rates that predict what was measured, in logarithms, and choose among it with the least regret.
 
     One rate after another is raised or lowered for as long as that helps, by steps that become finer.
+
+    Args:
+        rows: of this benchmark.
+        ways: of `bench_distributed.py`, where the host is ahead.
     """
+    others = list(measured_ways(ways, rates))
     cases = []
     for (name, tokens, ranks, one_launch), mine in by_case(rows).items():
         mask, config = make_mask(name, int(tokens) * int(ranks), int(ranks)), DispatchConfig(rates=rates)
@@ -188,6 +213,10 @@ def fit(rows: list[Row], rates: Rates) -> Rates:
                 if step_ms > 4:  # else the host, not the GPU, may have been what was measured
                     errors.append(np.log(by_way[way].forward_us / forward_ms / 1e3) / 2)
             regrets.append(case[fastest(by_way)][2] / min(c[2] for c in case.values()) - 1)
+        for overlap, counts, rows, step_ms, forward_ms in others:
+            found = predict(counts, rows, rates, overlap)
+            errors.append(np.log(found.device_us / step_ms / 1e3))
+            errors.append(np.log(found.forward_us / forward_ms / 1e3) / 2)
         # What the measurements do not tell stays as it was.
         moved = [np.log((getattr(rates, name) + 1e-9) / (getattr(before, name) + 1e-9)) for name in FITTED]
         return float(
@@ -274,6 +303,7 @@ def main() -> None:
     parser.add_argument("--from", dest="measured", help="a file of an earlier run: nothing is measured")
     parser.add_argument("--fit", help="with --from: writes the rates that explain it best to this file, and ends")
     parser.add_argument("--and", dest="more", nargs="*", default=[], help="with --fit: files of other runs")
+    parser.add_argument("--ways", nargs="*", default=[], help="with --fit: files of bench_distributed.py")
     parser.add_argument("--rates", help="a calibration; that of this machine, or of its kind of GPU, when not given")
     parser.add_argument("--chart", help="write the chart to this file")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
@@ -286,7 +316,8 @@ def main() -> None:
     head = ""
     if options.fit:
         measured = [row for path in (options.measured, *options.more) for row in _read(Path(path).read_text())]
-        Path(options.fit).write_text(fit(measured, rates).to_json())
+        ways = [row for path in options.ways for row in _read(Path(path).read_text())]
+        Path(options.fit).write_text(fit(measured, rates, ways).to_json())
         return
     if options.measured:
         text = Path(options.measured).read_text()

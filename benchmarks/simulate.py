@@ -141,7 +141,7 @@ def check_distributed(file: Path, rates: Rates) -> Iterator[list]:
     for r in read_results(file)[1]:
         gpus, way = int(r["ranks"]), r.get("way", r.get("dispatch", ""))
         is_old, total = "tokens" in r, int(r["tokens"]) if "tokens" in r else int(r["tokens_a_gpu"]) * gpus
-        algorithm = "auto" if way in ("magi", *ONE_LAUNCH) else way.removeprefix("magi_")
+        algorithm = "zigzag" if "zigzag" in way else "auto" if way.startswith("magi") else way
         if not r["forward_ms"] or algorithm not in ("zigzag", "min_heap", "affinity", "auto"):
             continue
         if is_old:

@@ -4,7 +4,8 @@ part of the queries of one.
 Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
 the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
 is room for so many tiles. Those for which there is none follow each other key head by key head. They, and other tiles,
-take all query heads of a key head at once, and write dk and dv themselves. Where all do so and dq is not added, what counts is that no SM is left with a long one at the end.
+take all query heads of a key head at once, and write dk and dv themselves. Where all do so and dq is not added, what
+counts is that no SM is left with a long one at the end.
 """
 
 from __future__ import annotations
