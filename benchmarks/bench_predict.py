@@ -51,10 +51,11 @@ OVERLAPS = {str(int(one)): OverlapConfig(cost=COST, one_launch=one) for one in (
 CASE = ("mask", "tokens_a_gpu", "ranks", "one_launch")
 Row = dict[str, str]
 FITTED = ("forward_tflops", "backward_tflops", "tile_columns", "tile_rows", "forward_us", "backward_us",
-          "collective_us", "hidden", "host_forward_us", "host_backward_us", "host_stage_forward_us",
-          "host_stage_backward_us", "host_one_way_us")  # fmt: skip
-"""Rates that `fit` changes; memory is as `calibrate` measures it, bytes inside a node as `bench_group_collective.py`
-does (of few ranks steps tell little of them), links between nodes are as assumed."""
+          "collective_us", "hidden")  # fmt: skip
+"""Rates that `fit` changes. Memory is as `calibrate` measures it, bytes inside a node as `bench_group_collective.py`
+does (of few ranks steps tell little of them), the host as `bench_steps.py` does, links between nodes are as assumed."""
+_LEAST_MS = 2.0
+"""Steps of this benchmark that are shorter are left out of a fit: the host may have been what was measured."""
 
 
 def make_mask(name: str, total: int, num_ranks: int) -> AttnMask:
@@ -209,8 +210,8 @@ def fit(rows: list[Row], rates: Rates, ways: list[Row]) -> Rates:
         for overlap, case in cases:
             by_way = {way: predict(counts, rows, rates, overlap) for way, (counts, rows, *_) in case.items()}
             for way, (*_, step_ms, forward_ms) in case.items():
-                errors.append(np.log(by_way[way].step_us / step_ms / 1e3))
-                if step_ms > 4:  # else the host, not the GPU, may have been what was measured
+                if step_ms > _LEAST_MS:
+                    errors.append(np.log(by_way[way].step_us / step_ms / 1e3))
                     errors.append(np.log(by_way[way].forward_us / forward_ms / 1e3) / 2)
             regrets.append(case[fastest(by_way)][2] / min(c[2] for c in case.values()) - 1)
         for overlap, counts, rows, step_ms, forward_ms in others:
