@@ -44,7 +44,7 @@ class BuildLibraries(build_ext):
         super().run()
         missing = [ext.name for ext in self.extensions if not Path(self.get_ext_fullpath(ext.name)).exists()]
         if missing:
-            print(f"could not be compiled, so that Python does their work: {', '.join(missing)}")
+            print(f"{', '.join(missing)} could not be compiled: plans are made in Python, and calls queued by it")
 
 
 class BuildWithKernels(build_py):

@@ -2,7 +2,8 @@
 
     python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...] [--ranks-per-node N ...]
 
-Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; beside them NCCL's
+Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; ``native_beside``
+with tensors that are kept, as attention calls it, on the few SMs that it takes beside other work. Beside them NCCL's
 ``nccl_all_to_all`` and ``nccl_all_gather`` on bytes that lie packed already, and where a reduction is meant without it.
 Bytes are those that a rank receives of the others, or gets back. Times are of the slowest rank: on the device, the host
 being ahead (median of some, each the mean of a few calls), and of a call that the host waits for. With N neighbours
@@ -33,6 +34,8 @@ HEADS_KV, HEAD_DIM = 8, 128
 ROW_BYTES = 2 * HEADS_KV * HEAD_DIM * 2  # a key and a value in bf16
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
 HEADER = ["operation", "way", "ranks", "bytes", "device_us", "gb_a_s", "call_us", "host_us", "far_bytes"]
+WAYS = (("native", "native", False), ("native_beside", "native", True), ("all_to_all", "all_to_all", False))
+"""Of ours: name, implementation, whether tensors are kept."""
 AHEAD_CYCLES = 8_000_000
 """Of the clock: some milliseconds, in which the host queues what is measured."""
 
@@ -115,14 +118,11 @@ def ways(
     packed, received = (torch.empty(args.num_recv * ROW_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     splits = [n * ROW_BYTES for n in args.recv_splits]
     result: dict[tuple[str, str], Callable[[], object]] = {}
-    for impl in ("native", "all_to_all"):
-        result["cast", impl] = lambda impl=impl: group_cast([k, v], args, impl=impl, kept=True).wait()
-        result["reduce", impl] = lambda impl=impl: group_reduce(
-            [dk, dv], args, into=into, impl=impl, at_once=True, kept=True
-        ).wait()
-    result["reduce", "native_at_the_end"] = lambda: group_reduce(
-        [dk, dv], args, into=into, impl="native", kept=True
-    ).wait()
+    for way, impl, kept in WAYS:
+        how = {"impl": impl, "kept": kept}
+        result["cast", way] = lambda how=how: group_cast([k, v], args, **how).wait()
+        result["reduce", way] = lambda how=how: group_reduce([dk, dv], args, into=into, at_once=True, **how).wait()
+    result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, into=into, impl="native").wait()
     result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
     result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
     for per_node in ranks_per_node:

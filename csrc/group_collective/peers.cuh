@@ -1,7 +1,7 @@
 // Ranks of one host that reach each other's memory. Rows lie in slots: a rank writes them into those of its peers
-// (exchange.cu), or publishes them in its own, from which they are read (publish_rows.cu, pull_bulk.cu). It does so chunk
-// by chunk, and tells the peers which chunks are there; who has taken all it needs tells all. What is told is the number
-// of the call, so nothing is ever reset, and a rank that runs ahead waits before a slot is used again.
+// (exchange.cu), or publishes them in its own, from which they are read (publish_rows.cu, pull_bulk.cu). It does so
+// chunk by chunk, and tells the peers which chunks are there; who has taken all it needs tells all. What is told is the
+// number of the call, so nothing is ever reset, and a rank that runs ahead waits before a slot is used again.
 #pragma once
 
 #include "rows.cuh"

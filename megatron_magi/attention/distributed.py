@@ -342,18 +342,13 @@ class _Forward:
             self.saved_keys = [k, v]
         call = self._call
         self._out, self._lse, max_logits = forward_pass(
-            self._q,
-            k,
-            v,
-            self._call.bands[stage],
-            call.forward_options,
-            call.module,
+            self._q, k, v, self._call.bands[stage], call.forward_options, call.module,
             self._sink if stage == 0 else None,  # once: it is one term of the denominator
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
             None if self._out is None else (self._out, self._lse),
             **call.hints[stage][0],
-        )
+        )  # fmt: skip
         if max_logits is not None:
             seen = self._max_logits
             self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
@@ -422,18 +417,9 @@ class _Backward:
         if not is_first and self._dq is None:
             self._dq = _zeros(self._q, self._wide)
         self._dq, dk, dv = backward_pass(
-            self._dout,
-            (self._q, k, v),
-            self._lse,
-            self._delta,
-            self._call.bands[stage],
-            call.backward_options,
-            call.module,
-            (self._dq, *into),
-            grad_dtype,
-            **call.hints[stage][1],
-            **self._parts,
-        )
+            self._dout, (self._q, k, v), self._lse, self._delta, call.bands[stage], call.backward_options, call.module,
+            (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._parts,
+        )  # fmt: skip
         if stage:
             self._partial[stage] = (dk, dv)
         else:

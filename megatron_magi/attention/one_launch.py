@@ -33,6 +33,9 @@ from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import own
 from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
 
+MOST_FORWARD_BYTES = 64 << 20
+"""Keys and values that a rank fetches up to which the forward of more than two ranks is one launch: on 4 H100s it is
+faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and 400 MB (``results/one_launch_4gpu.csv``)."""
 _ALIGNMENT = 256
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)
 _GRADIENTS = ("dk", 0), ("dv", 0)
@@ -123,7 +126,11 @@ class OneLaunch:
         options: AttnOptions,
         return_max_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Output, lse and largest logits; None, on all ranks, where rows do not travel so that a kernel can wait."""
+        """Output, lse and largest logits; None, on all ranks, where stages do it: where rows do not travel so that a
+        kernel can wait, and where that takes longer.
+        """
+        if not forward_pays(self.cast, k, v):
+            return None
         q, k, v = loadable(q), loadable(k), loadable(v)
         rows_k, rows_v = with_rows(k), with_rows(v)
         device, stream = q.device, current_stream(q.device)
@@ -312,6 +319,12 @@ def joined_bands(plan: RankPlan) -> np.ndarray:
 def backward_pays(dims: tuple[int, int]) -> bool:
     """Whether the backward, too, is one launch where the forward is; ``dims``: of a head of q and k, and of v."""
     return dims in WHOLE_DIMS
+
+
+def forward_pays(cast: GroupCastArgs, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the forward is one launch where the backward is; the same on all ranks. ``cast``: of keys and values."""
+    row_bytes = sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v))
+    return cast.num_ranks == 2 or cast.most is None or cast.most[1] * row_bytes <= MOST_FORWARD_BYTES
 
 
 def pays(plan: RankPlan, dims: tuple[int, int], impl: str) -> bool:

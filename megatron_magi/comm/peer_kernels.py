@@ -18,7 +18,8 @@ from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
 
 SUM_LOADS = 2
 """Accesses of a thread to a row that is added to: kSumLoads of exchange.cu."""
-_SENDERS = {False: 3, True: 2}  # of the four groups of threads of a block: where rows are copied, and added
+BULK_ROW_BYTES = 1024
+"""Rows at least as long are sent by TMA."""
 
 
 class Shape(NamedTuple):
@@ -40,7 +41,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "exchange": Shape(1024, 32, "5Q2q", loads=4, num_lists=2),
+    "exchange": Shape(768, 64, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
     "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
@@ -51,9 +52,14 @@ MOST_WAITING = 64
 has 132 SMs, each of which takes one at least, so those that others wait for always find room."""
 
 
-def blocks_of(name: str, num_groups: int) -> int:
-    """Blocks of a kernel where so many groups of a GPU may wait at once."""
-    return min(SHAPES[name].num_blocks, MOST_WAITING // num_groups)
+MOST_BESIDE = 24
+"""Blocks of ``exchange`` beside other work. 16 fill the links to 0.94 of what 128 do; sums take more."""
+
+
+def blocks_of(name: str, num_groups: int, beside: bool = False) -> int:
+    """Blocks of a kernel where so many groups of a GPU may wait at once; ``beside``: other work."""
+    most = MOST_BESIDE if beside else SHAPES[name].num_blocks
+    return min(most, MOST_WAITING // num_groups)
 
 
 class PeerKernel(NamedTuple):
@@ -72,20 +78,26 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     Args:
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
-    sums = exchange_defines(WIDEST, (partial, wide), WIDEST // partial.itemsize)
-    needed = ("exchange", exchange_defines(WIDEST)), ("exchange", sums), ("publish_rows", (f"UNIT={WIDEST}",))
+    vector, needed = WIDEST // partial.itemsize, [("publish_rows", (f"UNIT={WIDEST}",))]
+    for row_bytes in (1, BULK_ROW_BYTES):
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes)))
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector)))
     return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
 
 
-def exchange_defines(unit: int, types: tuple[torch.dtype, ...] = (), vector: int = 0) -> tuple[str, ...]:
+def exchange_defines(
+    unit: int, row_bytes: int, types: tuple[torch.dtype, ...] = (), vector: int = 0
+) -> tuple[str, ...]:
     """Macros of exchange.cu.
 
     Args:
         unit: bytes of an access to what is sent, or copied.
+        row_bytes: of a row in a slot.
         types: of what is added, and of what it is added to; empty where rows are copied.
         vector: elements of an access where rows are added.
     """
-    defines = f"UNIT={unit}", f"SENDERS={_SENDERS[bool(types)]}", f"SUMS={int(bool(types))}"
+    is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES
+    defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"SUMS={int(bool(types))}"
     if not types:
         return defines
     return (*defines, f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}")
@@ -112,7 +124,7 @@ class Launch:
         kernel: what is launched.
         num_groups: see `blocks_of`.
         params: of the kernel.
-        started: see `LaunchConfig`.
+        started: see `LaunchConfig`; for what runs beside other work.
     """
 
     def __init__(self, kernel: PeerKernel, num_groups: int, *params: bytes | int, started: int = 0) -> None:
@@ -123,7 +135,7 @@ class Launch:
             (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
             for i in range(kernel.num_lists)
         ]
-        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups), started)
+        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups, started > 0), started)
 
     def step(self, *lists: Sequence[Place]) -> Step:
         """The launch with parameters of its own; ``lists``: where the tensors of `fire` will be."""

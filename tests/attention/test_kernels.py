@@ -158,11 +158,10 @@ def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.
     vector = row_memory.vector_of([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
     widest = row_memory.widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
     wanted = set(needed_kernels(shape, config, 2))
-    for defines in (
-        peer_kernels.exchange_defines(widest),
-        peer_kernels.exchange_defines(widest, (partial, torch.float32), vector),
-    ):
-        assert ("group_collective/exchange.cu", defines) in wanted
+    for row_bytes in (256, 4096):
+        for sums in ((), ((partial, torch.float32), vector)):
+            macros = peer_kernels.exchange_defines(widest, row_bytes, *sums)
+            assert ("group_collective/exchange.cu", macros) in wanted
     assert ("group_collective/publish_rows.cu", (f"UNIT={widest}",)) in wanted
 
 

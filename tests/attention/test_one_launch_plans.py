@@ -7,11 +7,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.attention import one_launch
-from megatron_magi.attention.runtime import joined_transfer
+from megatron_magi.attention.runtime import joined_cast, joined_transfer
 from megatron_magi.comm import announced, peer_kernels
 from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
@@ -204,6 +205,14 @@ def test_what_is_told_of_arrivals_is_what_the_kernels_read():
 )
 def test_one_launch_is_for_ranks_that_read_each_others_memory(num_ranks, impl, expected):
     assert announced.may_announce(num_ranks, impl) is expected
+
+
+def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
+    k = torch.empty(1, 8, 128, dtype=torch.bfloat16)
+    for num_ranks, total, expected in ((2, 1 << 17, True), (4, 8 << 10, True), (4, 1 << 17, False)):
+        plan = plan_of(builders.causal(total), num_ranks, 1)
+        casts = [joined_cast(plan.for_rank(rank), torch.device("cpu")) for rank in range(num_ranks)]
+        assert {one_launch.forward_pays(cast, k, k) for cast in casts} == {expected}
 
 
 def test_stages_that_are_kept_or_not_overlapped_stay_stages():

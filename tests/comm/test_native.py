@@ -254,8 +254,8 @@ def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypat
 @pytest.mark.parametrize(
     ("source", "params", "after_shift", "defines"),
     [
-        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1)),
-        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, (torch.bfloat16, torch.float32), 8)),
+        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
+        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
         ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
         ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
     ],

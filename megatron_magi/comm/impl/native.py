@@ -195,9 +195,10 @@ class Native:
         if failure is not None:
             raise RuntimeError(failure)
         with self._lock:
-            if self._last != raw or self._beside or self._sends_beside:
+            captures, beside = torch.cuda.is_current_stream_capturing(), self._beside or self._sends_beside
+            if captures or beside or self._last != raw:
                 current = self._take_turn(raw)
-                if self._beside or self._sends_beside:
+                if beside and not captures:
                     self._join(current)
             calls.queue(*addresses)
 
@@ -328,10 +329,10 @@ class Native:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
             unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
-            defines = exchange_defines(unit, types, vector)
+            defines = exchange_defines(unit, row_bytes, types, vector)
         else:
             unit = unit_to = min(unit, widest(results))
-            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit)
+            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
         kernel = kernel_of("exchange", defines, self._device)
         parts = (
             self._memory.packed,

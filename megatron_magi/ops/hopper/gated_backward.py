@@ -113,7 +113,7 @@ class Pass:
         self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         rows = padded(num_rows, choice.shape[1])
         delta = lse.new_empty(lse.shape)
-        self._stats = stats_launch(lse, delta, rows, choice.packed, choice.adds_dq, (dout, out))
+        self._stats = stats_launch(lse, delta, rows, choice.packed, choice.adds_dq, of_delta=(dout, out))
         num_stats = rows * choice.packed
         self._num_stats = -(-num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = num_heads * rows * dim if choice.adds_dq else 0
