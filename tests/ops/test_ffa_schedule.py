@@ -113,6 +113,14 @@ def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads
     assert rows == sorted(rows)
 
 
+def test_long_tiles_for_which_there_is_no_room_follow_each_other_key_head_by_key_head():
+    plan = backward_plan(builders.full(65536))
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=100, long_tile=LONG_BLOCKS)
+    whole = [(tile, head) for tile, head, count, *_ in unpack(schedule.items) if count == 8]
+    assert schedule.num_split == 100 and {tile for tile, _ in whole} == set(range(100, len(plan.costs)))
+    assert [head for _, head in whole] == sorted(head for _, head in whole)
+
+
 @pytest.mark.parametrize(("mask", "count"), [(builders.causal(32768), 2), (builders.full(65536), 4)])
 def test_the_longest_tiles_are_worked_on_in_pieces_of_all_tiles_the_first_before_the_second(mask, count):
     plan = backward_plan(mask)

@@ -3,8 +3,9 @@ part of the queries of one.
 
 Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
 the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
-is room for so many tiles. The longest are worked on in pieces, of all tiles the first before the second: else more
-queries would be in use than the cache keeps. Other tiles take all query heads of a key head at once, and write dk and
+is room for so many tiles; those for which there is none follow each other key head by key head. The longest are worked
+on in pieces, of all tiles the first before the second: else more queries would be in use than the cache keeps. Tiles
+that are not split, for want of room or as they are short, take all query heads of a key head at once, and write dk and
 dv themselves.
 Where all do so and dq is not added, what counts is that no SM is left with a long one at the end.
 """
@@ -99,8 +100,8 @@ def _near_schedule(
     piece = _piece(costs, heads_kv * group, long_tile) if width < group else 0
     best, shortest = None, float("inf")
     for least in candidates:
-        num_long = min(most, _num_long(costs, least))
-        schedule = _schedule(starts, costs, num_long, heads_kv, group, width, num_sms, piece)
+        num_long = _num_long(costs, least)
+        schedule = _schedule(starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece)
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
         work = _item_costs(schedule.items, costs, group)
@@ -133,6 +134,7 @@ def _piece(costs: np.ndarray, heads: int, long_tile: int) -> int:
 def _schedule(
     starts: np.ndarray,
     costs: np.ndarray,
+    num_split: int,
     num_long: int,
     heads_kv: int,
     group: int,
@@ -142,23 +144,26 @@ def _schedule(
 ) -> Schedule:
     """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
 
-    ``width``: query heads of an item of a long tile; ``piece``: see `_piece`.
+    ``width``: query heads of an item of a tile that is split, as the first ``num_split`` of ``num_long`` are;
+    ``piece``: see `_piece`.
     """
     place = np.argsort(starts, kind="stable")
-    long, short = place[place < num_long], place[place >= num_long]
+    split, short = place[place < num_split], place[place >= num_long]
+    unsplit = place[(place >= num_split) & (place < num_long)]
     if not num_long:
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    alone = len(heads) - _heads_together(costs[:num_long], len(heads), num_sms)
+    alone = len(heads) - _heads_together(costs[:num_split], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
-    of_first = _pieces(long, costs, width, piece) if piece else _section(long, [0], width)
+    parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
+    of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
-    parts.append(_section(np.arange(num_long), heads[alone:], width))
+    parts.append(_section(np.arange(num_split), heads[alone:], width))
     items = np.concatenate(parts)
-    if width < group and len(short) == 0 and not piece:
+    if width < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)
-    return Schedule(items.astype(np.int32), num_long if width < group else 0)
+    return Schedule(items.astype(np.int32), num_split if width < group else 0)
 
 
 def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
