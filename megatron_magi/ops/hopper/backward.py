@@ -207,7 +207,7 @@ class _Pass:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
                 inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
-        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E, numbers)
+        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E, numbers=numbers)
         if adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
         else:
