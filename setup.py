@@ -1,5 +1,5 @@
-"""Compiles the planner, puts the CUDA sources into the package, and into a wheel the common kernels compiled, where
-that is possible.
+"""Compiles the libraries in C++, puts the CUDA sources into the package, and into a wheel the common kernels compiled,
+where that is possible.
 
 In a checkout the sources lie beside the package, so that C++ and Python do not mix; everything else is in
 pyproject.toml.
@@ -17,32 +17,34 @@ from setuptools.command.build_py import build_py
 SOURCES = sorted({path.parent.as_posix() for path in Path("csrc").rglob("*.cu*")} | {"csrc", "csrc/attention"})
 
 
-# The planner in C++, of batches and of tiles: plain libraries, loaded by ctypes. Where they cannot be compiled, a
-# notice says so and the planner in Python is used. Results must equal Python's, so no a * b + c may be contracted.
-SOLVERS = [
+# The planner in C++, of batches and of tiles, and what queues kernels: plain libraries, loaded by ctypes. Where they
+# cannot be compiled, a notice says so and Python does the same. Results of the planner must equal Python's, so no
+# a * b + c may be contracted.
+LIBRARIES = [
     Extension(
         name,
-        sources=[f"csrc/solver/{source}.cpp" for source in sources],
+        sources=[f"csrc/{source}.cpp" for source in sources],
         depends=[path.as_posix() for path in sorted(Path("csrc/solver").glob("*.hpp"))],
         extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
         language="c++",
         optional=True,
     )
     for name, sources in (
-        ("megatron_magi.plan._solver", ("solver", "counts")),
-        ("megatron_magi.ops.hopper._tiles", ("tiles",)),
+        ("megatron_magi.plan._solver", ("solver/solver", "solver/counts")),
+        ("megatron_magi.ops.hopper._tiles", ("solver/tiles",)),
+        ("megatron_magi.cuda._calls", ("calls/calls",)),
     )
 ]
 
 
-class BuildSolver(build_ext):
-    """Says what it means when the planner cannot be compiled."""
+class BuildLibraries(build_ext):
+    """Says what it means when libraries cannot be compiled."""
 
     def run(self) -> None:
         super().run()
         missing = [ext.name for ext in self.extensions if not Path(self.get_ext_fullpath(ext.name)).exists()]
         if missing:
-            print("the planner in C++ could not be compiled, plans are made in Python")
+            print(f"{', '.join(missing)} could not be compiled: plans are made in Python, and calls queued by it")
 
 
 class BuildWithKernels(build_py):
@@ -67,6 +69,6 @@ setup(
     package_dir={"megatron_magi.csrc": "csrc"},
     package_data={"megatron_magi": ["py.typed"], "": ["*.cu", "*.cuh"]},
     include_package_data=False,
-    ext_modules=SOLVERS,
-    cmdclass={"build_ext": BuildSolver, "build_py": BuildWithKernels},
+    ext_modules=LIBRARIES,
+    cmdclass={"build_ext": BuildLibraries, "build_py": BuildWithKernels},
 )

@@ -3,14 +3,16 @@
     python benchmarks/bench_distributed.py [--csv FILE] [--chart FILE] [--traces FOLDER] [--max-seconds S]
                                            [--tokens N ...] [--masks NAME ...] [--ways NAME ...] [--ranks N]
     torchrun --nproc-per-node N benchmarks/bench_distributed.py ...
-    python benchmarks/bench_distributed.py --plot FILE [FILE ...] --chart FILE    (draws results; needs no GPU)
+    python benchmarks/bench_distributed.py --plot FILE [FILE ...] [--csv FILE] [--chart FILE]    (needs no GPU)
 
-Ways: ``magi``, the default; ``magi_zigzag``, the same kernels and collectives with the dispatch of Megatron; the
-baselines of `baselines`. All take turns in one run, in another order each round. A time is that of the slowest rank,
-median over the rounds, of a pass of a whole call with the host ahead; rates are of visible pairs for each GPU.
-``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
-run beside them, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over
-what is there is written. Figures that MagiAttention has published of its own are shown beside, and named so.
+Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
+``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch; ``alone``, the attention of ``magi``, stage by
+stage, over keys that are all there; the baselines of `baselines`. All take turns in one run, in another order each
+round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead; rates
+are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting
+for other ranks, in which others run beside them, of a forward and a backward under the profiler, over all ranks. When
+``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in several the
+last. Figures that MagiAttention has published of its own are shown beside, and named so.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ import torch
 import torch.distributed as dist
 from attention_cases import MASKS, Case
 from baselines import BASELINES, Cluster, Unsupported
+from baselines.alone import Alone
 from baselines.base import num_tokens
 from bench_dispatch import Case as Packed
 from bench_dispatch import zigzag
-from distributed_charts import draw, read_rows
+from distributed_charts import draw, read_rows, write_rows
 from provenance import write_csv
 from trace_overlap import hidden_share
 
@@ -47,6 +50,8 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
 HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_a_gpu", "backward_ms",
           "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
 WAYS = ("magi", "magi_zigzag", *BASELINES)
+ONE_LAUNCH = {"magi_stages": False, "magi_one_launch": True, "magi_zigzag_stages": False}
+ALL_WAYS = (*WAYS, *ONE_LAUNCH, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
 GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
@@ -69,15 +74,19 @@ CASES: dict[str, Callable[[int], Case]] = {
     "short_documents": lambda total: replace(MASKS["short_causal"](total), name="short_documents"),
     "window": MASKS["window"],
     "block_causal": MASKS["block_causal"],
+    "documents_full": lambda total: replace(MASKS["varlen_full"](total), name="documents_full"),
+    "documents_causal": lambda total: replace(MASKS["varlen_causal"](total), name="documents_causal"),
 }
 """By name, a function from the number of tokens of all GPUs to the case."""
+DEFAULT_MASKS = tuple(CASES)[:7]
 
 
 class Way(NamedTuple):
-    """A way, ready for one mask on one rank: its tokens, and attention of them."""
+    """A way, ready for one mask on one rank: its tokens, attention of them, and keys where they are not its tokens."""
 
     num_rows: int
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    num_keys: int | None = None
 
 
 def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
@@ -86,13 +95,18 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     Raises:
         Unsupported: it cannot do the mask, or not on so many ranks.
     """
-    if not name.startswith("magi"):
+    if name in BASELINES:
         ready = BASELINES[name](case, cluster, HEADS_KV, impl)
         return Way(num_tokens(ready.runs), ready.attend)
-    cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
-    config = MagiConfig(overlap=OverlapConfig(cost=cost), attend=AttendConfig(impl=impl))
-    dispatch = zigzag(case.length, cluster.num_ranks) if name == "magi_zigzag" else None
+    overlap = OverlapConfig(cost=CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM))
+    if name in ONE_LAUNCH:
+        overlap = replace(overlap, one_launch=ONE_LAUNCH[name])
+    config = MagiConfig(overlap=overlap, attend=AttendConfig(impl=impl))
+    dispatch = zigzag(case.length, cluster.num_ranks) if "zigzag" in name else None
     plan = make_plan(case.mask, config, cluster.num_ranks, dispatch).for_rank(cluster.rank)
+    if name == "alone":
+        alone = Alone(plan, impl)
+        return Way(plan.num_rows, alone.attend, alone.num_keys)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)[0]
@@ -105,12 +119,10 @@ class Turns:
 
     def __init__(self, way: Way, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(dist.get_rank())
-        heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
+        q, kv = (way.num_rows, HEADS_Q, HEAD_DIM), (way.num_keys or way.num_rows, HEADS_KV, HEAD_DIM)
         *self._leaves, self._dout = (
-            torch.randn(
-                way.num_rows, n, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator
-            ).requires_grad_(i < 3)
-            for i, n in enumerate(heads)
+            torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_(i < 3)
+            for i, shape in enumerate((q, kv, kv, q))
         )
         self._attend, self.times = way.attend, []
 
@@ -163,21 +175,24 @@ def measure(
     impl: str = "auto",
     seconds: float = 0.0,
     traces: Path | None = None,
+    profiled: Iterable[str] = ALL_WAYS,
 ) -> list[list]:
-    """Rows of the table for one mask, equal on all ranks; timed for about so many seconds, two rounds at least."""
+    """Rows of the table for one mask, equal on all ranks; timed for about so many seconds.
+
+    Args:
+        profiled: ways that are run under the profiler too.
+    """
     ready, notes = {}, {}
     for name in ways:
         try:
             ready[name] = Turns(make_way(name, case, cluster, impl), device)
             ready[name].take()  # compiles kernels, makes communicators
+            ready[name].times.clear()
         except Unsupported as reason:
             notes[name] = str(reason)
     once = sum(map(sum, (turns.take() for turns in ready.values())))
-    rounds = int(np.clip(1e3 * seconds / once, 2, 8))
-    for turns in ready.values():
-        turns.times.clear()
     shuffled = random.Random(0)
-    for _ in range(rounds):
+    for _ in range(int(np.clip(1e3 * seconds / once, 1, 9)) - 1):
         for name in shuffled.sample(list(ready), len(ready)):
             ready[name].take()
     head, flops = [case.name, case.length // cluster.num_ranks, cluster.num_ranks], 4.0 * case.mask.area
@@ -188,15 +203,16 @@ def measure(
             rows.append([*head, name, *[""] * 6, notes[name]])
             continue
         forward, backward = (statistics.median(times) for times in zip(*ready[name].times, strict=True))
-        trace = traces and traces / f"{case.name}_{head[1]}_{name}_{cluster.rank}.json"
-        comm = torch.tensor(hidden_share(ready[name].passes, trace), device=device)
-        dist.all_reduce(comm)
-        comm_ms, hidden_ms = (comm / cluster.num_ranks).tolist()
-        share = f"{hidden_ms / comm_ms:.3f}" if comm_ms else ""
         rows.append([
             *head, name, f"{forward:.3f}", f"{flops / forward / 1e9:.0f}", f"{backward:.3f}",
-            f"{2.5 * flops / backward / 1e9:.0f}", f"{comm_ms:.3f}", share, "",
+            f"{2.5 * flops / backward / 1e9:.0f}", "", "", "",
         ])  # fmt: skip
+        if name in profiled:
+            trace = traces and traces / f"{case.name}_{head[1]}_{name}_{cluster.rank}.json"
+            comm = torch.tensor(hidden_share(ready[name].passes, trace), device=device)
+            dist.all_reduce(comm)
+            comm_ms, hidden_ms = (comm / cluster.num_ranks).tolist()
+            rows[-1][-3:-1] = f"{comm_ms:.3f}", f"{hidden_ms / comm_ms:.3f}" if comm_ms else ""
     return rows
 
 
@@ -211,7 +227,9 @@ def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> None:
             if float(spent) > options.max_seconds:
                 continue
             case = CASES[name](tokens * num_ranks)
-            rows += measure(case, cluster, device, options.ways, options.impl, options.seconds, options.traces)
+            rows += measure(
+                case, cluster, device, options.ways, options.impl, options.seconds, options.traces, options.profiled
+            )
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             if rank == 0:
@@ -226,13 +244,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="also write the rows to this file, after each mask")
     parser.add_argument("--chart", help="draw the rates to this PNG")
-    parser.add_argument("--plot", nargs="+", help="draw these results; measure nothing")
+    parser.add_argument("--plot", nargs="+", help="put these results together; measure nothing")
     parser.add_argument("--traces", type=Path, help="folder for traces that chrome://tracing and Perfetto show")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="start no other mask after so long")
     parser.add_argument("--seconds", type=float, default=1.5, help="to time one mask, about")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768, 65536], help="tokens a GPU")
-    parser.add_argument("--masks", nargs="*", default=list(CASES), choices=CASES)
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--masks", nargs="*", default=list(DEFAULT_MASKS), choices=CASES)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=ALL_WAYS)
+    parser.add_argument("--profiled", nargs="*", default=list(ALL_WAYS), choices=ALL_WAYS, help="of these ways")
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; all of the machine when not given")
     parser.add_argument("--impl", default="auto", help="implementation of slice_attention")
     options = parser.parse_args()
@@ -252,8 +271,13 @@ def main() -> None:
                 return
         for name, rates in PUBLISHED.items():
             print(f"published by MagiAttention, 8 H100, 8k tokens a GPU: {name} {rates[0]} / {rates[1]} TFLOP/s a GPU")
-    if options.chart and (options.plot or options.csv):
-        draw(options.chart, *read_rows(options.plot or [options.csv]), {"8192": PUBLISHED})
+    if options.plot or (options.chart and options.csv):
+        notes, rows = read_rows(options.plot or [options.csv])
+        if options.plot and options.csv:
+            write_rows(options.csv, notes, rows)
+        if options.chart:
+            source = ", ".join(notes.get(name, "") for name in ("device", "commit", "date"))
+            draw(options.chart, source, rows, {"8192": PUBLISHED})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """group_cast and group_reduce on the GPUs of one machine: rows of keys and values that every rank needs of every other.
 
-    python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...] [--ranks-per-node N]
+    python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...] [--ranks-per-node N ...]
 
-Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; beside them NCCL's
+Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; ``native_beside``
+with tensors that are kept, as attention calls it, on the few SMs that it takes beside other work. Beside them NCCL's
 ``nccl_all_to_all`` and ``nccl_all_gather`` on bytes that lie packed already, and where a reduction is meant without it.
 Bytes are those that a rank receives of the others, or gets back. Times are of the slowest rank: on the device, the host
 being ahead (median of some, each the mean of a few calls), and of a call that the host waits for. With N neighbours
-taken for a node the same exchange in two levels is measured too, as ``two_levels``; ``far_bytes`` are those that a rank
-sends to other nodes. On one machine these go over the same links as the others.
+taken for a node the same exchange in two levels is measured too, as ``two_levels_N``; ``far_bytes`` are those that a
+rank sends to other nodes of the first N, checked to be those of each row once to each node. On one machine these go
+over the same links as the others.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ HEADS_KV, HEAD_DIM = 8, 128
 ROW_BYTES = 2 * HEADS_KV * HEAD_DIM * 2  # a key and a value in bf16
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
 HEADER = ["operation", "way", "ranks", "bytes", "device_us", "gb_a_s", "call_us", "host_us", "far_bytes"]
+WAYS = (("native", "native", False), ("native_beside", "native", True), ("all_to_all", "all_to_all", False))
+"""Of ours: name, implementation, whether tensors are kept."""
 AHEAD_CYCLES = 8_000_000
 """Of the clock: some milliseconds, in which the host queues what is measured."""
 
@@ -40,10 +44,9 @@ def exchange_args(rank: int, num_ranks: int, num_rows: int) -> GroupCastArgs:
     """All ``num_rows`` rows of each rank to every other, in the order of ranks."""
     splits = [num_rows if r != rank else 0 for r in range(num_ranks)]
     rows = np.tile(np.arange(num_rows), num_ranks - 1)
-    # This rank's rows come after those of the ranks before it, of which the destination may be one.
-    firsts = [rank - (r < rank) for r in range(num_ranks) if r != rank]
-    buffer_rows = np.concatenate([first * num_rows + np.arange(num_rows) for first in firsts])
-    peers = PeerRows(rows, buffer_rows, num_rows, num_rows * (num_ranks - 1))
+    # This rank's rows come after those of the ranks before it, of which the destination may be one; so do they go back.
+    first = [(rank - (r < rank)) * num_rows for r in range(num_ranks)]
+    peers = PeerRows(rows, first, first, num_rows, len(rows), len(rows))
     return GroupCastArgs.build(rows, splits, splits, None, "cuda", peers)
 
 
@@ -53,7 +56,7 @@ def level_args(
     """The same in two levels."""
     levels = two_levels(pieces, rank, num_ranks, ranks_per_node)
     nothing = np.zeros(0, dtype=np.int64)
-    transfer = Transfer(nothing, (), (), None, nothing, nothing, 0, 0, levels)
+    transfer = Transfer(nothing, (), (), None, nothing, (), (), 0, 0, 0, levels)
     return LevelArgs.build(cast_tables(transfer), device)
 
 
@@ -100,7 +103,7 @@ def measure(run: Callable[[], object], num_bytes: int) -> tuple[float, float, fl
 
 
 def ways(
-    rank: int, num_ranks: int, num_bytes: int, ranks_per_node: int | None
+    rank: int, num_ranks: int, num_bytes: int, ranks_per_node: list[int]
 ) -> dict[tuple[str, str], Callable[[], object]]:
     """What is measured, by operation and way."""
     num_rows = num_bytes // ROW_BYTES // (num_ranks - 1)
@@ -115,29 +118,31 @@ def ways(
     packed, received = (torch.empty(args.num_recv * ROW_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     splits = [n * ROW_BYTES for n in args.recv_splits]
     result: dict[tuple[str, str], Callable[[], object]] = {}
-    for impl in ("native", "all_to_all"):
-        result["cast", impl] = lambda impl=impl: group_cast([k, v], args, impl=impl).wait()
-        result["reduce", impl] = lambda impl=impl: group_reduce(
-            [dk, dv], args, into=into, impl=impl, at_once=True
-        ).wait()
+    for way, impl, kept in WAYS:
+        how = {"impl": impl, "kept": kept}
+        result["cast", way] = lambda how=how: group_cast([k, v], args, **how).wait()
+        result["reduce", way] = lambda how=how: group_reduce([dk, dv], args, into=into, at_once=True, **how).wait()
     result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, into=into, impl="native").wait()
     result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
     result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
-    if ranks_per_node is not None:
-        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, ranks_per_node)
-        result["cast", "two_levels"] = lambda: group_cast([k, v], levels).wait()
-        result["reduce", "two_levels"] = lambda: group_reduce([dk, dv], levels, into=into).wait()
+    for per_node in ranks_per_node:
+        way = f"two_levels_{per_node}"
+        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, per_node)
+        result["cast", way] = lambda a=levels: group_cast([k, v], a, kept=True).wait()
+        result["reduce", way] = lambda a=levels: group_reduce([dk, dv], a, into=into, kept=True).wait()
+        handle = group_cast([k, v], levels)
+        assert handle.far_sent_bytes == far_bytes(way, len(sent) * (num_ranks - 1), num_ranks, per_node)
+        handle.wait()
     return result
 
 
-def far_bytes(way: str, num_bytes: int, num_ranks: int, ranks_per_node: int | None) -> int:
-    """Bytes that a rank sends to other nodes."""
-    per_node = ranks_per_node or num_ranks
-    others = num_ranks // per_node - 1 if way == "two_levels" else num_ranks - per_node
+def far_bytes(way: str, num_bytes: int, num_ranks: int, ranks_per_node: int) -> int:
+    """Bytes that a rank sends to other nodes: in two levels each row once to each node."""
+    others = num_ranks // ranks_per_node - 1 if "levels" in way else num_ranks - ranks_per_node
     return num_bytes // (num_ranks - 1) * others
 
 
-def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: int | None) -> list[list]:
+def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: list[int]) -> list[list]:
     """Rows of the table, equal on all ranks."""
     rows = []
     for num_bytes in sizes:
@@ -145,7 +150,8 @@ def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: int
             device, call, host = measure(run, num_bytes)
             rate = num_bytes / device / 1e3
             times = [f"{x:.1f}" for x in (device, rate, call, host)]
-            far = far_bytes(way, num_bytes, num_ranks, ranks_per_node)
+            per_node = int(way.rpartition("_")[2]) if "levels" in way else [*ranks_per_node, num_ranks][0]
+            far = far_bytes(way, num_bytes, num_ranks, per_node)
             rows.append([operation, way, num_ranks, num_bytes, *times, far])
             if rank == 0:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
@@ -157,7 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="also write the rows to this file")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes that a rank receives")
-    parser.add_argument("--ranks-per-node", type=int, help="also measure in two levels, with so many GPUs for a node")
+    parser.add_argument(
+        "--ranks-per-node", type=int, nargs="*", default=[], help="also in two levels, with so many GPUs for a node"
+    )
     options = parser.parse_args()
     num_ranks = torch.cuda.device_count()
     rows = run_ranks(measure_all, num_ranks, options.sizes, options.ranks_per_node, timeout_s=300.0, backend="nccl")[0]

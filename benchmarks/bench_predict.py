@@ -1,12 +1,13 @@
 """Prediction against measurement: every way to spread a mask that the default chooses from, on the GPUs of one machine.
 
-    python benchmarks/bench_predict.py --csv FILE [--rates FILE] [--tokens N ...]    # measures
+    python benchmarks/bench_predict.py --csv FILE [--rates FILE] [--tokens N ...] [--masks NAME ...]    # measures
     python benchmarks/bench_predict.py --from FILE [--rates FILE] [--csv FILE] [--chart FILE]    # predicts anew
-    python benchmarks/bench_predict.py --from FILE --fit FILE [--and FILE ...]    # fits rates to what was measured
+    python benchmarks/bench_predict.py --from FILE --fit FILE [--and FILE ...] [--ways FILE ...]    # fits rates to them
 
 A step is a forward and a backward pass of some layers, which the host issues one behind the other. Measured is the
-median step over rounds, in each of which every dispatch runs; of the slowest rank, in ms a layer. ``over_best``
-says how much longer the chosen dispatch takes than the fastest.
+median step over rounds, in each of which every dispatch runs; of the slowest rank, in ms a layer; with
+``--one-launch`` stages are one launch (`OverlapConfig`). ``over_best`` says how much longer the chosen dispatch takes
+than the fastest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import csv
 import itertools
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,25 +32,30 @@ from megatron_magi.attention import distributed_attention
 from megatron_magi.calibration import present_rates
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.plan import RankPlan, dispatch_from_chunks, make_plan
+from megatron_magi.plan import RankPlan, dispatch_from_chunks, make_plan, native
 from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
-from megatron_magi.plan.counts import count
+from megatron_magi.plan.counts import Counts
+from megatron_magi.plan.plan import make_dispatch
 from megatron_magi.plan.predict import Prediction, predict
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.rates import Rates
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
-HEADER = ["mask", "tokens_a_gpu", "ranks", "dispatch", "measured_ms", "forward_ms", "predicted_ms",
+HEADER = ["mask", "tokens_a_gpu", "ranks", "one_launch", "dispatch", "measured_ms", "forward_ms", "predicted_ms",
           "predicted_forward_ms", "host_bound", "chosen", "over_best"]  # fmt: skip
 MASKS = ("causal", "full", "documents_8", "documents_64", "short_documents", "window", "block_causal")
-OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM))
+COST = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
+OVERLAPS = {str(int(one)): OverlapConfig(cost=COST, one_launch=one) for one in (False, True)}
+CASE = ("mask", "tokens_a_gpu", "ranks", "one_launch")
 Row = dict[str, str]
 FITTED = ("forward_tflops", "backward_tflops", "tile_columns", "tile_rows", "forward_us", "backward_us",
-          "collective_us", "gbytes_per_s", "hidden", "host_forward_us", "host_backward_us", "host_stage_forward_us",
-          "host_stage_backward_us", "host_one_way_us")  # fmt: skip
-"""Rates that `fit` changes; memory is as `calibrate` measures it, links between nodes are as assumed."""
+          "collective_us", "hidden")  # fmt: skip
+"""Rates that `fit` changes. Memory is as `calibrate` measures it, bytes inside a node as `bench_group_collective.py`
+does (of few ranks steps tell little of them), the host as `bench_steps.py` does, links between nodes are as assumed."""
+_LEAST_MS = 2.0
+"""Steps of this benchmark that are shorter are left out of a fit: the host may have been what was measured."""
 
 
 def make_mask(name: str, total: int, num_ranks: int) -> AttnMask:
@@ -66,24 +73,26 @@ def make_mask(name: str, total: int, num_ranks: int) -> AttnMask:
     return Case(total, int(name.removeprefix("documents_")), num_ranks).mask(0)
 
 
-def predicted(mask: AttnMask, num_ranks: int, rates: Rates) -> tuple[dict[str, np.ndarray], dict[str, Prediction]]:
+def predicted(
+    mask: AttnMask, num_ranks: int, rates: Rates, overlap: OverlapConfig
+) -> tuple[dict[str, np.ndarray], dict[str, Prediction]]:
     """Candidates and their predictions."""
     config = DispatchConfig(rates=rates)
     bounds = chunk_bounds(mask.total_seqlen_q, num_ranks, config)
     found = candidates(mask, bounds, num_ranks, config)
-    return found, predictions(found, mask, bounds, num_ranks, config, OVERLAP)
+    return found, predictions(found, mask, bounds, num_ranks, config, overlap)
 
 
 class Step:
     """A step over one dispatch, on one rank."""
 
-    def __init__(self, plan: RankPlan, num_layers: int) -> None:
+    def __init__(self, plan: RankPlan, num_layers: int, config: MagiConfig) -> None:
         heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
         *self._leaves, self._dout = (
             torch.randn(plan.num_rows, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_(i < 3)
             for i, n in enumerate(heads)
         )
-        self._plan, self._num_layers = plan, num_layers
+        self._plan, self._num_layers, self._config = plan, num_layers, config
 
     def run(self) -> tuple[float, float]:
         """Milliseconds of a layer, of the slowest rank: of both passes, and of the forward."""
@@ -91,7 +100,10 @@ class Step:
         torch.cuda.synchronize()
         dist.barrier()
         begin.record()
-        outs = [distributed_attention(*self._leaves, self._plan, dist.group.WORLD)[0] for _ in range(self._num_layers)]
+        outs = [
+            distributed_attention(*self._leaves, self._plan, dist.group.WORLD, config=self._config)[0]
+            for _ in range(self._num_layers)
+        ]
         middle.record()
         while outs:
             torch.autograd.grad(outs.pop(), self._leaves, self._dout)
@@ -102,72 +114,110 @@ class Step:
         return tuple(times.tolist())
 
 
-def measure(rank: int, num_ranks: int, name: str, tokens: int, rates: Rates) -> list[list]:
-    """Rows of the table for one mask."""
-    mask = make_mask(name, tokens * num_ranks, num_ranks)
-    found, _ = predicted(mask, num_ranks, rates)
-    bounds = chunk_bounds(mask.total_seqlen_q, num_ranks, DispatchConfig())
+def measure(
+    rank: int, num_ranks: int, name: str, tokens: int, rates: Rates, one_launch: str, seconds: float
+) -> list[list]:
+    """Rows of the table for one mask; timed for about so many seconds."""
+    mask, overlap = make_mask(name, tokens * num_ranks, num_ranks), OVERLAPS[one_launch]
+    found, _ = predicted(mask, num_ranks, rates, overlap)
+    bounds, config = chunk_bounds(mask.total_seqlen_q, num_ranks, DispatchConfig()), MagiConfig(overlap=overlap)
     steps = {}
     for way, chunk_rank in found.items():
         dispatch = dispatch_from_chunks(mask.total_seqlen_q, bounds, chunk_rank, num_ranks)
-        plan = make_plan(mask, MagiConfig(overlap=OVERLAP), num_ranks, dispatch).for_rank(rank)
-        steps[way] = Step(plan, 4 if tokens < 16384 else 1)
+        plan = make_plan(mask, config, num_ranks, dispatch).for_rank(rank)
+        steps[way] = Step(plan, 4 if tokens < 16384 else 1, config)
         steps[way].run()  # compiles kernels
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
-    order = np.random.default_rng(0)
-    for _ in range(16 if tokens < 16384 else 6):
+    order, begin = np.random.default_rng(0), time.perf_counter()
+    left = torch.tensor([16], device="cuda")
+    while left:
         for way in order.permutation(list(steps)):
             times[way].append(steps[way].run())
+        left -= 1
+        if time.perf_counter() - begin > seconds and len(times[way]) > 1:
+            left.zero_()
+        dist.all_reduce(left, op=dist.ReduceOp.MIN)
     medians = {way: np.median(values, axis=0) for way, values in times.items()}
-    return [[name, tokens, num_ranks, way, *(f"{x:.4f}" for x in medians[way])] for way in steps]
+    return [[name, tokens, num_ranks, one_launch, way, *(f"{x:.4f}" for x in medians[way])] for way in steps]
+
+
+def by_case(rows: list[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Rows by what is the same for all dispatches, see `CASE`."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[field] for field in CASE), []).append(row)
+    return found
 
 
 def with_predictions(rows: list[Row], rates: Rates) -> Iterator[list]:
     """Rows of the table, from those with what was measured."""
-    cases = dict.fromkeys((row["mask"], row["tokens_a_gpu"], row["ranks"]) for row in rows)
-    for name, tokens, ranks in cases:
+    for (name, tokens, ranks, one_launch), mine in by_case(rows).items():
         mask = make_mask(name, int(tokens) * int(ranks), int(ranks))
-        _, by_way = predicted(mask, int(ranks), rates)
-        chosen = fastest(by_way)
-        mine = [row for row in rows if (row["mask"], row["tokens_a_gpu"], row["ranks"]) == (name, tokens, ranks)]
+        _, by_way = predicted(mask, int(ranks), rates, OVERLAPS[one_launch])
+        mine = [row for row in mine if row["dispatch"] in by_way]
         times = {row["dispatch"]: float(row["measured_ms"]) for row in mine}
+        chosen = fastest({way: by_way[way] for way in times})
         over = times[chosen] / min(times.values())
         for row in mine:
             found = by_way[row["dispatch"]]
             yield [
-                *(row[field] for field in HEADER[:6]), f"{found.step_us / 1e3:.4f}", f"{found.forward_us / 1e3:.4f}",
+                *(row[field] for field in HEADER[:7]), f"{found.step_us / 1e3:.4f}", f"{found.forward_us / 1e3:.4f}",
                 int(found.step_us > found.device_us), int(row["dispatch"] == chosen), f"{over:.3f}",
             ]  # fmt: skip
 
 
-def fit(rows: list[Row], rates: Rates) -> Rates:
+def measured_ways(rows: list[Row], rates: Rates) -> Iterator[tuple[OverlapConfig, Counts, int, float, float]]:
+    """Of rows of `bench_distributed.py`, of this project's ways: what to predict each by, and its times in ms."""
+    from bench_distributed import CASES, ONE_LAUNCH
+    from simulate import OVERLAP, count_dispatch
+
+    for row in rows:
+        if not row["way"].startswith("magi"):
+            continue
+        num_ranks, overlap = int(row["ranks"]), OVERLAP
+        overlap = replace(overlap, one_launch=ONE_LAUNCH.get(row["way"], overlap.one_launch))
+        mask = CASES[row["mask"]](int(row["tokens_a_gpu"]) * num_ranks).mask
+        way = "zigzag" if "zigzag" in row["way"] else "auto"
+        dispatch = make_dispatch(mask, DispatchConfig(algorithm=way, rates=rates), num_ranks, overlap)
+        counts, forward_ms = count_dispatch(mask, dispatch, rates.ranks_per_node), float(row["forward_ms"])
+        yield overlap, counts, max(dispatch.shard_lengths), forward_ms + float(row["backward_ms"]), forward_ms
+
+
+def fit(rows: list[Row], rates: Rates, ways: list[Row]) -> Rates:
     """The rates that predict what was measured, in logarithms, and choose among it with the least regret.
 
     One rate after another is raised or lowered for as long as that helps, by steps that become finer.
+
+    Args:
+        rows: of this benchmark.
+        ways: of `bench_distributed.py`, where the host is ahead.
     """
+    others = list(measured_ways(ways, rates))
     cases = []
-    for name, tokens, ranks in dict.fromkeys((row["mask"], row["tokens_a_gpu"], row["ranks"]) for row in rows):
+    for (name, tokens, ranks, one_launch), mine in by_case(rows).items():
         mask, config = make_mask(name, int(tokens) * int(ranks), int(ranks)), DispatchConfig(rates=rates)
         bounds = chunk_bounds(mask.total_seqlen_q, int(ranks), config)
         found = candidates(mask, bounds, int(ranks), config)
-        key = (name, tokens, ranks)
-        times = {row["dispatch"]: row for row in rows if (row["mask"], row["tokens_a_gpu"], row["ranks"]) == key}
-        cases.append({
-            way: (count(mask, bounds, found[way], int(ranks), rates.ranks_per_node),
-                  int(sum_by_rank(found[way], np.diff(bounds), int(ranks)).max()),
-                  float(row["measured_ms"]), float(row["forward_ms"]))
-            for way, row in times.items() if way in found
-        })  # fmt: skip
+        cases.append((OVERLAPS[one_launch], {
+            row["dispatch"]: (native.count(mask, bounds, found[row["dispatch"]], int(ranks), rates.ranks_per_node),
+                              int(sum_by_rank(found[row["dispatch"]], np.diff(bounds), int(ranks)).max()),
+                              float(row["measured_ms"]), float(row["forward_ms"]))
+            for row in mine if row["dispatch"] in found
+        }))  # fmt: skip
 
     def loss(rates: Rates) -> float:
         errors, regrets = [], []
-        for case in cases:
-            by_way = {way: predict(counts, rows, rates, OVERLAP) for way, (counts, rows, *_) in case.items()}
+        for overlap, case in cases:
+            by_way = {way: predict(counts, rows, rates, overlap) for way, (counts, rows, *_) in case.items()}
             for way, (*_, step_ms, forward_ms) in case.items():
-                errors.append(np.log(by_way[way].step_us / step_ms / 1e3))
-                if step_ms > 4:  # else the host, not the GPU, may have been what was measured
+                if step_ms > _LEAST_MS:
+                    errors.append(np.log(by_way[way].step_us / step_ms / 1e3))
                     errors.append(np.log(by_way[way].forward_us / forward_ms / 1e3) / 2)
             regrets.append(case[fastest(by_way)][2] / min(c[2] for c in case.values()) - 1)
+        for overlap, counts, rows, step_ms, forward_ms in others:
+            found = predict(counts, rows, rates, overlap)
+            errors.append(np.log(found.device_us / step_ms / 1e3))
+            errors.append(np.log(found.forward_us / forward_ms / 1e3) / 2)
         # What the measurements do not tell stays as it was.
         moved = [np.log((getattr(rates, name) + 1e-9) / (getattr(before, name) + 1e-9)) for name in FITTED]
         return float(
@@ -200,37 +250,46 @@ def draw(rows: list[list], path: str) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogFormatter
 
-    sizes = sorted({int(row[1]) for row in rows})
-    figure, axes = plt.subplots(1, len(sizes), figsize=(6 * len(sizes), 5.5), squeeze=False)
-    for axis, size in zip(axes[0], sizes, strict=True):
-        here = [row for row in rows if int(row[1]) == size]
+    panels = sorted({(int(row[2]), int(row[1]), row[3]) for row in rows})
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 4.6 * lines), squeeze=False)
+    for axis, (ranks, size, one_launch) in zip(axes.flat, panels, strict=False):
+        here = [row for row in rows if (int(row[2]), int(row[1]), row[3]) == (ranks, size, one_launch)]
         for color, name in enumerate(dict.fromkeys(row[0] for row in here)):
             mine = [row for row in here if row[0] == name]
-            axis.scatter([float(r[4]) for r in mine], [float(r[6]) for r in mine], s=28, color=f"C{color}", label=name)
-            best = [r for r in mine if r[9]]
-            axis.scatter([float(r[4]) for r in best], [float(r[6]) for r in best], s=120, facecolors="none",
+            axis.scatter([float(r[5]) for r in mine], [float(r[7]) for r in mine], s=24, color=f"C{color}", label=name)
+            best = [r for r in mine if r[10]]
+            axis.scatter([float(r[5]) for r in best], [float(r[7]) for r in best], s=110, facecolors="none",
                          edgecolors=f"C{color}", linewidths=1.5)  # fmt: skip
-        ends = [f([float(r[c]) for r in here for c in (4, 6)]) for f in (min, max)]
+        ends = [f([float(r[c]) for r in here for c in (5, 7)]) for f in (min, max)]
         axis.plot(ends, ends, color="grey", linewidth=1)
-        axis.set(xscale="log", yscale="log", title=f"{size // 1024}k tokens a GPU, {here[0][2]} GPUs",
-                 xlabel="measured, ms a layer", ylabel="predicted, ms a layer")  # fmt: skip
+        title = f"{ranks} GPUs, {size // 1024}k tokens a GPU" + (", one launch" if one_launch == "1" else "")
+        axis.set(xscale="log", yscale="log", title=title, xlabel="measured, ms a layer", ylabel="predicted, ms a layer")
         for ticks in (axis.xaxis, axis.yaxis):
             ticks.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
             ticks.set_major_formatter(LogFormatter())
-        axis.legend(title="ring: chosen", fontsize=8)
+        axis.legend(title="ring: chosen", fontsize=7)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-def measure_all(rank: int, num_ranks: int, sizes: list[int], rates: Rates) -> list[list]:
+def measure_all(rank: int, num_ranks: int, options: argparse.Namespace, rates: Rates) -> list[list]:
     """All rows."""
-    rows: list[list] = []
-    for tokens in sizes:
-        for name in MASKS:
-            rows += measure(rank, num_ranks, name, tokens, rates)
-            if rank == 0:
-                print(*(",".join(map(str, row)) for row in rows if row[:2] == [name, tokens]), sep="\n", flush=True)
-            torch.cuda.empty_cache()
+    rows, begin, over = [], time.perf_counter(), torch.zeros(1, device="cuda")
+    for tokens, name in itertools.product(options.tokens, options.masks):
+        over += time.perf_counter() - begin > options.max_seconds
+        dist.all_reduce(over)
+        if over:
+            break
+        rows += measure(rank, num_ranks, name, tokens, rates, str(int(options.one_launch)), options.seconds)
+        if rank == 0:
+            print(*(",".join(map(str, row)) for row in rows if row[:2] == [name, tokens]), sep="\n", flush=True)
+            if options.csv:
+                write_csv(options.csv, HEADER[:7], rows)  # should the run be ended
+        torch.cuda.empty_cache()
     return rows
 
 
@@ -245,15 +304,21 @@ def main() -> None:
     parser.add_argument("--from", dest="measured", help="a file of an earlier run: nothing is measured")
     parser.add_argument("--fit", help="with --from: writes the rates that explain it best to this file, and ends")
     parser.add_argument("--and", dest="more", nargs="*", default=[], help="with --fit: files of other runs")
+    parser.add_argument("--ways", nargs="*", default=[], help="with --fit: files of bench_distributed.py")
     parser.add_argument("--rates", help="a calibration; that of this machine, or of its kind of GPU, when not given")
     parser.add_argument("--chart", help="write the chart to this file")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="tokens a GPU")
+    parser.add_argument("--masks", nargs="*", default=list(MASKS), choices=MASKS)
+    parser.add_argument("--one-launch", action="store_true", help="over all stages, not stage by stage")
+    parser.add_argument("--seconds", type=float, default=3.0, help="to time one mask, about")
+    parser.add_argument("--max-seconds", type=float, default=300.0, help="start no other mask after so long")
     options = parser.parse_args()
     rates = Rates.from_json(Path(options.rates).read_text()) if options.rates else present_rates()
     head = ""
     if options.fit:
         measured = [row for path in (options.measured, *options.more) for row in _read(Path(path).read_text())]
-        Path(options.fit).write_text(fit(measured, rates).to_json())
+        ways = [row for path in options.ways for row in _read(Path(path).read_text())]
+        Path(options.fit).write_text(fit(measured, rates, ways).to_json())
         return
     if options.measured:
         text = Path(options.measured).read_text()
@@ -263,8 +328,9 @@ def main() -> None:
         rows = _read(text)
     else:
         num_ranks = torch.cuda.device_count()
-        found = run_ranks(measure_all, num_ranks, options.tokens, rates, timeout_s=400.0, backend="nccl")[0]
-        rows = [dict(zip(HEADER[:6], map(str, row), strict=True)) for row in found]
+        timeout_s = options.max_seconds + 100
+        found = run_ranks(measure_all, num_ranks, options, rates, timeout_s=timeout_s, backend="nccl")[0]
+        rows = [dict(zip(HEADER[:7], map(str, row), strict=True)) for row in found]
     table = list(with_predictions(rows, rates))
     for row in table:
         print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)))
@@ -276,7 +342,7 @@ def main() -> None:
         write_csv(options.csv, HEADER, table)
     if options.chart:
         draw(table, options.chart)
-    misses = {(row[0], row[1]): row[10] for row in table if float(row[10]) > 1.02}
+    misses = {tuple(row[:4]): row[11] for row in table if float(row[11]) > 1.02}
     sys.exit(f"slower than the fastest dispatch by more than 2 %: {misses}" if misses else 0)
 
 

@@ -1,156 +1,115 @@
-"""Sparse attention on one Hopper GPU: rates of the visible pairs, forward and backward, beside dense attention.
+"""Sparse attention on one Hopper GPU: rates of the visible pairs, forward and backward, beside peers and dense.
 
-    python benchmarks/bench_sparse.py [--csv FILE] [--only PREFIX ...] [--max-tokens N] [--seconds S]
+    python benchmarks/bench_sparse.py [--csv FILE] [--only PREFIX ...] [--min-tokens N] [--max-tokens N] [--seconds S]
+        [--peers flex flashinfer]
+    python benchmarks/bench_sparse.py --draw CSV ...
 
 bf16, head_dim 128. A backward counts 2.5 times the products of its forward. Times are of whole calls, on a device whose
 L2 cache was flushed, making lists of a mask included. ``uniform``: random masks of 128 x 128 (or 64) blocks, one a key
-head, 64:8 heads. ``blocks`` and ``index``: one query of 128 heads and one key head for each 64 keys, which sees an
-eighth of all keys (or ``top`` so many) at random, listed in rising order. ``dense``: `slice_attention` of everything,
-64:8 heads.
+head, 64:8 heads. ``variable``: blocks of 32 to 512 tokens, one mask for all heads, 64:8, as ranges for
+`flex_flash_attn_func`. ``video``: windows in three dimensions, as tiles of 128 tokens or as ranges, 24:24 heads.
+``blocks`` and ``index``: one query of 128 heads and one key head for each 64 keys, which sees an eighth of all keys (or
+``top`` so many) at random, listed in rising order. ``dense``: `slice_attention` of everything, 64:8 heads. ``plan_us``:
+what a new mask costs on the device; masks as ranges are planned on the host, once, which is not in the times. A peer's
+results are compared with ours before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 
 import torch
-from attention_timing import time_together
+from attention_providers import Unavailable
+from attention_timing import attempt, time_together
 from provenance import write_csv
+from sparse_cases import Case, cases
+from sparse_peers import PEERS
 from torch import Tensor
 
-from megatron_magi import slice_attention
-from megatron_magi.mask import builders
-from megatron_magi.ops.hopper.sparse_lists import lists_of_mask
-from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-
 HEADER = (
-    "case", "queries", "keys", "heads", "q_block", "k_block", "keys_seen", "forward_ms", "forward_tflops",
-    "backward_ms", "backward_tflops", "lists_us",
+    "case", "queries", "keys", "heads", "q_block", "k_block", "keys_seen", "provider", "forward_ms", "forward_tflops",
+    "backward_ms", "backward_tflops", "deterministic_ms", "deterministic_tflops", "plan_us",
 )  # fmt: skip
-DENSITIES = (0.05, 0.1, 0.25, 0.5)
 DIM = 128
+MOST_ERROR = 0.02  # of a peer's output, relative to ours
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is timed: ``attend(q, k, v)`` returns ``(out, meta)``.
-
-    Attributes:
-        keys_seen: by a query, on average.
-        mask: of blocks, where there is one.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    heads: tuple[int, int]
-    blocks: tuple[int, int]
-    keys_seen: float
-    attend: Callable
-    mask: Tensor | None = None
-
-
-def uniform(tokens: int, density: float, k_block: int) -> Case:
-    shape = (8, tokens // 128, tokens // k_block)
-    mask = torch.rand(shape, device="cuda") < density
-
-    def attend(q, k, v):
-        return block_sparse_attention(q, k, v, mask, q_block_size=128, k_block_size=k_block)
-
-    seen = float(mask.float().mean()) * tokens
-    return Case(f"uniform {density:.0%}", (tokens, tokens), (64, 8), (128, k_block), seen, attend, mask)
-
-
-def listed_blocks(keys: int, k_block: int) -> Case:
-    rows, topk = keys // 64, keys // 8 // k_block
-    lists = torch.rand((1, rows, keys // k_block), device="cuda").argsort(-1)[..., :topk]
-    lists = lists.sort(-1).values.int()
-
-    def attend(q, k, v):
-        return block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block)
-
-    return Case("blocks", (rows, keys), (128, 1), (1, k_block), topk * k_block, attend)
-
-
-def listed_keys(keys: int, topk: int | None) -> Case:
-    rows, topk, name = keys // 64, topk or keys // 8, f"index top {topk}" if topk else "index"
-    stretch = keys // topk  # one key of each
-    first = stretch * torch.arange(topk, device="cuda", dtype=torch.int32)
-    indices = first + torch.randint(0, stretch, (rows, 1, topk), device="cuda", dtype=torch.int32)
-
-    def attend(q, k, v):
-        return index_sparse_attention(q, k, v, indices)
-
-    return Case(name, (rows, keys), (128, 1), (1, 1), topk, attend)
-
-
-def dense(tokens: int) -> Case:
-    mask = builders.full(tokens)
-
-    def attend(q, k, v):
-        return slice_attention(q, k, v, mask)
-
-    return Case("dense", (tokens, tokens), (64, 8), (0, 0), tokens, attend)
-
-
-def cases(only: list[str], most: int) -> Iterator[Case]:
-    """Cases whose name begins with one of ``only``, of at most so many keys, each made when it is its turn."""
-    makers: list[tuple[str, int, Callable[[], Case]]] = []
-    for tokens in (8192, 32768, 131072):
-        makers.append(("dense", tokens, partial(dense, tokens)))
-        makers += [
-            (f"uniform {density:.0%} {k_block}", tokens, partial(uniform, tokens, density, k_block))
-            for density, k_block in itertools.product(DENSITIES, (128, 64))
-        ]
-    for keys in (32768, 65536, 131072, 262144, 524288):
-        makers += [(f"blocks {k_block}", keys, partial(listed_blocks, keys, k_block)) for k_block in (128, 64)]
-        makers += [(f"index top {topk}", keys, partial(listed_keys, keys, topk)) for topk in (512, 2048)]
-        makers.append(("index eighth", keys, partial(listed_keys, keys, None)))
-    for name, keys, make in makers:
-        if keys <= most and (not only or any(name.startswith(prefix) for prefix in only)):
-            yield make()
-
-
-def measure(case: Case, seconds: float) -> list:
-    """A row of the table; what failed is its error."""
+def measure(case: Case, seconds: float, peers: list[str]) -> list[list]:
+    """Rows of the table, one a provider; what failed is its error."""
 
     def draw(tokens: int, heads: int) -> Tensor:
         return torch.randn((tokens, heads, DIM), device="cuda", dtype=torch.bfloat16).requires_grad_()
 
     q, k, v = draw(case.shape[0], case.heads[0]), *(draw(case.shape[1], case.heads[1]) for _ in range(2))
     frozen = [t.detach() for t in (q, k, v)]
-    calls: dict[str, Callable[[], object]] = {"forward": lambda: case.attend(*frozen)}
     out, _ = case.attend(q, k, v)
     dout = torch.randn_like(out)
-    calls["backward"] = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-    if case.mask is not None:
-        calls["lists"] = lambda: lists_of_mask(case.mask)
+
+    def backward_of(out: Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    calls: dict[str, Callable[[], object]] = {
+        "ffa forward": lambda: case.attend(*frozen), "ffa backward": backward_of(out)
+    }  # fmt: skip
+    if not case.name.startswith("index"):
+        calls["ffa deterministic"] = backward_of(case.attend(q, k, v, deterministic=True)[0])
+    if case.plan is not None:
+        calls["ffa plan"] = case.plan
+    failed: dict[str, str] = {}
+    for name in peers:
+        try:
+            passes, error = attempt(PEERS[name], case, *frozen)
+        except Unavailable:
+            continue
+        if passes is not None:
+            found = passes[0]()
+            difference = float((found.float() - out.detach().float()).norm() / out.detach().float().norm())
+            error = "" if difference < MOST_ERROR else f"its output is {difference:.3f} off"
+        if error or passes is None:
+            failed[name] = error
+            continue
+        calls |= {f"{name} {which}": call for which, call in zip(("forward", "backward"), passes, strict=True) if call}
     times, _ = time_together(calls, seconds)
+    return [_row(case, name, times, failed.get(name, "")) for name in ("ffa", *peers) if _is_known(name, times, failed)]
+
+
+def _is_known(name: str, times: dict, failed: dict) -> bool:
+    return name in failed or f"{name} forward" in times
+
+
+def _row(case: Case, name: str, times: dict[str, float | str], error: str) -> list:
     flops = 4 * case.shape[0] * case.keys_seen * case.heads[0] * DIM
-    row: list = [case.name, *case.shape, "{}:{}".format(*case.heads), *case.blocks, round(case.keys_seen, 1)]
-    for name, factor in (("forward", 1.0), ("backward", 2.5)):
-        ms = times.get(name, "")
+    row: list = [case.name, *case.shape, "{}:{}".format(*case.heads), *case.blocks, round(case.keys_seen, 1), name]
+    for which, factor in (("forward", 1.0), ("backward", 2.5), ("deterministic", 2.5)):
+        ms = times.get(f"{name} {which}", error if which == "forward" else "")
         row += [f"{ms:.4f}", round(factor * flops / ms / 1e9)] if isinstance(ms, float) else [ms, ""]
-    lists = times.get("lists", "")
-    return [*row, f"{1e3 * lists:.1f}" if isinstance(lists, float) else lists]
+    plan = times.get(f"{name} plan", "")
+    return [*row, f"{1e3 * plan:.1f}" if isinstance(plan, float) else plan]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="file to write; it is written anew after each case")
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of names, as 'uniform 25%% 128', 'blocks 64'")
+    parser.add_argument("--min-tokens", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=524288)
     parser.add_argument("--seconds", type=float, default=0.3, help="of a case")
+    parser.add_argument("--peers", nargs="*", default=[], choices=list(PEERS))
+    parser.add_argument("--draw", nargs="+", metavar="CSV", help="draw charts of results beside the first, and end")
     args = parser.parse_args()
+    if args.draw:
+        from sparse_charts import draw
+
+        draw(args.draw)
+        return
     torch.manual_seed(0)
-    rows = []
+    rows: list[list] = []
     print(*HEADER, sep=",")
-    for case in cases(args.only, args.max_tokens):
-        rows.append(measure(case, args.seconds))
-        print(*rows[-1], sep=",", flush=True)
+    for case in cases(args.only, args.min_tokens, args.max_tokens):
+        for row in measure(case, args.seconds, args.peers):
+            rows.append(row)
+            print(*row, sep=",", flush=True)
         if args.csv:
             write_csv(args.csv, HEADER, rows)
 

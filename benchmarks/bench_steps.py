@@ -2,14 +2,17 @@
 
     python benchmarks/bench_steps.py [--csv FILE] [--cases NAME ...] [--layers N] [--steps N] [--comm IMPL ...]
 
-A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Three ways:
+A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Four ways:
 
 - ``prepared``: a new mask each step, prepared ahead by worker processes of a data loader (`prepare_batch`);
 - ``due``: a new mask each step, planned when the step begins;
-- ``same``: a mask that was used in the steps before, with its plan.
+- ``same``: a mask that was used in the steps before, with its plan;
+- ``captured``: as ``prepared``, and all passes of the step are one CUDA graph, captured once and replayed for each mask
+  (`StaticPlans`; on several GPUs with one stage and native collectives).
 
 All ways take the same masks in the same order, and nothing is known of them when a way begins. Reported is the median
-over the masks of the slowest rank's step, with the time that the host takes to issue one forward and one backward pass.
+over the masks of the slowest rank's step, with the time that the host takes to issue one forward and one backward pass,
+and all of the step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +32,7 @@ from bench_dispatch import Case
 from provenance import write_csv
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_magi.attention import AttnShape, PreparedBatch, distributed_attention, prepare_batch
+from megatron_magi.attention import AttnShape, PreparedBatch, StaticPlans, distributed_attention, prepare_batch
 from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, varlen
@@ -38,7 +43,7 @@ from megatron_magi.plan import RankPlan, make_plan
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 HEADER = ["documents", "tokens_a_gpu", "ranks", "comm", "way", "step_ms", "tflops_a_gpu", "rate_to_same",
-          "host_forward_us", "host_backward_us"]  # fmt: skip
+          "host_forward_us", "host_backward_us", "host_step_us"]  # fmt: skip
 WARM_UP = 2
 
 
@@ -62,14 +67,17 @@ def make_mask(name: str, total: int, num_ranks: int, seed: int) -> AttnMask:
 class Masks(Dataset):
     """Prepared batches by step."""
 
-    def __init__(self, make: Callable[[int], RankPlan], shape: AttnShape, config: MagiConfig, num_steps: int) -> None:
-        self._make, self._shape, self._config, self._num_steps = make, shape, config, num_steps
+    def __init__(
+        self, make: Callable[[int], RankPlan], shape: AttnShape, config: MagiConfig, num_steps: int, like: dict | None
+    ) -> None:
+        self._make, self._num_steps = make, num_steps
+        self._prepare = partial(prepare_batch, shape=shape, config=config, like=like)
 
     def __len__(self) -> int:
         return self._num_steps
 
     def __getitem__(self, step: int) -> PreparedBatch:
-        return prepare_batch({"full": self._make(step)}, self._shape, self._config)
+        return self._prepare({"full": self._make(step)})
 
 
 class Steps:
@@ -84,11 +92,12 @@ class Steps:
             for i, s in enumerate(shapes)
         )
         self._num_layers, self._config = num_layers, config
-        self.host_us: list[tuple[float, float]] = []
+        self.host_us: list[tuple[float, float, float]] = []
 
     def run(self, plan: RankPlan) -> None:
-        """One step; notes how long the host takes for the middle layer."""
+        """One step; notes how long the host takes for the fastest layer, and for all."""
         outs, forward, backward = [], [], []
+        start = time.perf_counter()
         for _ in range(self._num_layers):
             begin = time.perf_counter()
             outs.append(
@@ -99,20 +108,41 @@ class Steps:
             begin = time.perf_counter()
             torch.autograd.grad(out, (self._q, self._k, self._v), self._dout)
             backward.append(time.perf_counter() - begin)
-        self.host_us.append((1e6 * min(forward), 1e6 * min(backward)))
+        self.host_us.append((1e6 * min(forward), 1e6 * min(backward), 1e6 * (time.perf_counter() - start)))
+
+    def captured(self, static: StaticPlans) -> Callable[[RankPlan], None]:
+        """The step as a CUDA graph over static plans; returns what loads a mask and replays it."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.run(static.plans["full"])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(static.plans["full"])
+
+        def run(plan: RankPlan) -> None:
+            start = time.perf_counter()
+            reason = static.load({"full": plan})
+            assert reason is None, reason
+            graph.replay()
+            self.host_us.append((np.nan, np.nan, 1e6 * (time.perf_counter() - start)))
+
+        return run
 
 
-def time_steps(steps: Steps, plans: Iterator[tuple[RankPlan, bool]]) -> float:
+def time_steps(run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, bool]]) -> float:
     """Median time of the steps that count, milliseconds, of the slowest rank. What ``plans`` takes to make one counts.
 
     Args:
+        run: one step.
         plans: the plan of each step, and whether the step counts.
     """
     torch.cuda.synchronize()
     dist.barrier()
     times, begin = [], time.perf_counter()
     for plan, counts in plans:
-        steps.run(plan)
+        run(plan)
         torch.cuda.synchronize()
         now = time.perf_counter()
         if counts:
@@ -139,11 +169,16 @@ def measure(
     config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl=comm))
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
 
-    def plan_of(seed: int) -> RankPlan:
+    # Captured collectives are those of one stage.
+    one_stage = (
+        replace(config, overlap=replace(config.overlap, degree=1, one_launch=False)) if num_ranks > 1 else config
+    )
+
+    def plan_of(seed: int, config: MagiConfig = config) -> RankPlan:
         return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)
 
-    def prepared() -> Iterator[tuple[RankPlan, bool]]:
-        masks = Masks(plan_of, shape, config, len(seeds))
+    def prepared(config: MagiConfig = config, like: dict | None = None) -> Iterator[tuple[RankPlan, bool]]:
+        masks = Masks(partial(plan_of, config=config), shape, config, len(seeds), like)
         loader = DataLoader(
             masks, batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
         )
@@ -167,15 +202,20 @@ def measure(
     for seed in seeds:  # compiles kernels
         steps.run(plan_of(1000 + seed))
     results = []
-    for way, plans in (("same", same), ("prepared", prepared), ("due", due)):
+    ways = [("same", steps.run, same), ("prepared", steps.run, prepared), ("due", steps.run, due)]
+    static = StaticPlans({"full": plan_of(0, one_stage)}, torch.device("cuda", rank), dist.group.WORLD, headroom=4)
+    captured = Steps(rank, plan_of(0).num_rows, num_layers, one_stage)
+    ways.append(("captured", captured.captured(static), partial(prepared, one_stage, static.facts)))
+    for way, run, plans in ways:
         forget()
-        steps.host_us.clear()
-        step_ms = time_steps(steps, plans())
-        results.append((way, step_ms, np.median(steps.host_us[WARM_UP:], axis=0)))
+        of_way = captured if way == "captured" else steps
+        of_way.host_us.clear()
+        step_ms = time_steps(run, plans())
+        results.append((way, step_ms, np.median(of_way.host_us[WARM_UP:], axis=0)))
     return [
         [
             name, tokens, num_ranks, comm, way, f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}",
-            f"{results[0][1] / step_ms:.3f}", f"{host[0]:.0f}", f"{host[1]:.0f}",
+            f"{results[0][1] / step_ms:.3f}", *("" if np.isnan(us) else f"{us:.0f}" for us in host),
         ]
         for way, step_ms, host in results
     ]  # fmt: skip
@@ -190,7 +230,7 @@ def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespac
         name, tokens = case.split(":")
         rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps, comm)
         if rank == 0:
-            for row in rows[-3:]:
+            for row in rows[-4:]:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
     if rank == 0 and options.csv:
         write_csv(options.csv, HEADER, rows)

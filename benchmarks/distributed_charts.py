@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attention_charts import Row, read_results
 
 COLORS = {
-    "magi": "#c8372d", "magi_zigzag": "#e39a94", "ring": "#3b6fb6", "double_ring": "#7fa8d9", "all_gather": "#8c8c8c",
-    "ulysses": "#5aa3a0", "usp": "#b8a13c",
+    "alone": "#dddddd", "magi": "#c8372d", "magi_stages": "#8f1f17", "magi_one_launch": "#e8743b",
+    "magi_zigzag": "#e39a94", "magi_zigzag_stages": "#f0cdb5", "ring": "#3b6fb6", "double_ring": "#7fa8d9",
+    "all_gather": "#8c8c8c", "ulysses": "#5aa3a0", "usp": "#b8a13c",
 }  # fmt: skip
 TITLES = {
-    "magi": "here", "magi_zigzag": "here, zigzag dispatch", "ring": "ring, zigzag", "double_ring": "double ring",
-    "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
+    "alone": "kernels of here alone", "magi": "here", "magi_stages": "here, in stages",
+    "magi_one_launch": "here, one launch", "magi_zigzag": "here, zigzag dispatch",
+    "magi_zigzag_stages": "here, zigzag, in stages", "ring": "ring, zigzag",
+    "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
 }  # fmt: skip
 PASSES = ("forward", "backward")
 
 
-def read_rows(paths: Sequence[str | Path]) -> tuple[str, list[Row]]:
-    """Where results come from, in a line, and the rows of all files."""
-    found = [read_results(path) for path in paths]
-    sources = dict.fromkeys(f"{notes.get('device')}, {notes.get('commit')}, {notes.get('date')}" for notes, _ in found)
-    return "; ".join(sources), [row for _, rows in found for row in rows]
+def read_rows(paths: Sequence[str | Path]) -> tuple[dict[str, str], list[Row]]:
+    """Where results come from, and the rows of all files, of one that is in several the last, by size, mask and way."""
+    notes: dict[str, dict[str, None]] = {}
+    found: dict[tuple, Row] = {}
+    for path in paths:
+        its_notes, rows = read_results(path)
+        for name, value in its_notes.items():
+            notes.setdefault(name, {})[value] = None
+        found |= {(int(r["ranks"]), int(r["tokens_a_gpu"]), r["mask"], r["way"]): r for r in rows}
+    masks, ways = (list(dict.fromkeys(key[i] for key in found)) for i in (2, 3))
+    order = sorted(found, key=lambda key: (*key[:2], masks.index(key[2]), ways.index(key[3])))
+    return {name: "; ".join(values) for name, values in notes.items()}, [found[key] for key in order]
+
+
+def write_rows(path: str | Path, notes: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """Writes what `read_rows` read."""
+    with open(path, "w", newline="") as file:
+        file.writelines(f"# {name}: {value}\n" for name, value in notes.items())
+        csv.writer(file, lineterminator="\n").writerows([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def draw(path: str | Path, source: str, rows: Sequence[Row], published: Mapping[str, Mapping[str, tuple]]) -> None:

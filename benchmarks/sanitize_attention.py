@@ -1,11 +1,14 @@
 """A small case of each Hopper kernel, to be run under compute-sanitizer.
 
-Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py   (and --tool racecheck)
+Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse]   (and --tool racecheck)
+
+With ``sparse`` those of sparse attention alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 
@@ -34,6 +37,15 @@ CASES = (
 
 def main() -> None:
     torch.manual_seed(0)
+    if sys.argv[1:] != ["sparse"]:
+        dense()
+    sparse()
+    torch.cuda.synchronize()
+    print("computed")
+
+
+def dense() -> None:
+    """Documents, all head dims and options."""
     mask = builders.varlen(doc_lengths=list(LENGTHS), causal=True)
     for (dim, dim_v), (heads_q, heads_kv, dtype, options) in itertools.product(DIMS, CASES):
         shapes = ((heads_q, dim), (heads_kv, dim), (heads_kv, dim_v))
@@ -44,9 +56,6 @@ def main() -> None:
         out.backward(dout)
         assert all(bool(t.grad.isfinite().all()) for t in (q, k, v, sink))
         add_to_results(q, k, v, mask, out, meta.lse, dout, options)
-    sparse()
-    torch.cuda.synchronize()
-    print("computed")
 
 
 def sparse() -> None:
@@ -55,14 +64,17 @@ def sparse() -> None:
     for dim, (heads_q, heads_kv), q_block in itertools.product((64, 128), ((128, 1), (12, 2)), (1, 20)):
         shapes = ((num_rows, heads_q), (num_keys, heads_kv), (num_keys, heads_kv))
         leaves = [torch.randn(*s, dim, device="cuda").bfloat16().requires_grad_() for s in shapes]
-        for k_block in (1, 64, 128):
+        for k_block, deterministic in itertools.product((1, 64, 128), (False, True)):
+            options = {"impl": "ffa", "deterministic": deterministic}
             if k_block == 1:
                 indices = torch.randint(-1, num_keys, (num_rows, heads_kv, 140), device="cuda")
-                out, _ = index_sparse_attention(*leaves, indices, impl="ffa", return_max_logits=True)
+                out, _ = index_sparse_attention(*leaves, indices, return_max_logits=True, **options)
             else:
-                mask = torch.rand(heads_kv, -(-num_rows // q_block), -(-num_keys // k_block), device="cuda") < 0.5
+                blocks = torch.rand(heads_kv, -(-num_rows // q_block), -(-num_keys // k_block), device="cuda") < 0.5
+                if q_block == 1:  # as lists
+                    blocks = torch.arange(blocks.shape[2], device="cuda").where(blocks, -1)
                 out, _ = block_sparse_attention(
-                    *leaves, mask, q_block_size=q_block, k_block_size=k_block, causal=True, impl="ffa"
+                    *leaves, blocks, q_block_size=q_block, k_block_size=k_block, causal=True, **options
                 )
             grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
             assert all(bool(t.isfinite().all()) for t in grads)

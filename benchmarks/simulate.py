@@ -10,7 +10,7 @@ and ``far_mib`` are what a GPU receives in a forward pass, from its own node and
 ``exposed_ms`` is what the step takes longer than with transfers that take no time.
 
 First every measured step in `benchmarks/results` is predicted in the same way. Rates between nodes are assumed, and
-nothing here was measured on more than four GPUs.
+nothing here was measured on more than eight GPUs.
 """
 
 from __future__ import annotations
@@ -45,9 +45,14 @@ CHECK_HEADER = ["file", "case", "gpus", "measured_ms", "predicted_ms", "predicte
 GPUS = tuple(2**i for i in range(1, 13))
 
 
-def overlap_of(num_heads_q: int, num_heads_kv: int, head_dim: int) -> OverlapConfig:
-    """The default choices, for attention of a shape."""
-    return OverlapConfig(cost=CostModel(num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, head_dim=head_dim))
+STAGED = {"46e085b", "47e72fa", "fabaca568645", "24fde2a13897"}
+"""Commits of results in which stages were the default, not one launch."""
+
+
+def overlap_of(num_heads_q: int, num_heads_kv: int, head_dim: int, commit: str = "") -> OverlapConfig:
+    """The default choices, for attention of a shape; those of an earlier version."""
+    cost = CostModel(num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, head_dim=head_dim)
+    return OverlapConfig(cost=cost, one_launch=commit not in STAGED)
 
 
 OVERLAP = overlap_of(64, 8, 128)
@@ -136,25 +141,28 @@ def row(name: str, tokens: int, gpus: int, rates: Rates, overlap: OverlapConfig 
 def check_distributed(file: Path, rates: Rates) -> Iterator[list]:
     """Steps of `bench_distributed.py`, of its form of today, and of that with one row for each dispatch."""
     from bench_dispatch import Case
-    from bench_distributed import CASES
+    from bench_distributed import CASES, ONE_LAUNCH
 
-    for r in read_results(file)[1]:
+    notes, rows = read_results(file)
+    default = overlap_of(64, 8, 128, notes.get("commit", ""))
+    for r in rows:
         gpus, way = int(r["ranks"]), r.get("way", r.get("dispatch", ""))
         is_old, total = "tokens" in r, int(r["tokens"]) if "tokens" in r else int(r["tokens_a_gpu"]) * gpus
-        if not r["forward_ms"] or way not in ("zigzag", "min_heap", "affinity", "auto", "magi", "magi_zigzag"):
+        algorithm = "zigzag" if "zigzag" in way else "auto" if way.startswith("magi") else way
+        if not r["forward_ms"] or algorithm not in ("zigzag", "min_heap", "affinity", "auto"):
             continue
         if is_old:
             documents = r["mask"].partition("_")[2]
             mask = Case(total, int(documents), gpus).mask(0) if documents else builders.causal(total)
         else:
             mask = CASES[r["mask"]](total).mask
-        algorithm = {"magi": "auto", "magi_zigzag": "zigzag"}.get(way, way)
+        overlap = replace(default, one_launch=ONE_LAUNCH.get(way, default.one_launch))
         dispatch = (
             zigzag(total, gpus)
             if algorithm == "zigzag"
-            else make_dispatch(mask, DispatchConfig(algorithm=algorithm, rates=rates), gpus, OVERLAP)
+            else make_dispatch(mask, DispatchConfig(algorithm=algorithm, rates=rates), gpus, overlap)
         )
-        found = simulate(mask, dispatch, rates, OVERLAP).found
+        found = simulate(mask, dispatch, rates, overlap).found
         measured = float(r["forward_ms"]) + float(r["backward_ms"])
         predicted = found.step_us if is_old else found.device_us  # today the host is ahead
         yield _checked(file, f"{r['mask']}, {total // gpus // 1024}k, {way}", gpus, measured, predicted / 1e3)
@@ -166,7 +174,7 @@ def check_steps(file: Path, rates: Rates) -> Iterator[list]:
 
     notes, rows = read_results(file)
     layers = 8 if "--layers 8" in notes["command"] else 16
-    overlap = overlap_of(32, 8, 128)
+    overlap = overlap_of(32, 8, 128, notes.get("commit", ""))
     for r in rows:
         gpus, tokens, name = int(r["ranks"]), int(r["tokens_a_gpu"]), r["documents"]
         if r["way"] != "same":
@@ -180,16 +188,14 @@ def check_steps(file: Path, rates: Rates) -> Iterator[list]:
 
 def check_dispatches(file: Path, rates: Rates) -> Iterator[list]:
     """Steps of `bench_predict.py`, to which the rates are fitted."""
-    from bench_predict import OVERLAP as SHAPE
-    from bench_predict import make_mask, predicted
+    from bench_predict import OVERLAPS, by_case, make_mask, predicted
 
-    rows = read_results(file)[1]
-    for name, tokens, ranks in dict.fromkeys((r["mask"], r["tokens_a_gpu"], r["ranks"]) for r in rows):
-        _, found = predicted(make_mask(name, int(tokens) * int(ranks), int(ranks)), int(ranks), rates)
-        assert SHAPE.cost.num_heads_q == 32
+    for (name, tokens, ranks, one_launch), rows in by_case(read_results(file)[1]).items():
+        mask = make_mask(name, int(tokens) * int(ranks), int(ranks))
+        _, found = predicted(mask, int(ranks), rates, OVERLAPS[one_launch])
         for r in rows:
-            if (r["mask"], r["tokens_a_gpu"]) == (name, tokens) and r["dispatch"] in found:
-                case = f"{name}, {int(tokens) // 1024}k, {r['dispatch']}"
+            if r["dispatch"] in found:
+                case = f"{name}, {int(tokens) // 1024}k, {r['dispatch']}{', one launch' * int(one_launch)}"
                 yield _checked(file, case, int(ranks), float(r["measured_ms"]), found[r["dispatch"]].step_us / 1e3)
 
 
@@ -201,9 +207,12 @@ def check_training(file: Path, rates: Rates) -> Iterator[list]:
     from bench_training import GROUPS, HEAD_DIM, HEADS, NUM_LAYERS, WINDOW
 
     profile_file = file.with_name(file.name.replace("speed", "speed_profile"))
+    if not profile_file.exists():
+        return
     profiles = {tuple(r.values())[:3]: r for r in read_results(profile_file)[1]}
-    overlap, gpus = overlap_of(HEADS, GROUPS, HEAD_DIM), 2
-    for r in read_results(file)[1]:
+    (notes, rows), gpus = read_results(file), int(file.name.removeprefix("training_speed_")[0])
+    overlap = overlap_of(HEADS, GROUPS, HEAD_DIM, notes["commit"])
+    for r in rows:
         if r["provider"] != "magi" or r["mask"] == "documents":
             continue
         profile, total = profiles[r["mask"], r["tokens_per_gpu"], "magi"], int(r["tokens_per_gpu"]) * gpus

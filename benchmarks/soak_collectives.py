@@ -69,10 +69,11 @@ def make_table(rank: int, num_ranks: int, seed: int, device: str) -> Table:
     else:
         counts = np.zeros((num_ranks, num_ranks), dtype=np.int64)
         np.add.at(counts, (src, dst), 1)
-        most_rows, most_recv = int(row.max(initial=-1)) + 1, int(counts.sum(axis=0).max())
+        first_there, first_back = counts[:rank].sum(axis=0).tolist(), counts[:, :rank].sum(axis=1).tolist()
+        most = int(row.max(initial=-1)) + 1, int(counts.sum(axis=0).max()), int(counts.sum(axis=1).max())
         args = GroupCastArgs.build(
             row[sent], counts[rank], counts[:, rank], np.argsort(place[received]), device,
-            PeerRows(row[received], place[sent], most_rows, most_recv),
+            PeerRows(row[received], first_there, first_back, *most),
         )  # fmt: skip
     order = np.argsort(place[received])
     count = np.bincount(row[sent], minlength=num_rows[rank])

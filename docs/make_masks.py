@@ -22,6 +22,7 @@ Which builder to take, with a picture, the code and the cost of each. (Made by `
 | frames of a video, blocks of a diffusion model | [`block_causal`](#block-causal) | `block_causal` |
 | a prompt that sees itself, and an answer | [`prefix_lm`](#prefix-lm) | `prefix_lm` |
 | shared prompts, [rollouts](rollouts.md) | [`prefix_tree`](#prefix-tree) | `prefix_tree` |
+| blocks that see blocks, known on the host | [`block_sparse`](#block-sparse) | `FILE.py:FUNCTION` |
 | something else | [slices of your own](#slices-of-your-own) | `FILE.py:FUNCTION` |
 
 A mask is a set of slices. A slice is a range of queries, a range of keys and a type:
@@ -57,6 +58,10 @@ ENTRIES = [
     ("prefix_tree", "Prefix tree", "Samples that share prompts: each token is computed once. Here one prompt of "
      "400 tokens has two answers.",
      "builders.prefix_tree(node_lengths=[400, 300, 300], sample_paths=[[0, 1], [0, 2]])[0]"),
+    ("block_sparse", "Block sparse", "Blocks of queries see blocks of keys, all heads the same. A mask that is only on "
+     "a GPU cannot be planned; on one device [sparse attention](sparse.md) reads it there.",
+     "builders.block_sparse([[True, False], [False, True], [True, True]], q_block_size=400, k_block_size=500, "
+     "seqlen_q=1000)"),
     ("slices", "Slices of your own", "Whatever rectangles, triangles and bands can express.",
      "AttnMask([(0, 500, 0, 500, MaskType.CAUSAL), (500, 1000, 0, 1000, MaskType.FULL)], total_seqlen_q=1000)"),
 ]  # fmt: skip

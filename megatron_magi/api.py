@@ -38,9 +38,11 @@ from megatron_magi.compat.exports import (
 from megatron_magi.compat.keys import new_key, new_mask_key
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
 from megatron_magi.compat.runtime import RuntimeCache, default_device
+from megatron_magi.compat.static_keys import StaticKey
 from megatron_magi.mask.documents import IntArrayLike, integer
 
 __all__ = [
+    "StaticKey",
     "calc_attn",
     "clear_cache",
     "dispatch",
@@ -51,6 +53,7 @@ __all__ = [
     "magi_attn_varlen_dispatch",
     "magi_attn_varlen_key",
     "make_flex_key_for_new_mask_after_dispatch",
+    "make_static_key",
     "make_varlen_key_for_new_mask_after_dispatch",
     "roll",
     "roll_simple",
@@ -328,7 +331,7 @@ def calc_attn(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    key: DistAttnRuntimeKey,
+    key: DistAttnRuntimeKey | StaticKey,
     sink: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -340,7 +343,7 @@ def calc_attn(
         q: ``[num_rows, num_heads_q, head_dim]``, this rank's rows.
         k: ``[num_rows, num_heads_kv, head_dim]``.
         v: ``[num_rows, num_heads_kv, head_dim_v]``.
-        key: mask, ranks, configuration.
+        key: mask, ranks, configuration; of a `StaticKey` the mask that it was loaded with.
         sink: ``[num_sinks, num_heads_q]``, logits without a value, the same on all ranks. Its
             gradient is this rank's part; see ``MAGI_ATTENTION_DSINK_ALL_REDUCE_OP``.
         softmax_scale: ``head_dim ** -0.5`` when None.
@@ -356,7 +359,7 @@ def calc_attn(
         ValueError: shapes or dtypes do not fit.
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
-    runtime = _RUNTIMES.get(key).agreed()
+    runtime = key if isinstance(key, StaticKey) else _RUNTIMES.get(key).agreed()
     arguments.flag(return_max_logits, "return_max_logits")
     out, meta = distributed_attention(
         q,
@@ -370,9 +373,31 @@ def calc_attn(
         softcap=softcap,
         return_max_logits=return_max_logits,
     )
-    if meta.max_logits is not None and runtime.plan.cp_size > 1:
+    if meta.max_logits is not None and runtime.rank_plan.cp_size > 1:
         dist.all_reduce(meta.max_logits, op=dist.ReduceOp.MAX, group=runtime.group)
     return out, meta
+
+
+@torch.compiler.disable
+def make_static_key(key: DistAttnRuntimeKey, headroom: float = 2.0) -> StaticKey:
+    """Makes a key for `calc_attn` inside of a CUDA graph that is replayed with other masks.
+
+    Capture calls with it once, after they have run once; before each replay ``static_key.load(key)`` brings the mask of
+    a step. On Hopper GPUs; on several ranks for groups of one host whose keys have one remote stage
+    (``OverlapConfig(degree=1)``). Collective over the group.
+
+    Args:
+        key: the first mask. Kernels and tile shapes are chosen for it; others get the same.
+        headroom: how many times as long as the first mask's tables those of others may be, at least 1, and how many
+            times as many rows may be fetched.
+
+    Raises:
+        ValueError: an argument is not as above.
+        RuntimeError: the ranks' keys disagree.
+    """
+    arguments.instance(key, "key", DistAttnRuntimeKey)
+    with arguments.renamed("plans", "key"):
+        return StaticKey(key, _RUNTIMES, headroom)
 
 
 @torch.compiler.disable

@@ -152,14 +152,14 @@ class OverlapConfig:
         hide_tail_reduce: keep the last remote stage's keys from the forward, so that the
             backward ends with local compute and its last reduction hides behind it.
         one_launch: attend over the keys of all stages in one launch, which waits for fetched keys inside the kernel,
-            where kernels and collectives can; experimental.
+            where kernels and collectives can; else stage by stage.
         cost: the rates.
     """
 
     degree: int | None = None
     max_degree: int = 8
     hide_tail_reduce: bool = False
-    one_launch: bool = False
+    one_launch: bool = True
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:

@@ -194,8 +194,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _toggle(
             "NATIVE_GRPCOLL",
-            "1 has the ranks of one host read each other's memory for group_cast and group_reduce, and is an error "
-            "where they cannot, 0 leaves both to NCCL.",
+            "1 has the ranks of one host write into each other's memory for group_cast and group_reduce, and is an "
+            "error where they cannot, 0 leaves both to NCCL.",
             "comm.impl",
             default=None,
             field_value="native",

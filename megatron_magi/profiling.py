@@ -233,6 +233,9 @@ def _pass[F: Callable](name: str, tensors: Callable[..., tuple]) -> Callable[[F]
 profiled_forward = _pass("forward", lambda q, k, v, bands, *_: (q, v, bands))
 profiled_backward = _pass("backward", lambda dout, qkv, lse, delta, bands, *_: (qkv[0], qkv[2], bands))
 
+profiled_forward_calls = _pass("forward", lambda queue, addresses, q, v, bands: (q, v, bands))
+profiled_backward_calls = _pass("backward", lambda queue, addresses, q, v, bands: (q, v, bands))
+
 
 def profiled_collective[F: Callable](function: F) -> F:
     """Decorates a function ``(tensors, args, ...)`` that starts a collective and returns its `Handle`."""

@@ -103,27 +103,28 @@ class Rates:
 
 H100 = Rates(
     device="H100",
-    forward_tflops=770.0,
+    forward_tflops=755.0,
     backward_tflops=615.0,
-    tile_columns=120.0,
-    tile_rows=2.3,
-    forward_us=31.0,
-    backward_us=21.0,
+    tile_columns=99.6,
+    tile_rows=2.09,
+    forward_us=36.8,
+    backward_us=19.0,
     memory_gbytes_per_s=2900.0,
-    collective_us=146.0,
-    gbytes_per_s=307.0,
+    collective_us=61.7,
+    gbytes_per_s=250.0,
     far_collective_us=146.0,
     far_gbytes_per_s=50.0,
     ranks_per_node=8,
-    hidden=0.23,
-    host_forward_us=200.0,
-    host_backward_us=310.0,
-    host_stage_forward_us=454.0,
-    host_stage_backward_us=960.0,
+    hidden=0.442,
+    host_forward_us=85.0,
+    host_backward_us=290.0,
+    host_stage_forward_us=100.0,
+    host_stage_backward_us=365.0,
     host_one_way_us=63.0,
 )
-"""Memory and the host without remote rows: measured by `calibrate` on 2 H100s. Between nodes: by assumption, a link of
-400 Gbit/s a GPU. The others: fitted to the steps in benchmarks/results/predict_2gpu.csv, of the same machine."""
+"""Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
+host: by benchmarks/bench_steps.py on one and two, as far as results tell it. Between nodes: by assumption, a link of
+400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{4,8}gpu.csv, of H100s."""
 
 RATES = {"H100": H100, "H200": replace(H100, device="H200")}
 """Rates by kind of GPU, a part of its name. Those of an H200 are an H100's: with these the steps of 4 H200s in

@@ -67,6 +67,35 @@ assert 0.2 < forward.share + backward.share <= 1
 print(profiling.summary())
 """
 
+_ONE_LAUNCH = """
+import torch, torch.distributed as dist
+from megatron_magi import make_plan, profiling
+from megatron_magi.attention import distributed_attention
+from megatron_magi.mask.builders import causal
+from megatron_magi.testing.spawn import run_ranks
+
+def run(rank, num_ranks):
+    torch.cuda.set_device(rank)
+    plan = make_plan(causal(8192), cp_size=2).for_rank(rank)
+    q, k, v = (torch.randn(plan.num_rows, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+               for n in (8, 2, 2))
+    for i in range(4):
+        if i == 1:
+            profiling.reset()
+        distributed_attention(q, k, v, plan, dist.group.WORLD)[0].sum().backward()
+    return [tuple(row) for row in profiling.rows()], plan.area
+
+if __name__ == "__main__":
+    for rows, area in run_ranks(run, 2, backend="nccl"):
+        found = {(kind, name): (calls, ms, tflops) for kind, name, calls, ms, tflops, *_ in rows}
+        for name, products in (("forward", 4), ("backward", 10)):
+            calls, ms, tflops = found["pass", f"attention {name}"]
+            assert calls == found["kernel", f"ffa_{name}"][0] == 3, rows
+            assert abs(tflops * ms * 1e9 / (products * 3 * area * 8 * 128) - 1) < 1e-6, (rows, area)
+        assert found["kernel", "magi_pull_bulk"][0] == 6 and ("collective", "group_cast") not in found, rows
+    print("as expected")
+"""
+
 
 def run(text: str, tmp_path) -> str:
     script = tmp_path / "script.py"
@@ -112,3 +141,10 @@ def test_a_value_that_is_no_toggle_is_an_error():
 @pytest.mark.sm90
 def test_kernels_are_timed_with_the_rate_of_visible_pairs(tmp_path):
     assert "ffa_backward" in run(_GPU, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.ranks(2)
+def test_passes_of_one_launch_are_counted_and_timed(tmp_path):
+    assert run(_ONE_LAUNCH, tmp_path).endswith("as expected\n")

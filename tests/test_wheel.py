@@ -163,6 +163,7 @@ def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
     said = subprocess.check_output([sys.executable, "-c", script], cwd=installed, env={"PYTHONPATH": str(installed)})
     assert said.split() == [b"True", str(installed / "megatron_magi" / "plan" / "native.py").encode()]
     assert list((installed / "megatron_magi" / "ops" / "hopper").glob("_tiles*"))
+    assert list((installed / "megatron_magi" / "cuda").glob("_calls*"))
 
 
 def test_without_a_compiler_a_notice_is_given_and_the_rest_is_installed(tmp_path):

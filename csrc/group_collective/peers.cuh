@@ -1,6 +1,7 @@
-// Ranks of one host that read each other's memory. A rank publishes rows in a slot of its own memory, chunk by chunk,
-// and tells each peer which chunks are there; a peer that has read all it needs tells the owner. What is told is the
-// number of the call, so nothing is ever reset, and a rank that runs ahead waits before it takes the slot again.
+// Ranks of one host that reach each other's memory. Rows lie in slots: a rank writes them into those of its peers
+// (exchange.cu), or publishes them in its own, from which they are read (publish_rows.cu, pull_bulk.cu). It does so
+// chunk by chunk, and tells the peers which chunks are there; who has taken all it needs tells all. What is told is the
+// number of the call, so nothing is ever reset, and a rank that runs ahead waits before a slot is used again.
 #pragma once
 
 #include "rows.cuh"
@@ -9,8 +10,8 @@ constexpr int kMaxRanks = 8, kSlots = 2, kMaxChunks = 1 << 16, kPeerShift = 32;
 
 // Of one rank, in its memory; what others write comes first.
 struct Control {
-  u32 published[kMaxRanks][kMaxChunks];  // by rank and chunk: the call in which it was last published
-  u32 pulled[kMaxRanks];                 // by rank: the call whose rows it has last read
+  u32 published[kMaxRanks][kMaxChunks];  // by rank and chunk of a slot: the call in which it last wrote that
+  u32 pulled[kMaxRanks];                 // by rank: the call whose rows it has last taken
   u32 broken;                            // 1 + the rank that did not come
   // Only this rank's:
   u32 calls_published, calls_pulled, blocks_published, blocks_pulled;

@@ -32,20 +32,40 @@ DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
                : "memory");
 }
 
+#if ANNOUNCES
+// Runs of rows part by part, and those of a part side by side: keys that come first are there first.
+struct Runs {
+  SideBySide inside;
+  u32 count, length;  // of runs; of a part
+  DEVICE Runs(const Peers& p, i64 count, i64 length)
+      : inside(p, length), count(static_cast<u32>(count)), length(static_cast<u32>(length)) {}
+  DEVICE u32 end() const { return (count + length - 1) / length * inside.end(); }
+  DEVICE i64 at(u32 i) const {
+    const u32 part = i / inside.end();
+    const i64 run = inside.at(i - part * inside.end());
+    return run < length ? part * length + run : count;
+  }
+};
+#else
+struct Runs : SideBySide {
+  DEVICE Runs(const Peers& p, i64 count, i64) : SideBySide(p, count) {}
+};
+#endif
+
 // The pieces that one thread copies, one after the other: rows in runs, each in pieces.
 struct Pieces {
   i64 row, end_of_run, num_rows, at, step;
   int run, piece, num_pieces;
-  SideBySide runs;
+  Runs runs;
 
-  DEVICE Pieces(const Peers& p, i64 thread, i64 num_threads, i64 num_rows, int units)
+  DEVICE Pieces(const Peers& p, i64 thread, i64 num_threads, i64 num_rows, int units, i64 part_rows)
       : num_rows(num_rows),
         at(thread),
         step(num_threads),
         run(length(num_rows, num_threads)),
         piece(0),
         num_pieces((units + kPieceUnits - 1) / kPieceUnits),
-        runs(p, (num_rows + run - 1) / run) {
+        runs(p, (num_rows + run - 1) / run, (part_rows + run - 1) / run) {
     begin_run();
   }
   static DEVICE int length(i64 num_rows, i64 num_threads) {
@@ -129,8 +149,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
     fence_async_proxy();
+#if ANNOUNCES
+    const i64 part_rows = p.part_rows;
+#else
+    const i64 part_rows = 0;
+#endif
     Pieces loads(p.peers, static_cast<i64>(blockIdx.x) * kWarps + warp, static_cast<i64>(gridDim.x) * kWarps, *p.count,
-                 s.units);
+                 s.units, part_rows);
 #if ANNOUNCES
     AnnouncedPieces stores{loads, p, call};
 #else

@@ -43,7 +43,7 @@ struct Span {
 
 class Counting {
  public:
-  // `out`: [8, 2, cp_size], zeros.
+  // `out`: [9, 2, cp_size], zeros.
   Counting(const Int* bounds, const Int* rank, Int num_chunks, Int cp_size, Int ranks_per_node, Int* out)
       : cp_size_(cp_size), ranks_per_node_(ranks_per_node), out_(out), own_(cp_size), needed_(cp_size) {
     for (Int i = 0; i < num_chunks; ++i) {
@@ -54,7 +54,7 @@ class Counting {
       runs_.push_back({bounds[i], bounds[i + 1]}), rank_.push_back(rank[i]);
       own_[rank[i]].push_back(runs_.back());
     }
-    for (auto& first : first_) first.resize(cp_size);
+    for (Int place : {0, 1}) first_[place].resize(cp_size), changes_[place].resize(cp_size);
   }
 
   void add(const Band& band) {
@@ -71,6 +71,11 @@ class Counting {
         auto& first = first_[place][r];
         std::sort(first.begin(), first.end());
         cell(5, place, r) = std::unique(first.begin(), first.end()) - first.begin();
+        auto& changes = changes_[place][r];
+        std::sort(changes.begin(), changes.end());
+        Int rows = 0, most = 0;
+        for (const auto& change : changes) most = std::max(most, rows += change.second);
+        cell(6, place, r) = most;
       }
     for (Int r = 0; r < cp_size_; ++r) count_travel(r);
   }
@@ -111,6 +116,7 @@ class Counting {
     const Int values[] = {pairs, rows, keys, rows * edges, keys * edges};
     for (Int what = 0; what < 5; ++what) cell(what, place, rank) += values[what];
     first_[place][rank].push_back(seen.q0);
+    changes_[place][rank].push_back({seen.k0, rows}), changes_[place][rank].push_back({seen.k1, -rows});
   }
 
   void count_travel(Int rank) {
@@ -124,7 +130,7 @@ class Counting {
         if (source == rank) continue;
         const Int rows = std::min(all.end, runs_[j].end) - std::max(all.begin, runs_[j].begin);
         const Int far = source / ranks_per_node_ != rank / ranks_per_node_;
-        cell(6, far, rank) += rows, cell(7, far, source) += rows;
+        cell(7, far, rank) += rows, cell(8, far, source) += rows;
       }
     }
   }
@@ -135,15 +141,16 @@ class Counting {
   std::vector<Int> rank_;
   std::vector<std::vector<Span>> own_, needed_;
   std::vector<std::vector<Int>> first_[2];
+  std::vector<std::vector<std::pair<Int, Int>>> changes_[2];  // keys from which on so many rows more see them
 };
 
 }  // namespace
 
-// `bands`: [num_bands, 6]; `out`: [8, 2, cp_size], the fields of Counts.
+// `bands`: [num_bands, 6]; `out`: [9, 2, cp_size], the fields of Counts.
 extern "C" __attribute__((visibility("default"))) void magi_count(const Int* bands, Int num_bands, const Int* bounds,
                                                                   const Int* rank, Int num_chunks, Int cp_size,
                                                                   Int ranks_per_node, Int* out) {
-  std::fill(out, out + 16 * cp_size, 0);
+  std::fill(out, out + 18 * cp_size, 0);
   Counting counting(bounds, rank, num_chunks, cp_size, ranks_per_node, out);
   for (Int i = 0; i < num_bands; ++i) {
     const Int* b = bands + 6 * i;

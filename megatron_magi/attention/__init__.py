@@ -3,11 +3,13 @@
 from megatron_magi.attention.distributed import distributed_attention
 from megatron_magi.attention.kernels import needed_kernels
 from megatron_magi.attention.prepared import AttnShape, PreparedBatch, PreparedPlans, prepare_batch, prepare_plans
+from megatron_magi.attention.static_plan import StaticPlans
 
 __all__ = [
     "AttnShape",
     "PreparedBatch",
     "PreparedPlans",
+    "StaticPlans",
     "distributed_attention",
     "needed_kernels",
     "prepare_batch",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_magi.ops.finite import Describe, is_visible, kind_of_row
+from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.options import check_qkv, check_sink, check_tensor
 from megatron_magi.plan import RankPlan
 
@@ -104,6 +106,14 @@ def check_inputs(
             f"group: this process is rank {group.rank()} of {group.size()}, "
             f"the plan is for rank {plan.cp_rank} of {plan.cp_size}"
         )
+
+
+def check_static(plan: RankPlan, module: ModuleType, sanity_check: bool) -> None:
+    """Raises ValueError where tables of a static plan would not be read: by another implementation, or on the host."""
+    is_read = getattr(module, "TAKES_MEMO", False)
+    if is_static(plan.bands[0]) and (sanity_check or not is_read):
+        what = "without sanity_check" if is_read else f"with impl 'ffa', not {module.__name__.rpartition('.')[2]!r}"
+        raise ValueError(f"rank_plan: its tables change in device memory (StaticPlans), which works {what}")
 
 
 def check_sinks(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, describe_row
+from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
-from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.attention.runtime import cleared, plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
@@ -45,6 +45,8 @@ class _Call:
         record, backward_record: what other ranks must mean too.
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
+        tail: rows behind those that are fetched, to be cleared; None where their number is known.
+        comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
         one_launch: the forward over all stages at once, where that pays and the implementation has it.
         sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
@@ -67,6 +69,8 @@ class _Call:
     one_launch: OneLaunch | None
     sums_meet: bool
     delta_memo: dict | None
+    tail: torch.Tensor | None
+    comm_impl: str
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -207,6 +211,7 @@ def _make_call(
         max_logits=return_max_logits, sanity_check=attend.sanity_check,
     )  # fmt: skip
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
+    check_static(plan, module, attend.sanity_check)
     one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
@@ -232,6 +237,8 @@ def _make_call(
         one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
         sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
+        tail=plan.runtime.get("tail"),
+        comm_impl="native" if "tail" in plan.runtime else config.comm.impl,
     )
 
 
@@ -242,7 +249,7 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
     )
     back = of_gradients if call.record.gradient else None
     casts = call.casts if call.one_launch is None else (*call.casts, call.one_launch.cast)
-    make_room(casts, of_keys, back, call.group, call.config.comm.impl)
+    make_room(casts, of_keys, back, call.group, call.comm_impl)
 
 
 def _partial_dtype(k: torch.Tensor, call: _Call) -> torch.dtype:
@@ -292,14 +299,18 @@ class _DistributedAttention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         with _calls(call.group, call.cp_size, call.config) as calls:
             _agree(calls, call.backward_record, (q, k, v, sink), call, ctx.plan, dout)
-            if call.delta_memo is None:
+            wants_sink = sink is not None and ctx.needs_input_grad[3]
+            grads = _backward_at_once(dout, (q, k, v), out, lse, call, wants_sink)
+            if grads is not None:
+                *grads, delta = grads
+            elif call.delta_memo is None:
                 delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
             else:
                 delta = call.module.row_delta(dout, out, call.delta_memo)
-            dsink = None
-            if sink is not None and ctx.needs_input_grad[3]:
-                dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call)
-            dq, dk, dv = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
+            dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
+            if grads is None:
+                grads = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
+            dq, dk, dv = _narrow(grads, q.dtype)
         return dq, dk, dv, dsink, None, None
 
 
@@ -333,26 +344,31 @@ class _Forward:
         return self._out.to(self._q.dtype), self._lse, self._max_logits
 
     def _attend(self, stage: int) -> None:
-        k, v = (self._k, self._v) if stage == 0 else self._fetches.pop(stage).wait()
+        k, v = (self._k, self._v) if stage == 0 else cleared(self._fetches.pop(stage).wait(), self._call.tail)
         if stage and stage == self._schedule.saved_stage:
             self.saved_keys = [k, v]
         call = self._call
         self._out, self._lse, max_logits = forward_pass(
-            self._q,
-            k,
-            v,
-            self._call.bands[stage],
-            call.forward_options,
-            call.module,
+            self._q, k, v, self._call.bands[stage], call.forward_options, call.module,
             self._sink if stage == 0 else None,  # once: it is one term of the denominator
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
             None if self._out is None else (self._out, self._lse),
             **call.hints[stage][0],
-        )
+        )  # fmt: skip
         if max_logits is not None:
             seen = self._max_logits
             self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
+
+
+def _backward_at_once(dout, qkv, out, lse, call: _Call, wants_delta: bool) -> tuple | None:
+    """Gradients and delta in one launch over all stages, where that is done."""
+    if call.one_launch is None or not backward_pays((qkv[0].shape[2], qkv[2].shape[2])):
+        return None
+    partial = _partial_dtype(qkv[1], call)
+    return call.one_launch.backward(
+        call.group, dout, qkv, out, lse, call.backward_options, partial, wants_delta
+    )  # fmt: skip
 
 
 class _Backward:
@@ -378,9 +394,6 @@ class _Backward:
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        done = self._run_at_once()
-        if done is not None:
-            return _narrow(done, self._q.dtype)
         for step in self._schedule.backward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)
@@ -393,22 +406,7 @@ class _Backward:
             handle.wait()
         assert self._dq is not None and self._dk is not None and self._dv is not None
         assert not self._fetches and not self._partial
-        return _narrow((self._dq, self._dk, self._dv), self._q.dtype)
-
-    def _run_at_once(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """In one launch over all stages, where that is done."""
-        call = self._call
-        if call.one_launch is None or not backward_pays((self._q.shape[2], self._v.shape[2])):
-            return None
-        return call.one_launch.backward(
-            call.group,
-            self._dout,
-            (self._q, self._k, self._v),
-            self._lse,
-            self._delta,
-            call.backward_options,
-            _partial_dtype(self._k, call),
-        )
+        return self._dq, self._dk, self._dv
 
     def _attend(self, stage: int) -> None:
         call = self._call
@@ -420,24 +418,15 @@ class _Backward:
             into = (None, None) if is_first else self._own_gradients()
         else:
             saved = stage == self._schedule.saved_stage
-            k, v = self._saved_keys if saved else self._fetches.pop(stage).wait()
+            k, v = self._saved_keys if saved else cleared(self._fetches.pop(stage).wait(), call.tail)
             grad_dtype = _partial_dtype(k, call)
             is_first, into = False, (None, None)
         if not is_first and self._dq is None:
             self._dq = _zeros(self._q, self._wide)
         self._dq, dk, dv = backward_pass(
-            self._dout,
-            (self._q, k, v),
-            self._lse,
-            self._delta,
-            self._call.bands[stage],
-            call.backward_options,
-            call.module,
-            (self._dq, *into),
-            grad_dtype,
-            **call.hints[stage][1],
-            **self._parts,
-        )
+            self._dout, (self._q, k, v), self._lse, self._delta, call.bands[stage], call.backward_options, call.module,
+            (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._parts,
+        )  # fmt: skip
         if stage:
             self._partial[stage] = (dk, dv)
         else:
@@ -460,21 +449,22 @@ class _Backward:
             call.casts[stage - 1],
             call.group,
             into=list(self._own_gradients()),
-            impl=call.config.comm.impl,
+            impl=call.comm_impl,
             at_once=self._is_local_done,
+            kept=True,
         )
         self._reduces.append(handle)
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
-    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.config.comm.impl)
+    return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.comm_impl, kept=True)
 
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _narrow(grads: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The gradients in a dtype: one launch for all that have another."""
     wide = [grad for grad in grads if grad.dtype != dtype]
     if not wide:

@@ -6,8 +6,9 @@ import torch
 
 from megatron_magi.attention.one_launch import backward_pays
 from megatron_magi.attention.prepared import AttnShape
+from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.announced import may_announce
-from megatron_magi.comm.impl import cuda_rows, native
+from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.needed import needed_kernels as attention_kernels
 from megatron_magi.ops.merge import accumulate_dtype
@@ -16,7 +17,9 @@ Kernels = list[tuple[str, tuple[str, ...]]]
 """Source below the folder of the sources, and macros, of each."""
 
 
-def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False) -> Kernels:
+def needed_kernels(
+    shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls: bool = False, captured: bool = False
+) -> Kernels:
     """Kernels that attention of a shape can take under any mask; none where the Hopper kernels do not compute.
 
     Args:
@@ -24,6 +27,7 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
         config: how it is executed.
         cp_size: number of ranks.
         rolls: int64 and fp32 numbers, one a row, are rolled as well, as in multi-token prediction.
+        captured: also those of static plans.
     """
     if shape.num_sms is None:
         return []
@@ -31,6 +35,8 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     group = shape.num_heads_q // shape.num_heads_kv
     dims = shape.head_dim, shape.head_dim_v
     found = attention_kernels(shape.dtype, dims, group, deterministic=deterministic)
+    if captured:
+        found += attention_kernels(shape.dtype, dims, group, deterministic=deterministic, captured=True)
     if cp_size == 1:
         return found
     one_launch = config.overlap.one_launch and may_announce(cp_size, config.comm.impl)
@@ -45,7 +51,7 @@ def needed_kernels(shape: AttnShape, config: MagiConfig, cp_size: int, *, rolls:
     if config.comm.ranks_per_node is not None:
         found.append(cuda_rows.sum_source(partial, partial, 16 // partial.itemsize))
     if config.comm.impl in ("auto", "native"):
-        found += native.needed_kernels(partial, wide)
+        found += peer_kernels.needed_kernels(partial, wide)
     if one_launch and backward_pays(dims):
-        found += [kernel for kernel in native.needed_kernels(partial, partial) if kernel not in found]
+        found += [kernel for kernel in peer_kernels.needed_kernels(partial, partial) if kernel not in found]
     return found

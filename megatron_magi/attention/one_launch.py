@@ -1,49 +1,115 @@
-"""The forward in one launch over all stages: own keys, and behind them those of all stages, which arrive meanwhile."""
+"""Attention in one launch over all stages: own keys, and behind them those of all stages, which arrive meanwhile.
+
+What a pass queues is prepared once for a layout of its tensors, as a list of calls; the calls give addresses.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
+from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.runtime import joined_cast
-from megatron_magi.comm.announced import announced_cast, may_announce
+from megatron_magi.comm.announced import announced_cast, may_announce, returned_sums
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
+from megatron_magi.comm.row_memory import with_rows
+from megatron_magi.cuda.call_list import CallList, Place, Step
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS, kernel_dims
-from megatron_magi.ops.hopper.support import in_dtype, loadable
+from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable, stream_lock
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import forward_pass
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.types import own
+from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
+
+MOST_FORWARD_BYTES = 64 << 20
+"""Keys and values that a rank fetches up to which the forward of more than two ranks is one launch: on 4 H100s it is
+faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and 400 MB (``results/one_launch_4gpu.csv``)."""
+_ALIGNMENT = 256
+_PUBLISHED = ("k_rows", 0), ("v_rows", 0)
+_GRADIENTS = ("dk", 0), ("dv", 0)
+
+
+class _Walk:
+    """What a pass queues, for tensors of one layout on one stream.
+
+    Attributes:
+        num_scratch: bytes of memory that it takes.
+        later: where in them partial gradients of fetched keys and values are, which are left to be sent.
+        is_local: no key arrives here; the calls move rows alone, there and in a second list back.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        lists: Sequence[Sequence[Step]],
+        slots: Sequence[str],
+        stream: int,
+        device: torch.device,
+        num_scratch: int,
+        later: tuple[int, int] | None = None,
+        is_local: bool = False,
+    ) -> None:
+        # Not kept alive: with the group goes memory that other ranks have mapped.
+        self._native, self._version = ref(native), native.version()
+        self._stream, self.num_scratch, self.later, self.is_local = stream, num_scratch, later, is_local
+        lock = stream_lock(device, stream)
+        self._lists = [CallList(steps, slots, stream, lock) for steps in lists]
+
+    def holds(self) -> bool:
+        """Whether it can be queued still."""
+        native = self._native()
+        return native is not None and native.version() == self._version
+
+    def queue(self, *addresses: int, part: int = 0) -> None:
+        """Queues one of the lists."""
+        self._native().queue(self._lists[part], self._stream, *addresses)
+
+
+@profiled_forward_calls
+def _attend(queue: Callable[..., None], addresses: Sequence[int], q: torch.Tensor, v: torch.Tensor, bands) -> None:
+    """Queues a forward pass."""
+    queue(*addresses)
+
+
+@profiled_backward_calls
+def _attend_back(queue: Callable[..., None], addresses: Sequence[int], q: torch.Tensor, v: torch.Tensor, bands) -> None:
+    """Queues a backward pass."""
+    queue(*addresses)
 
 
 @dataclass(frozen=True, eq=False)
 class OneLaunch:
-    """What the forward of a plan needs for it.
+    """What calls of a plan need for it that differ in addresses, and in strides of what autograd gives back.
 
     Attributes:
         cast: brings the keys of all stages.
         bands: over all keys, as `gated` numbers them.
         impl: of the cast.
-        memo, own_memo, backward_memo, own_backward_memo: where the kernels, with and without keys that arrive, remember
-            what calls have in common.
+        walks: of both passes, by layout. Kept by the passes, which hold device memory, and by `kept` where none is.
+        own_memo, own_backward_memo: where kernels without keys that arrive remember what calls have in common.
+        delta_memo: likewise, for `hopper.row_delta`.
     """
 
     cast: GroupCastArgs
     bands: np.ndarray
     impl: str
-    memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
+    walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
+    kept: dict[tuple, _Walk] = field(default_factory=dict)
     own_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
-    backward_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
     own_backward_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
+    delta_memo: dict = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
@@ -60,27 +126,44 @@ class OneLaunch:
         options: AttnOptions,
         return_max_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Output, lse and largest logits; None, on all ranks, where rows do not travel so that a kernel can wait."""
-        q, k, v = map(loadable, (q, k, v))
-        arriving = announced_cast([k, v], self.cast, group, self.impl)
-        if arriving is None:
+        """Output, lse and largest logits; None, on all ranks, where stages do it: where rows do not travel so that a
+        kernel can wait, and where that takes longer.
+        """
+        if not forward_pays(self.cast, k, v):
             return None
-        if not self.cast.num_recv or not q.shape[0]:
-            gated.bring(arriving)  # others need this rank to take part
-            return forward_pass(
-                q, k, v, self.bands, options, hopper, sink, return_max_logits, q.dtype, memo=self.own_memo
-            )  # fmt: skip
-        shape = (*q.shape[:2], v.shape[2])
-        out, lse = q.new_empty(shape), q.new_empty(shape[:2], dtype=torch.float32)
-        max_logits = None
-        if return_max_logits:
-            max_logits = q.new_full((q.shape[1],), -torch.inf, dtype=torch.float32)
+        q, k, v = loadable(q), loadable(k), loadable(v)
+        rows_k, rows_v = with_rows(k), with_rows(v)
+        device, stream = q.device, current_stream(q.device)
+        num_rows, num_heads, _ = q.shape
+        out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=device)
+        lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=device)
+        given = sink
         if sink is not None:
-            sink = sink_lse(sink, torch.float32).expand(shape[:2])
-        gated.forward(
-            q, k, v, arriving, self.bands, options,
-            out=out, lse=lse, sink_lse=sink, max_logits=max_logits, memo=self.memo,
+            sink = sink_lse(sink, torch.float32).expand(lse.shape)
+        key = stream, q.stride(), k.stride(), v.stride()
+        tensors = q, k, v, rows_k, rows_v, out, lse
+        walk = self._known(
+            key, lambda: self._make_forward(group, tensors, sink, options, return_max_logits, stream)
         )  # fmt: skip
+        if walk is None:
+            return None
+        scratch = torch.empty(walk.num_scratch, dtype=torch.uint8, device=device)
+        if walk.is_local:
+            walk.queue(rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr())
+            return forward_pass(
+                q, k, v, self.bands, options, hopper, given, return_max_logits, q.dtype, memo=self.own_memo
+            )  # fmt: skip
+        max_logits, more = None, []
+        if sink is not None:
+            more.append(sink.data_ptr())
+        if return_max_logits:
+            max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
+            more.append(max_logits.data_ptr())
+        addresses = (
+            rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more,
+        )  # fmt: skip
+        _attend(walk.queue, addresses, q, v, self.bands)
         return out, lse, max_logits
 
     def backward(
@@ -88,44 +171,139 @@ class OneLaunch:
         group: dist.ProcessGroup | None,
         dout: torch.Tensor,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
         lse: torch.Tensor,
-        delta: torch.Tensor,
         options: AttnOptions,
         partial: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Gradients of q, in its dtype, and of k and v, in that which travels; None as in `forward`.
+        wants_delta: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """Gradients of q, in its dtype, and of k and v, in that which travels, and delta; None as in `forward`.
 
         Args:
             group: of the ranks.
             dout: of any float dtype.
             qkv: q, k and v.
-            lse, delta: fp32 ``[num_rows, num_heads]``.
+            out, lse: of the forward, ``lse`` fp32 ``[num_rows, num_heads]``.
             options: of the call.
             partial: dtype of the parts that ranks have of gradients of k and v: those that travel, and this rank's own,
                 to which they are added, in fp32, and rounded once.
+            wants_delta: ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``, is returned too.
         """
         q, k, v = map(loadable, qkv)
-        arriving = announced_cast([k, v], self.cast, group, self.impl)
-        if arriving is None:
+        rows_k, rows_v = with_rows(k), with_rows(v)
+        dout, out = loadable(in_dtype(dout, q.dtype)), loadable(out)
+        device, stream = q.device, current_stream(q.device)
+        new = functools.partial(torch.empty, device=device)
+        dq, dk, dv = new(q.shape, dtype=q.dtype), new(k.shape, dtype=partial), new(v.shape, dtype=partial)
+        key = stream, q.stride(), k.stride(), v.stride(), dout.stride(), out.stride(), lse.stride(), wants_delta
+        tensors = q, k, v, rows_k, rows_v, dout, out, lse
+        walk = self._known(
+            key, lambda: self._make_backward(group, tensors, (dq, dk, dv), options, wants_delta, stream)
+        )  # fmt: skip
+        if walk is None:
             return None
-        new = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-        dk, dv = (new(t, dtype=partial) for t in (k, v))
-        later = [new(t, dtype=partial) for t in arriving.tensors]
-        dout, dq = loadable(in_dtype(dout, q.dtype)), new(q)
-        if self.cast.num_recv and q.shape[0]:
-            gated_backward.backward(
-                (q, k, v, dout), lse, delta, arriving, self.bands, options,
-                grads=(dq, dk, dv), arriving_grads=later, memo=self.backward_memo,
-            )  # fmt: skip
-        else:
-            gated.bring(arriving)  # others need this rank to take part
+        scratch = new(walk.num_scratch, dtype=torch.uint8)
+        addresses = rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        delta = new(lse.shape, dtype=torch.float32) if wants_delta and not walk.is_local else None
+        if walk.is_local:
+            delta = hopper.row_delta(dout, out, self.delta_memo)
+            walk.queue(*addresses)
             hopper.backward(
                 dout, q, k, v, lse, delta, self.bands, options,
                 grads=(dq, dk, dv), accumulate=False, memo=self.own_backward_memo,
             )  # fmt: skip
-        into = [dk, dv]
-        group_reduce(later, self.cast, group, into=into, impl=self.impl, at_once=True).wait()
-        return dq, dk, dv
+        else:
+            rest = (t.data_ptr() for t in (q, k, v, dout, out, lse, dq, *(() if delta is None else (delta,))))
+            _attend_back(walk.queue, (*addresses, *rest), q, v, self.bands)
+        if walk.later is None and walk.is_local:
+            walk.queue(*addresses, part=1)
+        if walk.later is not None:
+            shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
+            later = [_view(scratch, at, shape, partial) for at, shape in zip(walk.later, shapes, strict=True)]
+            group_reduce(later, self.cast, group, into=[dk, dv], impl=self.impl, at_once=True, kept=True).wait()
+        return dq, dk, dv, delta
+
+    def _known(self, key: tuple, make: Callable[[], tuple[_Walk | None, Any]]) -> _Walk | None:
+        """The walk of a layout, made where there is none or it does not hold any more."""
+        walk = self.walks.get(key)
+        if walk is None or not walk.holds():
+            walk, keeper = make()
+            if walk is not None:
+                (self.kept if keeper is None else keeper.lists.setdefault(self, {}))[key] = walk
+                self.walks[key] = walk
+        return walk
+
+    def _make_forward(
+        self, group, tensors: tuple[torch.Tensor, ...], sink, options: AttnOptions, max_logits: bool, stream: int
+    ) -> tuple[_Walk | None, Any]:
+        q, k, v, rows_k, rows_v, out, lse = tensors
+        places, num_scratch = _places("scratch", [(self.cast.num_recv, k), (self.cast.num_recv, v)])
+        found = self._announced(group, rows_k, rows_v, places, num_scratch)
+        if found is None:
+            return None, None
+        native, arriving = found
+        if self._is_local(q):
+            slots = "k_rows", "v_rows", "scratch"
+            return _Walk(native, [arriving.steps], slots, stream, q.device, num_scratch, is_local=True), None
+        keeper, step = gated.forward_step(
+            q, k, v, arriving, self.bands, options,
+            out=out, lse=lse, sink_lse=sink, max_logits=max_logits, stream=stream,
+        )  # fmt: skip
+        more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
+        slots = ("k_rows", "v_rows", "scratch", "q", "k", "v", "out", "lse", *more)
+        return _Walk(native, [(*arriving.steps, step)], slots, stream, q.device, num_scratch), keeper
+
+    def _make_backward(
+        self, group, tensors: tuple[torch.Tensor, ...], grads, options: AttnOptions, delta: bool, stream: int
+    ) -> tuple[_Walk | None, Any]:
+        (q, k, v, rows_k, rows_v, dout, out, lse), (_, dk, dv) = tensors, grads
+        count, device = self.cast.num_recv, q.device
+        places, num_scratch = _places("scratch", [(count, k), (count, v), (count, dk), (count, dv)])
+        of_keys, of_gradients = places[:2], places[2:]
+        found = self._announced(group, rows_k, rows_v, of_keys, num_scratch)
+        if found is None:
+            return None, None
+        native, arriving = found
+        later = [dk.new_empty((count, *t.shape[1:])) for t in (dk, dv)]
+        sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), of_gradients, _GRADIENTS)
+        left, back = (tuple(at for _, at in of_gradients), ()) if sums is None else (None, (sums,))
+        slots: tuple[str, ...] = ("k_rows", "v_rows", "scratch", "dk", "dv")
+        if self._is_local(q):
+            lists = [arriving.steps, back]
+            return _Walk(native, lists, slots, stream, device, num_scratch, left, is_local=True), None
+        keeper, steps = gated_backward.backward_steps(
+            (q, k, v, dout), out, lse, arriving, self.bands, options,
+            grads=grads, arriving_grads=later, places=of_gradients, scratch=("scratch", num_scratch),
+            delta=delta, sends=bool(back), stream=stream,
+        )  # fmt: skip
+        publish, pull = arriving.steps
+        queued = [publish, *steps.before, pull, *steps.keys, *back, *steps.rest]
+        slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
+        return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
+
+    def _announced(self, group, k: torch.Tensor, v: torch.Tensor, places, num_scratch: int):
+        memory = torch.empty(num_scratch, dtype=torch.uint8, device=k.device)
+        shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
+        into = [_view(memory, at, shape, k.dtype) for (_, at), shape in zip(places, shapes, strict=True)]
+        return announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places)
+
+    def _is_local(self, q: torch.Tensor) -> bool:
+        """Whether no key arrives, or none is looked at; others may need this rank to take part."""
+        return not self.cast.num_recv or not q.shape[0]
+
+
+def _places(slot: str, rows: Sequence[tuple[int, torch.Tensor]]) -> tuple[tuple[Place, ...], int]:
+    """Where rows like those of tensors, so many of each, lie one behind the other, and bytes of all."""
+    places, end = [], 0
+    for count, like in rows:
+        places.append((slot, end))
+        end += -(-count * like[:1].numel() * like.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return tuple(places), end
+
+
+def _view(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Rows in memory of bytes."""
+    return memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def joined_bands(plan: RankPlan) -> np.ndarray:
@@ -141,6 +319,12 @@ def joined_bands(plan: RankPlan) -> np.ndarray:
 def backward_pays(dims: tuple[int, int]) -> bool:
     """Whether the backward, too, is one launch where the forward is; ``dims``: of a head of q and k, and of v."""
     return dims in WHOLE_DIMS
+
+
+def forward_pays(cast: GroupCastArgs, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the forward is one launch where the backward is; the same on all ranks. ``cast``: of keys and values."""
+    row_bytes = sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v))
+    return cast.num_ranks == 2 or cast.most is None or cast.most[1] * row_bytes <= MOST_FORWARD_BYTES
 
 
 def pays(plan: RankPlan, dims: tuple[int, int], impl: str) -> bool:

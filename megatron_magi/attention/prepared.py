@@ -7,7 +7,7 @@ collectives, tile plans of both passes and every stage. Nothing of that needs a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -20,8 +20,9 @@ from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
-from megatron_magi.ops.hopper.choices import Problem, make_problem
-from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, make_gated_tables, make_tables, masks_meet
+from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
+from megatron_magi.ops.hopper.plan import mask_facts
+from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, facts_meet, make_gated_tables, make_tables
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
@@ -158,6 +159,7 @@ def prepare_batch(
     arrays: Mapping[str, np.ndarray] | None = None,
     *,
     needs_backward: bool = True,
+    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedBatch:
     """Prepares a microbatch on the CPU.
 
@@ -167,21 +169,37 @@ def prepare_batch(
         config: how the plans were made and will be run.
         arrays: what else is to travel in the same copy, such as positions.
         needs_backward: False where no gradients are asked for.
+        like: `StaticPlans.facts`, for static plans that will be loaded with these: by plan and stage, what kernels and
+            tile shapes are chosen by.
     """
-    return prepare_plans(plans, shape, config, needs_backward=needs_backward).as_batch(arrays)
+    return prepare_plans(plans, shape, config, needs_backward=needs_backward, like=like).as_batch(arrays)
 
 
 def prepare_plans(
-    plans: Mapping[Hashable, RankPlan], shape: AttnShape, config: MagiConfig, *, needs_backward: bool = True
+    plans: Mapping[Hashable, RankPlan],
+    shape: AttnShape,
+    config: MagiConfig,
+    *,
+    needs_backward: bool = True,
+    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     tables: list[np.ndarray] = []
-    prepared = {name: _prepare_plan(plan, shape, config, needs_backward, tables) for name, plan in plans.items()}
+    known = {} if like is None else like
+    prepared = {
+        name: _prepare_plan(plan, shape, config, needs_backward, tables, known.get(name))
+        for name, plan in plans.items()
+    }
     return PreparedPlans(prepared, tables)
 
 
 def _prepare_plan(
-    plan: RankPlan, shape: AttnShape, config: MagiConfig, needs_backward: bool, arrays: list[np.ndarray]
+    plan: RankPlan,
+    shape: AttnShape,
+    config: MagiConfig,
+    needs_backward: bool,
+    arrays: list[np.ndarray],
+    like: Sequence[MaskFacts] | None,
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
     casts = []
@@ -196,9 +214,10 @@ def _prepare_plan(
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
+    facts = [mask_facts(bands) for bands in plan.bands] if like is None else like[: len(plan.bands)]
     heads = shape.num_heads_q, shape.num_heads_kv
     problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
-    sums_meet = needs_backward and masks_meet(plan.bands, problems, _is_deterministic(config))
+    sums_meet = needs_backward and facts_meet(facts, problems, _is_deterministic(config))
     at_once = None
     if one_launch and needs_backward and backward_pays(dims):
         at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
@@ -207,7 +226,7 @@ def _prepare_plan(
         use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
             use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
-        table, made = make_tables(bands, problem, use, config.dispatch.planner)
+        table, made = make_tables(bands, problem, use, config.dispatch.planner, facts[stage])
         tables.append(table)
         arrays += made
     if one_launch:

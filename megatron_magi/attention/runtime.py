@@ -21,7 +21,7 @@ def cast_tables(transfer: Transfer) -> CastTables | LevelTables:
     """A transfer as arrays for collectives: in two levels where the plan has them."""
     t, levels = transfer, transfer.levels
     if levels is None:
-        peers = PeerRows(t.owner_rows, t.buffer_rows, t.most_rows, t.most_recv)
+        peers = PeerRows(t.owner_rows, t.first_there, t.first_back, t.most_rows, t.most_recv, t.most_send)
         return CastTables.of(t.send_index, t.send_splits, t.recv_splits, t.recv_order, peers)
     near, far, relay = (cast_tables(part) for part in (levels.near, levels.far, levels.relay))
     return LevelTables(levels.ranks_per_node, near, far, relay, levels.near_rows, levels.relay_rows)
@@ -50,6 +50,14 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[Args, ...]:
     if casts is None:
         casts = plan.runtime[key] = tuple(_built_args(transfer, device) for transfer in plan.transfers)
     return casts
+
+
+def cleared(tensors: list[torch.Tensor], tail: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors, with zeros in the rows ``tail``, which kernels may read behind those that have come."""
+    if tail is not None:
+        for t in tensors:
+            t.index_fill_(0, tail, 0)
+    return tensors
 
 
 def joined_transfer(plan: RankPlan) -> Transfer:

@@ -47,11 +47,15 @@ class Agreement:
             RuntimeError: the values differ. All ranks raise, with the same message. Or some ranks did something
                 else, or did not come within the time-out of the group; the message names them.
         """
-        if self._log is not None:
-            self._await(self._log)
-        values = self._values.tolist()
+        values = self.values()
         if len(set(values)) > 1:
             raise RuntimeError(_message(values, self._group, self._what))
+
+    def values(self) -> list[int]:
+        """The same without the comparison: the values in the order of ranks."""
+        if self._log is not None:
+            self._await(self._log)
+        return self._values.tolist()
 
     def _await(self, log: CallLog) -> None:
         done = self._done

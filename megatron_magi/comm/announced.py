@@ -1,4 +1,7 @@
-"""A group_cast for a kernel that waits for rows itself, as they arrive."""
+"""group_cast for a kernel that waits for rows itself, as they arrive, and group_reduce of what it makes of them.
+
+Both are steps of a list of calls, prepared once and queued by `Native.queue`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.group_collective import choose_mover
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.peers import MAX_RANKS
+from megatron_magi.comm.row_memory import can_add
 from megatron_magi.cuda.arriving import Arriving
+from megatron_magi.cuda.call_list import Place, Step
 
 
 def may_announce(num_ranks: int, impl: str) -> bool:
@@ -21,14 +26,38 @@ def may_announce(num_ranks: int, impl: str) -> bool:
 
 @torch.no_grad()
 def announced_cast(
-    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
-) -> Arriving | None:
-    """Publishes rows, to be read when the kernel that waits for them is queued; None where they travel otherwise.
-
-    Collective, and the same on all ranks.
+    tensors: Sequence[torch.Tensor],
+    args: GroupCastArgs,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    into: Sequence[torch.Tensor],
+    sources: Sequence[Place],
+    places: tuple[Place, Place],
+) -> tuple[Native, Arriving] | None:
+    """What publishes and reads rows; None, on all ranks, where they travel otherwise. Collective.
 
     Args:
         tensors, args, group, impl: as in `megatron_magi.comm.group_collective.group_cast`.
+        into, sources, places: as in `Native.arriving`.
     """
     mover, layout = choose_mover(tensors, args, group, impl)
-    return mover.announce(tensors, args, layout) if isinstance(mover, Native) else None
+    if not isinstance(mover, Native):
+        return None
+    return mover, mover.arriving(tensors, args, layout, into, sources, places)
+
+
+@torch.no_grad()
+def returned_sums(
+    tensors: Sequence[torch.Tensor],
+    args: GroupCastArgs,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    into: Sequence[torch.Tensor],
+    sources: Sequence[Place],
+    places: Sequence[Place],
+) -> Step | None:
+    """What sends partial rows back and adds those that come to ``into``; as `announced_cast`."""
+    mover, layout = choose_mover(tensors, args, group, impl, back=True)
+    if not isinstance(mover, Native) or not can_add(layout, into):
+        return None
+    return mover.adding(tensors, args, layout, into, sources, places)

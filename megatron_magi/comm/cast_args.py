@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from megatron_magi.comm.peer_tables import NUM_ARRAYS, PeerRows, PeerTables, peer_arrays
+from megatron_magi.comm.peer_tables import NUM_ARRAYS, ROUTE_WORDS, PeerRows, PeerTables, peer_arrays
 from megatron_magi.comm.rows import Arrivals, arrival_arrays
 from megatron_magi.upload import upload
 
@@ -22,7 +22,7 @@ class CastFacts(NamedTuple):
     Attributes:
         send_splits, recv_splits, num_rows_min: see `GroupCastArgs`.
         level_sizes: see `Arrivals`.
-        most: ``most_rows`` and ``most_recv`` of `PeerRows`; None without.
+        most: ``most_rows``, ``most_recv`` and ``most_send`` of `PeerRows`; None without.
         num_arrays: that there are.
     """
 
@@ -30,7 +30,7 @@ class CastFacts(NamedTuple):
     recv_splits: tuple[int, ...]
     num_rows_min: int
     level_sizes: tuple[int, ...]
-    most: tuple[int, int] | None
+    most: tuple[int, int, int] | None
     num_arrays: int
 
 
@@ -66,7 +66,7 @@ class CastTables:
         _check_indices(send_index, send_splits, recv_splits, order)
         num_rows_min = int(send_index.max(initial=-1)) + 1
         if peers is not None:
-            _check_peers(peers, len(send_index), sum(recv_splits), num_rows_min)
+            _check_peers(peers, send_splits, recv_splits, num_rows_min)
         return cls(send_index, send_splits, recv_splits, order, num_rows_min, peers)
 
     def arrays(self) -> tuple[CastFacts, list[np.ndarray]]:
@@ -76,14 +76,14 @@ class CastTables:
         if self.recv_order is not None:
             arrays += [self.recv_order, _inverse(self.recv_order)]
         if self.peers is not None:
-            arrays += self.peer_arrays(sources)
-        most = None if self.peers is None else (self.peers.most_rows, self.peers.most_recv)
+            arrays += self.peer_arrays(len(rows))
+        most = None if self.peers is None else self.peers[-3:]
         return CastFacts(self.send_splits, self.recv_splits, self.num_rows_min, levels, most, len(arrays)), arrays
 
-    def peer_arrays(self, sources: np.ndarray) -> list[np.ndarray]:
-        """The arrays of `PeerTables`; ``sources``: of `Arrivals`."""
+    def peer_arrays(self, num_owned: int) -> list[np.ndarray]:
+        """The arrays of `PeerTables`; ``num_owned``: rows of `Arrivals`."""
         assert self.peers is not None
-        return peer_arrays(self.send_index, self.send_splits, self.recv_splits, self.recv_order, sources, self.peers)
+        return peer_arrays(self.send_index, self.send_splits, self.recv_splits, self.recv_order, num_owned, self.peers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +99,7 @@ class GroupCastArgs:
         num_rows_min: smallest number of local rows that ``send_index`` is valid for.
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is made; None where all is made.
+        is_static: the arrays change, see `megatron_magi.comm.static_args`.
         ways: how rows travel, by group and implementation, found out at the first call. They go with the group, not
             with the arguments, which plans keep.
         launches: what implementations prepare for calls, by implementation; likewise.
@@ -109,8 +110,9 @@ class GroupCastArgs:
     recv_splits: tuple[int, ...]
     recv_order: torch.Tensor | None
     num_rows_min: int
-    most: tuple[int, int] | None
+    most: tuple[int, int, int] | None
     host: CastTables | None
+    is_static: bool = False
     ways: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
     launches: WeakKeyDictionary[Any, dict] = field(default_factory=WeakKeyDictionary, repr=False)
 
@@ -149,7 +151,7 @@ class GroupCastArgs:
             recv_splits=tables.recv_splits,
             recv_order=None if order is None else moved[1],
             num_rows_min=tables.num_rows_min,
-            most=None if peers is None else (peers.most_rows, peers.most_recv),
+            most=None if peers is None else peers[-3:],
             host=tables,
         )
 
@@ -162,7 +164,7 @@ class GroupCastArgs:
             moved: `CastTables.arrays` as tensors.
         """
         send_index, rows, starts, sources, *rest = moved
-        tables = None if facts.most is None else PeerTables(*rest[-NUM_ARRAYS:], *facts.most)
+        tables = None if facts.most is None else PeerTables(*rest[-NUM_ARRAYS:])
         order = rest if tables is None else rest[:-NUM_ARRAYS]
         args = cls(
             send_index=send_index,
@@ -185,7 +187,7 @@ class GroupCastArgs:
 
         But for the chunks of `PeerTables`, which are few.
         """
-        return 7 * num_send + 3 * num_recv + 8
+        return 5 * num_send + 3 * num_recv + 8 + 3 * ROUTE_WORDS
 
     @cached_property
     def arrivals(self) -> Arrivals:
@@ -207,8 +209,8 @@ class GroupCastArgs:
         if self.most is None:
             return None
         assert self.host is not None
-        arrays = self.host.peer_arrays(arrival_arrays(self.host.send_index)[2])
-        return PeerTables(*upload(arrays, self.send_index.device), *self.most)
+        arrays = self.host.peer_arrays(len(np.unique(self.host.send_index)))
+        return PeerTables(*upload(arrays, self.send_index.device))
 
     @property
     def device(self) -> torch.device:
@@ -228,12 +230,12 @@ class GroupCastArgs:
         """Of these, between nodes: none, as none are told apart."""
         return 0, 0
 
-    @property
+    @cached_property
     def num_send(self) -> int:
         """Rows this rank sends."""
         return sum(self.send_splits)
 
-    @property
+    @cached_property
     def num_recv(self) -> int:
         """Rows this rank receives."""
         return sum(self.recv_splits)
@@ -267,13 +269,19 @@ def _check_indices(
         raise ValueError(f"recv_order: not a permutation of {num_recv} rows")
 
 
-def _check_peers(peers: PeerRows, num_send: int, num_recv: int, num_rows_min: int) -> None:
+def _check_peers(
+    peers: PeerRows, send_splits: tuple[int, ...], recv_splits: tuple[int, ...], num_rows_min: int
+) -> None:
     """Raises ValueError for what does not fit the splits."""
-    for name, rows, count, most in (
-        ("owner_rows", peers.owner_rows, num_recv, peers.most_rows),
-        ("buffer_rows", peers.buffer_rows, num_send, peers.most_recv),
+    rows, num_recv, num_send = peers.owner_rows, sum(recv_splits), sum(send_splits)
+    if rows.shape != (num_recv,) or rows.min(initial=0) < 0 or rows.max(initial=-1) >= peers.most_rows:
+        raise ValueError(f"peers: expected {num_recv} owner_rows below {peers.most_rows}, got shape {list(rows.shape)}")
+    for name, first, splits, most in (
+        ("first_there", peers.first_there, send_splits, peers.most_recv),
+        ("first_back", peers.first_back, recv_splits, peers.most_send),
     ):
-        if rows.shape != (count,) or rows.min(initial=0) < 0 or rows.max(initial=-1) >= most:
-            raise ValueError(f"peers: expected {count} {name} from 0 to {most - 1}, got shape {list(rows.shape)}")
-    if peers.most_rows < num_rows_min or peers.most_recv < num_recv:
-        raise ValueError(f"peers: bounds {peers.most_rows}, {peers.most_recv} are below {num_rows_min}, {num_recv}")
+        if len(first) != len(splits) or any(not 0 <= a <= most - n for a, n in zip(first, splits, strict=True)):
+            raise ValueError(f"peers: expected {name} of {len(splits)} ranks, up to {most} rows, got {list(first)}")
+    if peers.most_rows < num_rows_min or peers.most_recv < num_recv or peers.most_send < num_send:
+        bounds = ", ".join(map(str, peers[-3:]))
+        raise ValueError(f"peers: bounds {bounds} are below {num_rows_min}, {num_recv}, {num_send}")

@@ -18,7 +18,7 @@ from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.impl import all_to_all, reference
 from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
-from megatron_magi.comm.impl.native import Native, native_of
+from megatron_magi.comm.impl.native import Native, failure_of, native_of
 from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
 from megatron_magi.comm.movement import Started
@@ -47,10 +47,6 @@ Args = GroupCastArgs | LevelArgs
 
 _EXCHANGES = {"reference": reference, "all_to_all": all_to_all}
 _IMPLS = (*_EXCHANGES, "native")
-MOST_BYTES_BACK = 16 << 20
-"""Bytes that a rank gives back up to which ranks of a group of more than two read each other's memory in a reduction.
-From 64 MB on 4 H100s NCCL, with its packing and the sum, is 1.2 times as fast; casts are not slower without NCCL
-(``results/group_collective_4gpu.csv``)."""
 
 
 class _Alone:
@@ -64,32 +60,27 @@ class _Way(NamedTuple):
     """How rows travel.
 
     Attributes:
-        native: by reading each other's memory, for what it takes; None where it does not serve.
+        native: through each other's memory, for what it takes; None where it does not serve.
         packed: as bytes, or in two levels; None where ``native`` alone was asked for.
         ops: the row operations, see `megatron_magi.comm.rows`.
-        rank, num_ranks: this one, and how many there are.
+        rank: this one.
     """
 
     native: Native | None
     packed: Packed | Hierarchical | None
     ops: ModuleType
     rank: int
-    num_ranks: int = 1
 
-    def mover(self, layout: RowLayout, most_rows: int | None, back: bool = False) -> Native | Packed | Hierarchical:
-        """What moves up to ``most_rows`` rows that a rank publishes; the same on all ranks.
+    def mover(self, layout: RowLayout, most_rows: int | None) -> Native | Packed | Hierarchical:
+        """What moves up to ``most_rows`` rows to a rank, or that a rank publishes; the same on all ranks.
 
         Args:
             layout: of the tensors.
             most_rows: None where it is not known.
-            back: they are partial rows that go back to their owners.
 
         Raises:
             ValueError: ``native`` alone was asked for, and does not take them.
         """
-        is_large = back and self.num_ranks > 2 and (most_rows or 0) * layout.row_bytes > MOST_BYTES_BACK
-        if self.packed is not None and is_large:
-            return self.packed
         if self.native is not None:
             reason = self.native.refusal(layout, most_rows)
             if reason is None:
@@ -165,19 +156,22 @@ def group_cast(
     args: Args,
     group: Group = None,
     impl: str = "auto",
+    *,
+    kept: bool = False,
 ) -> Handle:
     """Starts sending local rows to the ranks that need them.
 
     Args:
         tensors: ``[num_rows, ...]`` each, of any dtypes and trailing shapes, on the device of
-            ``args``; may be changed or freed once this returns.
+            ``args``; may be freed once this returns, and changed unless ``kept``.
         args: which rows travel where; `LevelArgs` where ranks of several nodes are told apart.
         group: the ranks, a group or a mesh; the default group when None.
         impl: ``reference`` (peer by peer), ``all_to_all`` (one all-to-all-v; kernels on
-            GPUs), ``native`` (ranks read each other's memory, see `megatron_magi.comm.impl.native`),
-            or ``auto``: the first on gloo; on NCCL the last where it can and is faster
-            (`MOST_BYTES_BACK`), else the second. In two levels it is asked for inside a node; between nodes
-            ``native`` and ``auto`` mean what ``auto`` means without linked GPUs.
+            GPUs), ``native`` (through each other's memory, see `megatron_magi.comm.impl.native`),
+            or ``auto``: the first on gloo; on NCCL the last where it can, else the second. In two levels it is asked
+            for inside a node; between nodes ``native`` and ``auto`` mean what ``auto`` means without linked GPUs.
+        kept: nobody changes ``tensors`` before ``wait()``, so that other work of the current stream need not wait until
+            they are sent.
 
     Returns:
         A handle; ``wait()`` returns a list of tensors ``[num_recv, ...]`` with contiguous rows
@@ -193,7 +187,7 @@ def group_cast(
         if x.shape[0] < args.num_rows_min:
             raise ValueError(f"tensors: {x.shape[0]} rows, but args sends row {args.num_rows_min - 1}")
     layout = RowLayout.of(tensors)
-    started = way.mover(layout, _most(args)).cast(tensors, args, layout)
+    started = way.mover(layout, _most(args)).cast(tensors, args, layout, kept)
     return _handle(way, started, started.finish, args, layout)
 
 
@@ -207,6 +201,7 @@ def group_reduce(
     into: Sequence[torch.Tensor],
     impl: str = "auto",
     at_once: bool = False,
+    kept: bool = False,
 ) -> Handle:
     """Starts sending partial rows back to the ranks that own them, to be summed: group_cast reversed.
 
@@ -222,6 +217,7 @@ def group_reduce(
             rows must be contiguous. ``wait()`` adds to them in place and returns them as a list.
         at_once: nobody looks at ``into`` before ``wait()``, nor adds to it, so rows may be added as they arrive: calls
             before it whose `Handle.adds_late` have been waited for.
+        kept: as in `group_cast`.
 
     Raises:
         ValueError: tensors, ``into``, ``args`` and ``group`` do not fit, or ``impl`` does not
@@ -231,11 +227,12 @@ def group_reduce(
     way = _choose(tensors, args, group_of(group), impl)
     _check_reduce(tensors, args, into)
     layout = RowLayout.of(tensors)
-    mover = way.mover(layout, _most(args, back=True), back=True)
+    mover = way.mover(layout, _most(args, back=True))
     if at_once and isinstance(mover, Native) and can_add(layout, into):
-        started = mover.add(tensors, args, layout, into)
+        started = mover.add(tensors, args, layout, into, kept)
         return _handle(way, started, started.finish, args, layout, back=True)
-    started = mover.give_back(tensors, args, layout)
+    assert not getattr(args, "is_static", False), "numbers of rows that the host does not know"
+    started = mover.give_back(tensors, args, layout, kept)
 
     def finish() -> list[torch.Tensor]:
         way.ops.add_rows(started.finish(), layout, args.arrivals, into)
@@ -276,7 +273,7 @@ def group_reduce_lse(
     if out.shape[:-1] != lse.shape or out.dim() != 3:
         raise ValueError(f"lse: shape {list(lse.shape)} does not fit out {list(out.shape)}")
     layout = RowLayout.of((out, lse))
-    mover = way.mover(layout, _most(args, back=True), back=True)
+    mover = way.mover(layout, _most(args, back=True))
     if isinstance(mover, Hierarchical):
         mover = mover.merging
     started = mover.give_back((out, lse), args, layout)
@@ -305,34 +302,51 @@ def make_room(
         ValueError, RuntimeError: as `group_cast`.
     """
     needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
-    for way, layout, most_rows, back in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
-        way.mover(layout, most_rows, back)
+    for way, layout, most_rows in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
+        way.mover(layout, most_rows)
 
 
 def _needs(
     args: Args, there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str
-) -> list[tuple[_Way, RowLayout, int | None, bool]]:
+) -> list[tuple[_Way, RowLayout, int | None]]:
     """The arguments of `_Way.mover` in the calls with ``args``."""
     way = _way(args, group, impl)
     if isinstance(args, LevelArgs):
         groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
         parts = ((args.near, groups.near), (args.relay, groups.relay))
         return [need for part, ranks in parts for need in _needs(part, there, back, ranks, impl)]
-    needs = [(way, there, _most(args), False)]
-    return needs if back is None else [*needs, (way, back, _most(args, back=True), True)]
+    needs = [(way, there, _most(args)), (way, there, _most_published(args))]
+    return needs if back is None else [*needs, (way, back, _most(args, back=True))]
 
 
 def _most(args: Args, back: bool = False) -> int | None:
-    """Rows that any rank publishes, at most; None where that is not known."""
-    return None if args.most is None else args.most[back]
+    """Rows that any rank is sent in a cast, or back, at most; None where that is not known."""
+    return None if args.most is None else args.most[2 if back else 1]
+
+
+def _most_published(args: Args) -> int | None:
+    """Rows up to the last that any rank publishes for a kernel that waits for them."""
+    return None if args.most is None else args.most[0]
+
+
+def raise_failure(group: dist.ProcessGroup) -> None:
+    """Raises what a kernel that a CUDA graph has queued waited for in vain; nothing else asks after replays.
+
+    Raises:
+        RuntimeError: a rank did not come to an earlier call in time.
+    """
+    failure = failure_of(group)
+    if failure is not None:
+        raise RuntimeError(failure)
 
 
 def choose_mover(
-    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str
+    tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str, back: bool = False
 ) -> tuple[Native | Packed | Hierarchical, RowLayout]:
-    """What casts rows of tensors, and their layout; arguments and errors as in `group_cast`."""
+    """What publishes rows of tensors, or gives partial rows ``back``, and their layout; else as `group_cast`."""
     layout = RowLayout.of(tensors)
-    return _choose(tensors, args, group, impl).mover(layout, _most(args)), layout
+    most = _most(args, back=True) if back else _most_published(args)
+    return _choose(tensors, args, group, impl).mover(layout, most), layout
 
 
 def _handle(
@@ -387,22 +401,22 @@ def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
         far = _way(args.far, groups.far, plain)
         natives = [way.native for way in (near, relay) if way.native is not None]
         groups.guards.extend(native for native in natives if native not in groups.guards)
-        return _Way(None, Hierarchical(_choice(near), _choice(far), _choice(relay), ops), ops, rank, num_ranks)
+        return _Way(None, Hierarchical(_choice(near), _choice(far), _choice(relay), ops), ops, rank)
     native, reason = None, "is for GPUs and NCCL"
     if impl in ("auto", "native") and backend == "nccl":
         native, reason = native_of(group, device)
     if impl == "native":
         if native is None:
             raise ValueError(f"impl: 'native' {reason}")
-        return _Way(native, None, ops, rank, num_ranks)
-    return _Way(native, Packed(_EXCHANGES[plain].exchange, ops, group), ops, rank, num_ranks)
+        return _Way(native, None, ops, rank)
+    return _Way(native, Packed(_EXCHANGES[plain].exchange, ops, group), ops, rank)
 
 
 def _choice(way: _Way) -> Choice:
     """What moves the rows of one level."""
 
     def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> Native | Packed | Hierarchical:
-        return way.mover(layout, _most(args, back), back)
+        return way.mover(layout, _most(args, back))
 
     return choose
 

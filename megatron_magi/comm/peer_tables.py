@@ -1,11 +1,14 @@
-"""Tables for ranks that read each other's memory: where each row lies that a rank fetches, or gets back.
+"""Tables for ranks that reach each other's memory: where rows go, and where they come from.
 
-A rank publishes the rows that others need, each at its own number: rows of its shard in a cast, rows of its buffer in
-a reduction. It says so chunk by chunk, and the others read rows as soon as their chunk is there.
+Rows that travel are written into the slots of the ranks that need them, in the order in which these receive them: one
+after the other of one rank, then of the next. Rows that a kernel waits for itself are published instead, each at its
+own number, and fetched by those who need them. Both are told of chunk by chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,45 +18,49 @@ CHUNK_ROWS = 16
 """Rows that are published together, at least: those of which the numbers divided by this are equal."""
 PEER_SHIFT = 32
 """A place is ``peer << PEER_SHIFT | row``."""
-NUM_ARRAYS = 6
+NUM_ARRAYS = 5
+MAX_RANKS = 8
+ROUTE_WORDS = 3 * MAX_RANKS + 3
+"""Of Route of ``csrc/group_collective/exchange.cu``."""
 
 
 class PeerRows(NamedTuple):
-    """The other side of each row that travels.
+    """The other side of the rows that travel.
 
     Attributes:
         owner_rows: row of each received row in its owner's tensors, in the order of arrival, int64 ``[num_recv]``.
-        buffer_rows: row of each sent row in its destination's buffer, int64 ``[num_send]``.
-        most_rows: of any rank: rows up to the last that it sends. Equal on all ranks, like ``most_recv``.
+        first_there: of each rank, rows that it receives before the first of this one's.
+        first_back: of each rank, rows that it sends before the first that this one receives.
+        most_rows: of any rank: rows up to the last that it sends. Equal on all ranks, like the next two.
         most_recv: of any rank: rows that it receives.
+        most_send: of any rank: rows that it sends.
     """
 
     owner_rows: np.ndarray
-    buffer_rows: np.ndarray
+    first_there: Sequence[int]
+    first_back: Sequence[int]
     most_rows: int
     most_recv: int
+    most_send: int
 
 
 class PeerTables(NamedTuple):
-    """`peer_arrays` on a device, int64, and the bounds of `PeerRows`.
+    """`peer_arrays` on a device, int64.
 
     Attributes:
-        fetch: place of each row of the buffer.
-        back: place of the partial row of each sent row.
-        parts: the same in the order of `Arrivals.sources`.
+        fetch: place of each row of the buffer, where rows are published.
         published: the rows that others fetch, ascending.
         starts: chunk i of them is ``published[starts[i]:starts[i + 1]]``.
-        counts: lengths of ``fetch``, ``back``, `Arrivals.rows`, and the number of chunks.
+        counts: lengths of ``fetch`` and of ``published``, and the number of chunks.
+        routes: Route of a cast, of what is given back, and of what is added, ``[3, ROUTE_WORDS]``; zeros in a group of
+            more than `MAX_RANKS`.
     """
 
     fetch: Tensor
-    back: Tensor
-    parts: Tensor
     published: Tensor
     starts: Tensor
     counts: Tensor
-    most_rows: int
-    most_recv: int
+    routes: Tensor
 
 
 def peer_arrays(
@@ -61,23 +68,38 @@ def peer_arrays(
     send_splits: tuple[int, ...],
     recv_splits: tuple[int, ...],
     recv_order: np.ndarray | None,
-    sources: np.ndarray,
+    num_owned: int,
     peers: PeerRows,
 ) -> list[np.ndarray]:
     """The arrays of `PeerTables`, in their order.
 
     Args:
         send_index, send_splits, recv_splits, recv_order: of `GroupCastArgs`.
-        sources: of `Arrivals`.
+        num_owned: rows to which anything comes back.
         peers: the other side.
     """
     ranks = np.arange(len(send_splits), dtype=np.int64) << PEER_SHIFT
     fetch = np.repeat(ranks, recv_splits) | peers.owner_rows
     if recv_order is not None:
         fetch = fetch[recv_order]
-    back = np.repeat(ranks, send_splits) | peers.buffer_rows
     published = np.unique(send_index)
     num_chunks = -(-(int(send_index.max(initial=-1)) + 1) // CHUNK_ROWS)
     starts = np.searchsorted(published, np.arange(num_chunks + 1) * CHUNK_ROWS).astype(np.int64)
-    counts = np.array([len(fetch), len(back), len(published), num_chunks], dtype=np.int64)
-    return [fetch, back, back[sources], published, starts, counts]
+    counts = np.array([len(fetch), len(published), num_chunks], dtype=np.int64)
+    routes = np.zeros((3, ROUTE_WORDS), dtype=np.int64)
+    if len(send_splits) <= MAX_RANKS:
+        back = recv_splits, peers.first_back, send_splits
+        routes[0] = _route(send_splits, peers.first_there, recv_splits, len(fetch))
+        routes[1], routes[2] = _route(*back, len(send_index)), _route(*back, num_owned)
+    return [fetch, published, starts, counts, routes.reshape(-1)]
+
+
+def _route(sends: Sequence[int], there: Sequence[int], receives: Sequence[int], num_results: int) -> list[int]:
+    rest = [0] * (MAX_RANKS - len(sends))
+    return [
+        *accumulate((*sends, *rest), initial=0),
+        *there,
+        *rest,
+        *accumulate((*receives, *rest), initial=0),
+        num_results,
+    ]

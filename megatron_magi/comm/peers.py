@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.groups import names_of, store_of, timeout_s
+from megatron_magi.comm.peer_tables import MAX_RANKS
 from megatron_magi.cuda.shared_memory import (
     SharedMemory,
     are_linked,
@@ -27,7 +28,6 @@ from megatron_magi.cuda.shared_memory import (
     write_word,
 )
 
-MAX_RANKS = 8
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
 _LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 5) * 4  # Control.left of peers.cuh
@@ -37,7 +37,7 @@ PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
 _LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it
 _LEAVE_S = 0.5  # how long a rank that leaves waits for the others to leave
 MOST_GROUPS = 16
-"""Of a GPU: with more there would be too few blocks for each, see `native.blocks_of`."""
+"""Of a GPU: with more there would be too few blocks for each, see `peer_kernels.blocks_of`."""
 
 
 class Meeting:

@@ -61,6 +61,11 @@ class RowLayout:
         """An uninitialised buffer, uint8 ``[num_rows, row_bytes]``."""
         return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
 
+    def new_tensors(self, num_rows: int, device: torch.device) -> list[torch.Tensor]:
+        """Uninitialised tensors ``[num_rows, ...]``, each by itself."""
+        parts = zip(self.shapes, self.dtypes, strict=True)
+        return [torch.empty((num_rows, *shape), dtype=dtype, device=device) for shape, dtype in parts]
+
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer, ``[num_rows, ...]`` each; rows are contiguous, ``row_bytes`` apart."""
         num_rows, typed = buffer.shape[0], {dtype: buffer.view(dtype) for dtype in dict.fromkeys(self.dtypes)}

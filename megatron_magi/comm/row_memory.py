@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ ELEMENTS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "flo
 
 Rows = tuple[int, int, int]
 """Rows in memory: address, bytes from one to the next, bytes of one."""
+SLOT_ROWS = struct.Struct("4Q4q4i2iq")
+"""``SlotRows`` of peers.cuh."""
 
 
 def with_rows(x: Tensor) -> Tensor:
@@ -32,3 +36,43 @@ def can_add(layout: RowLayout, into: Sequence[Tensor]) -> bool:
         return False
     equal = all(t == partial for t in layout.dtypes) and all(x.dtype == wide for x in into)
     return equal and (partial == torch.float64) == (wide == torch.float64)
+
+
+def rows_of(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Rows]:
+    """Where rows of tensors lie; ``sizes``: bytes of one, of each."""
+    return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
+
+
+def widest(rows: list[Rows]) -> int:
+    """Bytes of the widest access that all addresses, strides and lengths allow."""
+    bits = WIDEST
+    for row in rows:
+        for number in row:
+            bits |= number
+    return bits & -bits
+
+
+def vector_of(rows: list[Rows], partial: torch.dtype, wide: torch.dtype) -> int:
+    """Elements of an access when rows of one type are added to ``rows`` of another."""
+    bits = WIDEST * max(wide.itemsize // partial.itemsize, 1)
+    for address, stride, size in rows:
+        bits |= stride | size | (address if address % WIDEST else 0)
+    return min((bits & -bits) // wide.itemsize, WIDEST // partial.itemsize)
+
+
+def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> bytes:
+    """``SlotRows`` of peers.cuh.
+
+    Args:
+        rows: of each tensor, in their order in a slot.
+        row_bytes: of a row in a slot.
+        unit: bytes of an access to ``rows``.
+        loads: accesses of a thread before it waits for the first.
+    """
+    rest = (0,) * (MOST_TENSORS - len(rows))
+    *begin, units = accumulate((size // unit for _, _, size in rows), initial=0)
+    log2_lanes = min(max(-(-units // loads), 1) - 1, 31).bit_length()
+    return SLOT_ROWS.pack(
+        *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
+        units, log2_lanes, row_bytes,
+    )  # fmt: skip

@@ -14,7 +14,8 @@ MOST_BYTES = 1 << 30
 MAX_CHUNKS = 1 << 16
 """Of rows that are published together: kMaxChunks of peers.cuh."""
 _LEAST_BYTES = 16 << 20
-_CHUNK_BYTES = 64 << 10  # about what is published together
+_CHUNK_BYTES = 64 << 10  # about what is told of together
+_LEAST_CHUNK_BYTES, _CHUNKS = 8 << 10, 128  # where rows are few: as many threads as there are take part
 _MAX_FITTING = 1024
 
 
@@ -23,13 +24,14 @@ class Room:
 
     Attributes:
         most_bytes: of a slot.
+        stays: the slots are where they are, for launches that CUDA graphs have captured.
     """
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
         self._fitting: dict[tuple[int, int | None], RowLayout] = {}  # by identity, which is quick
         self._failure: str | None = None
-        self.most_bytes = MOST_BYTES
+        self.most_bytes, self.stays = MOST_BYTES, False
 
     def refusal(self, layout: RowLayout, most_rows: int | None) -> str | None:
         """See `megatron_magi.comm.impl.native.Native.refusal`.
@@ -51,6 +53,8 @@ class Room:
             return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
         if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
             wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            if self.stays:
+                return f"has room for {self._memory.slot_bytes} bytes, which CUDA graphs refer to, not for {num_bytes}"
             if wanted > self.most_bytes:
                 return f"has no room for {wanted} bytes"
             before = self._memory.slot_bytes
@@ -78,3 +82,9 @@ def slot_row_bytes(layout: RowLayout) -> int:
 def chunk_shift(row_bytes: int) -> int:
     """Log2 of the rows that are published together."""
     return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)
+
+
+def sent_shift(row_bytes: int, most_rows: int) -> int:
+    """Log2 of the rows that are written together into the slot of another rank, which gets up to ``most_rows``."""
+    num_bytes = min(max(row_bytes * most_rows // _CHUNKS, _LEAST_CHUNK_BYTES), _CHUNK_BYTES)
+    return max(num_bytes // row_bytes, 1).bit_length() - 1

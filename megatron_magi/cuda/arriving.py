@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+
+from megatron_magi.cuda.call_list import Place, Step
 
 MOST_PARTS = 16
 """Parts that are told of one by one at most: kMostParts of csrc/common/arrivals.cuh."""
 FLAG_BYTES = 2 * 4 * MOST_PARTS
 """Of ArrivalFlags there."""
 _LEAST_PART_ROWS = 256
-_PARTS = 8
 
 
 class GateParams(ctypes.Structure):
@@ -28,21 +29,23 @@ class GateParams(ctypes.Structure):
 
 
 class Arriving(NamedTuple):
-    """Rows that a kernel brings which is to be queued right before the one that waits for them.
+    """Rows that kernels bring which are to be queued right before the one that waits for them.
 
-    That one starts when all blocks of the first have an SM, which is what makes waiting safe: it is queued as one that
-    may overlap (`megatron_magi.cuda.launch.Launch.fire`), on the same stream, and nothing between the two.
+    That one starts when all blocks of the last of these have an SM, which is what makes waiting safe: it is queued as
+    one that may overlap, on the same stream, and nothing between the two.
 
     Attributes:
-        tensors: where the rows will be, ``[num_rows, ...]`` each; they have been allocated on the current stream.
-        begin: queues the kernel that brings the rows on a stream, by its raw handle.
+        tensors: like those that the rows will be in, ``[num_rows, ...]`` each.
+        places: where these will be.
+        steps: the kernels that bring the rows.
         call, arrived, broken, notice: addresses, see `GateParams`.
         timeout_ns: after which who brings them gives up; who waits does after twice as long.
         overlaps: whether the kernel that waits may start before all rows have come.
     """
 
     tensors: Sequence[Tensor]
-    begin: Callable[[int], None]
+    places: tuple[Place, Place]
+    steps: tuple[Step, ...]
     call: int
     arrived: int
     broken: int
@@ -50,7 +53,14 @@ class Arriving(NamedTuple):
     timeout_ns: int
     overlaps: bool = True
 
+    def gate(self, first: int) -> GateParams:
+        """What who waits is told; ``first``: number of the first row."""
+        num_rows = len(self.tensors[0])
+        return GateParams(
+            self.call, self.arrived, self.broken, self.notice, 2 * self.timeout_ns, num_rows, part_rows(num_rows), first
+        )
+
 
 def part_rows(num_rows: int) -> int:
     """Rows that are told of together."""
-    return max(-(-num_rows // _PARTS), _LEAST_PART_ROWS)
+    return max(-(-num_rows // MOST_PARTS), _LEAST_PART_ROWS)

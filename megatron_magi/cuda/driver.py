@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,6 +20,7 @@ _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE_128B = 3
 _MAY_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_STARTED = 12  # CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _PROMOTE_256B = 3
 PANEL = 64
@@ -37,11 +38,19 @@ def _libcuda() -> ctypes.CDLL:
 
 
 @cache
+def entry_points() -> tuple[int, int]:
+    """Addresses of the functions of the driver that launch a kernel and that move a tensor map."""
+    functions = _libcuda().cuLaunchKernelEx, _libcuda().cuTensorMapReplaceAddress
+    first, second = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return first, second
+
+
+@cache
 def _primary_context(device_index: int) -> int:
     """Handle of the context that torch uses on a device."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(_libcuda().cuDeviceGet(ctypes.byref(device), device_index), "finding the device")
-    _check(_libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "finding the context")
+    check(_libcuda().cuDeviceGet(ctypes.byref(device), device_index), "finding the device")
+    check(_libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "finding the context")
     assert context.value is not None
     return context.value
 
@@ -50,19 +59,20 @@ def _primary_context(device_index: int) -> int:
 def _in_context(context: int) -> Iterator[None]:
     """Makes a context current: for good where the thread has none, as in autograd's threads, else for a while."""
     cuda, before = _libcuda(), ctypes.c_void_p()
-    _check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "asking for the context")
+    check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "asking for the context")
     if before.value is None:
-        _check(cuda.cuCtxSetCurrent(context), "setting the context")
+        check(cuda.cuCtxSetCurrent(context), "setting the context")
         yield
         return
-    _check(cuda.cuCtxPushCurrent_v2(context), "setting the context")
+    check(cuda.cuCtxPushCurrent_v2(context), "setting the context")
     try:
         yield
     finally:
         cuda.cuCtxPopCurrent_v2(ctypes.byref(before))
 
 
-def _check(status: int, what: str) -> None:
+def check(status: int, what: str) -> None:
+    """Raises RuntimeError for a code of CUDA that is not 0."""
     if status:
         text = ctypes.c_char_p()
         _libcuda().cuGetErrorString(status, ctypes.byref(text))
@@ -80,6 +90,12 @@ class LaunchConfig(ctypes.Structure):
 
     With ``num_attributes`` set from 0 to 1 blocks may start while the kernel before it on the stream ends, if that
     allows; the kernel itself waits for what it needs (csrc/common/ptx.cuh).
+
+    Args:
+        kernel: what is launched.
+        num_blocks: grid.
+        started: raw handle of an event without timing that each launch records: it comes when all blocks run. Stands in
+            the place of that attribute.
     """
 
     _fields_ = [
@@ -87,9 +103,13 @@ class LaunchConfig(ctypes.Structure):
         ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
     ]  # fmt: skip
 
-    def __init__(self, kernel: Kernel, num_blocks: int) -> None:
+    def __init__(self, kernel: Kernel, num_blocks: int, started: int = 0) -> None:
         attributes = (_Attribute * 1)(_Attribute(id=_MAY_OVERLAP, value=1))
-        super().__init__((num_blocks, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, attributes, 0)
+        if started:
+            attributes[0].id = _STARTED
+            ctypes.c_uint64.from_buffer(attributes, _Attribute.value.offset).value = started
+        threads = (kernel.threads, 1, 1)
+        super().__init__((num_blocks, 1, 1), threads, kernel.shared_bytes, None, attributes, bool(started))
 
 
 @dataclass(frozen=True)
@@ -111,11 +131,19 @@ class Kernel:
     def launch(self, config: int, pointers: ctypes.Array) -> None:
         """Queues the kernel; ``config``: address of a `LaunchConfig`, ``pointers``: holds that of the parameters."""
         status = _libcuda().cuLaunchKernelEx(config, self.handle, pointers, None)
-        if status in _WRONG_CONTEXT:
-            with _in_context(self.context):
-                status = _libcuda().cuLaunchKernelEx(config, self.handle, pointers, None)
         if status:
-            _check(status, "kernel launch")
+            with self.where_it_runs(status):
+                check(_libcuda().cuLaunchKernelEx(config, self.handle, pointers, None), "kernel launch")
+
+    def where_it_runs(self, status: int) -> AbstractContextManager[None]:
+        """The context in which to try again a launch that was refused.
+
+        Raises:
+            RuntimeError: the refusal, if another context is no help.
+        """
+        if status not in _WRONG_CONTEXT:
+            check(status, "kernel launch")
+        return _in_context(self.context)
 
 
 def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device: torch.device) -> Kernel:
@@ -130,9 +158,9 @@ def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     cuda = _libcuda()
     with _in_context(context):
-        _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
-        _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
-        _check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
+        check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
+        check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+        check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
     return profiled_kernel(name, Kernel(function, threads, shared_bytes, context), _stream_of)
 
 
@@ -168,7 +196,7 @@ def tensor_map(t: Tensor, box_rows: int, box_heads: int = 1) -> bytes:
         _PROMOTE_256B,
         0,
     )
-    _check(status, f"tensor map of a {rows} x {heads} x {columns} tensor, strides {row_stride}, {head_stride}")
+    check(status, f"tensor map of a {rows} x {heads} x {columns} tensor, strides {row_stride}, {head_stride}")
     return ctypes.string_at(at, 128)
 
 
@@ -176,7 +204,7 @@ def move_tensor_map(at: int, address: int) -> None:
     """Changes the address of the tensor that the tensor map at an address of host memory describes."""
     status = _libcuda().cuTensorMapReplaceAddress(at, address)
     if status:
-        _check(status, "moving a tensor map")
+        check(status, "moving a tensor map")
 
 
 def fits_tensor_map(t: Tensor) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_magi.cuda import driver as hopper_driver
+from megatron_magi.cuda.call_list import Patch, Place, Step
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.lru import LruCache
 
@@ -74,8 +75,7 @@ class Launch:
         maps: tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...] = (),
     ) -> None:
         size = ctypes.sizeof(params)
-        self._memory = ctypes.create_string_buffer(size + 64)  # tensor maps are aligned to 64 bytes
-        self._address = (ctypes.addressof(self._memory) + 63) // 64 * 64
+        self._memory, self._address = _aligned(size)
         ctypes.memmove(self._address, ctypes.addressof(params), size)
         self.params = type(params).from_address(self._address)
         self._boxes = [box for _, *box in maps]
@@ -121,6 +121,46 @@ class Launch:
         if num_blocks is not None:
             self._config.grid[0] = num_blocks
         self._kernel.launch(self._config_address, self._pointers)
+
+    def step(
+        self,
+        fields: Mapping[str, Place],
+        maps: Sequence[Place] = (),
+        *,
+        numbers: Numbers | None = None,
+        mapped: Sequence[Tensor] = (),
+        values: Mapping[str, Any] | None = None,
+        num_blocks: int | None = None,
+        overlaps: bool = False,
+    ) -> Step:
+        """The launch with parameters of its own, for a list of calls.
+
+        Args:
+            fields: of the parameters, that are addresses.
+            maps: addresses of the tensor maps, in their order.
+            numbers, mapped: as `take` takes them.
+            values: other fields, and what they are.
+            num_blocks, overlaps: as in `fire`.
+        """
+        memory, address = _aligned(ctypes.sizeof(self.params))
+        with self.lock:
+            if numbers is not None:
+                self.take(numbers, *mapped)
+            ctypes.memmove(address, self._address, ctypes.sizeof(self.params))
+            config = hopper_driver.LaunchConfig(self._kernel, num_blocks or self._config.grid[0])
+        config.num_attributes = overlaps
+        params, kind = type(self.params).from_address(address), type(self.params)
+        for name, value in (values or {}).items():
+            setattr(params, name, value)
+        patches = [Patch(i * _MAP_BYTES, *place, True) for i, place in enumerate(maps)]
+        patches += [Patch(getattr(kind, name).offset, *place) for name, place in fields.items()]
+        return Step(self._kernel, config, address, memory, tuple(patches))
+
+
+def _aligned(size: int) -> tuple[ctypes.Array, int]:
+    """Memory of so many bytes, and its address: tensor maps are aligned to 64 bytes."""
+    memory = ctypes.create_string_buffer(size + 64)
+    return memory, (ctypes.addressof(memory) + 63) // 64 * 64
 
 
 def prepared(key: tuple, make: Callable[[], Launch]) -> Launch:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from megatron_magi.cuda.driver import _check, _in_context, _libcuda, _primary_context
+from megatron_magi.cuda.driver import _in_context, _libcuda, _primary_context, check
 
 _BLOCK_BYTES = 2 << 20  # smaller pieces would share a block, and its handle, with other allocations
 _LAZY_PEER_ACCESS = 1
@@ -49,12 +49,12 @@ class SharedMemory:
         num_bytes = -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
         address, handle = ctypes.c_uint64(), _Handle()
         with _in_context(self._context):
-            _check(_driver().cuMemAlloc_v2(ctypes.byref(address), num_bytes), f"{num_bytes} bytes to share")
+            check(_driver().cuMemAlloc_v2(ctypes.byref(address), num_bytes), f"{num_bytes} bytes to share")
             self.address = address.value
             try:
-                _check(_driver().cuMemsetD8_v2(address, 0, num_bytes), "zeroing shared memory")
-                _check(_driver().cuCtxSynchronize(), "zeroing shared memory")
-                _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), address), "sharing memory")
+                check(_driver().cuMemsetD8_v2(address, 0, num_bytes), "zeroing shared memory")
+                check(_driver().cuCtxSynchronize(), "zeroing shared memory")
+                check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), address), "sharing memory")
             except RuntimeError:
                 self.free()
                 raise
@@ -77,7 +77,7 @@ def open_memory(handle: bytes, device: torch.device) -> int:
         status = _driver().cuIpcOpenMemHandle_v2(
             ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
         )
-        _check(status, "mapping another rank's memory")
+        check(status, "mapping another rank's memory")
     return address.value
 
 
@@ -90,15 +90,15 @@ def close_memory(address: int, device: torch.device) -> None:
 def write_word(address: int, value: int, device: torch.device) -> None:
     """Writes 4 bytes of memory of a device or of one that it has mapped; there when this returns."""
     with _in_context(_primary_context(device.index)):
-        _check(_driver().cuMemsetD32_v2(address, value, 1), "writing shared memory")
-        _check(_driver().cuCtxSynchronize(), "writing shared memory")
+        check(_driver().cuMemsetD32_v2(address, value, 1), "writing shared memory")
+        check(_driver().cuCtxSynchronize(), "writing shared memory")
 
 
 def read_words(address: int, count: int, device: torch.device) -> list[int]:
     """Some 4-byte words of a device's memory."""
     words = (ctypes.c_uint * count)()
     with _in_context(_primary_context(device.index)):
-        _check(_driver().cuMemcpyDtoH_v2(words, address, ctypes.sizeof(words)), "reading shared memory")
+        check(_driver().cuMemcpyDtoH_v2(words, address, ctypes.sizeof(words)), "reading shared memory")
     return list(words)
 
 
@@ -110,9 +110,9 @@ def are_linked(device: int, other: int) -> bool:
     """
     cuda, value, handles = _driver(), ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
     for handle, index in zip(handles, (device, other), strict=True):
-        _check(cuda.cuDeviceGet(ctypes.byref(handle), index), "finding the device")
+        check(cuda.cuDeviceGet(ctypes.byref(handle), index), "finding the device")
     for attribute in (_ACCESS_SUPPORTED, _NATIVE_ATOMICS):
-        _check(cuda.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, *handles), "asking for peer access")
+        check(cuda.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, *handles), "asking for peer access")
         if not value.value:
             return False
     return True

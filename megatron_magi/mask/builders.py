@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.bands import IntArray
+from megatron_magi.mask.block_sparse import block_sparse
 from megatron_magi.mask.documents import (
     Documents,
     IntArrayLike,
@@ -25,6 +26,7 @@ from megatron_magi.mask.slices import AttnMask, MaskType
 
 __all__ = [
     "block_causal",
+    "block_sparse",
     "causal",
     "cu_seqlens_from_eod",
     "from_eod_positions",

@@ -47,6 +47,15 @@ class LayerPlans:
         """How the plans were made and are executed."""
         return self._planner.config
 
+    @property
+    def named(self) -> dict[str, RankPlan]:
+        """By the text of their masks, those that there are."""
+        return self._plans
+
+    def text_of(self, layer_number: int, window: Window) -> str:
+        """Of a layer's mask."""
+        return self._planner.masks.of(layer_number, window).text
+
     def for_layer(self, layer_number: int, window: Window) -> RankPlan:
         """This rank's plan for a layer, counted from 1, that has a window or none.
 
@@ -117,8 +126,8 @@ class MagiSeqParams(PackedSeqParams):
 
     plans: LayerPlans = field(default=None, repr=False)
     layout: ShardLayout = field(default=None, repr=False)
-    num_loss_tokens: float = 0.0
-    """Sum of the loss mask over the whole microbatch."""
+    num_loss_tokens: float | torch.Tensor = 0.0
+    """Sum of the loss mask over the whole microbatch; fp32 ``[]`` on the device where it changes in captured graphs."""
 
 
 def carrier_of(packed_seq_params: PackedSeqParams | None, where: str) -> MagiSeqParams:

@@ -21,12 +21,13 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import loader
 from megatron_magi.mcore.arguments import buffer_length
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
+from megatron_magi.mcore.graphs import ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.kernels import compile_ahead
 from megatron_magi.mcore.loss import microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
-from megatron_magi.mcore.settings import layer_masks, magi_config, with_nodes
+from megatron_magi.mcore.settings import captures, layer_masks, magi_config, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 
 
@@ -51,7 +52,8 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         rolls=bool(args.mtp_num_layers),
         compares=agreement_group is not None,
     )
-    kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls)
+    check_captures(args, planner.shape)
+    kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args))
     compile_ahead(kernels, args.local_rank)
     return BatchDispatcher(planner, agreement_group)
 
@@ -84,6 +86,18 @@ def _with_shared_rates(config: MagiConfig, tp_size: int) -> MagiConfig:
 
 def _is_on_gpus() -> bool:
     return torch.cuda.is_available()
+
+
+def check_captures(args: Namespace, shape: AttnShape) -> None:
+    """Refuses captured attention by anything but the Hopper kernels.
+
+    Raises:
+        ValueError: it is asked for.
+    """
+    if captures(args) and shape.num_sms is None:
+        raise ValueError(
+            "cuda_graph_impl: full_iteration with --attention-backend magi needs Hopper GPUs, and bf16 or fp16"
+        )
 
 
 def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:
@@ -127,7 +141,7 @@ class MagiForwardStep:
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         """As Megatron's schedules call it; with ``return_schedule_plan`` the model is not run yet."""
-        batch = self._next(data_iterator, model)
+        batch = next(data_iterator) if isinstance(data_iterator, ReadBatches) else self.read(data_iterator, model)
         args = get_args()
         output = run_model(
             model,
@@ -149,8 +163,13 @@ class MagiForwardStep:
         )
         return output, loss
 
-    def _next(self, data_iterator: Iterator, model: torch.nn.Module) -> LocalBatch:
-        """This rank's shard of the next microbatch."""
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The context-parallel ranks, once `prepare` has been called."""
+        return self._group
+
+    def read(self, data_iterator: Iterator, model: torch.nn.Module) -> LocalBatch:
+        """This rank's shard of the next microbatch, which ``model`` will run."""
         dispatcher = self._dispatcher
         assert dispatcher is not None, "prepare() comes first"
         place = self._place(model)

@@ -15,7 +15,11 @@ _SPIKE_FACTOR = 10.0
 
 
 def microbatch_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor, *, num_loss_tokens: float | None = None, cp_size: int = 1
+    loss_mask: torch.Tensor,
+    losses: torch.Tensor,
+    *,
+    num_loss_tokens: float | torch.Tensor | None = None,
+    cp_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses that count.
 
@@ -28,7 +32,8 @@ def microbatch_loss(
     Args:
         loss_mask: ``[batch_size, seqlen]``, this rank's.
         losses: likewise, one loss a token.
-        num_loss_tokens: sum of the loss mask over all context-parallel ranks; None for no scaling.
+        num_loss_tokens: sum of the loss mask over all context-parallel ranks, a number or fp32 ``[]``; None for no
+            scaling.
         cp_size: number of these ranks.
 
     Returns:
@@ -44,7 +49,9 @@ def microbatch_loss(
     _check(args, total)
     if num_loss_tokens is None or args.calculate_per_token_loss:
         return total, num_tokens, report
-    return total * (num_tokens.clamp(min=1) * (cp_size / max(num_loss_tokens, 1.0))), num_tokens, report
+    is_tensor = isinstance(num_loss_tokens, torch.Tensor)
+    counted = num_loss_tokens.clamp(min=1.0) if is_tensor else max(num_loss_tokens, 1.0)
+    return total * (num_tokens.clamp(min=1) * (cp_size / counted)), num_tokens, report
 
 
 def make_distillation_loss(args: Namespace) -> Callable:

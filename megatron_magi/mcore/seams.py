@@ -13,7 +13,7 @@ How a target is touched:
 - ``relied on``: called, or called by Megatron, with exactly these arguments;
 - ``exchanged in specs``: the class is taken out of layer specs, and ours put in.
 
-Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs that capture attention, Mamba
+Refused, whatever the version says (`validate`): attention in FP8, FP4, CUDA graphs of layers with attention, Mamba
 layers under context parallelism, `--yaml-cfg`, `--hybrid-context-parallel` and what else docs/megatron.md lists.
 """
 
@@ -70,6 +70,8 @@ SEAMS = (
     Seam(f"{_TRAINING}:pretrain", "wrapped", ("cfg_container", "train_valid_test_dataset_provider", "model_type",
          "forward_step_func"), "user_step", "dispatches what a user's forward step reads"),
     Seam(f"{_TRAINING}:get_forward_backward_func", "wrapped", (), "trainer", "schedules get the padded length"),
+    Seam(f"{_TRAINING}:FullCudaGraphWrapper", "wrapped", ("forward_backward_func", "cuda_graph_warmup_steps",
+         "use_single_mempool"), "graphs", "captured iterations with plans that stay"),
     Seam(f"{_TRAINING}:dummy_train_step", "replaced", ("data_iterator",), "trainer", "every rank reads the data"),
     Seam(f"{_TRAINING}:training_log", "wrapped", ("loss_dict", "iteration", "skipped_iter", "grad_norm",
          "max_attention_logit"), "loss_log", "exact losses"),

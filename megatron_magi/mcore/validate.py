@@ -118,10 +118,28 @@ def _check_cuda_graphs(args: Namespace) -> None:
         impl = "local"
     if impl == "none":
         return
+    if impl == "full_iteration":
+        _check_full_iteration(args)
+        return
     modules = [str(getattr(m, "name", m)) for m in (args.cuda_graph_modules or [])]
     modules = [name for entry in modules for name in entry.split(",")]
-    if impl == "full_iteration" or not modules or {"full", "full_iteration", "attn"} & set(modules):
+    if not modules or {"full", "full_iteration", "attn"} & set(modules):
         raise ValueError(
-            "cuda_graph_modules: attention cannot be captured, each microbatch has a plan of its own; name modules "
-            "without attention, such as --cuda-graph-modules mlp moe_router"
+            "cuda_graph_modules: graphs of layers take no packed sequences, as which plans travel; name modules "
+            "without attention, such as --cuda-graph-modules mlp moe_router, or give --cuda-graph-impl full_iteration"
         )
+
+
+def _check_full_iteration(args: Namespace) -> None:
+    unfit = {
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size > 1,
+        "num_experts": args.num_experts,
+        "mtp_num_layers": args.mtp_num_layers,
+        "qk_clip": args.qk_clip,
+        "log_max_attention_logit": args.log_max_attention_logit,
+        "check_for_spiky_loss": args.check_for_spiky_loss,
+        "hierarchical_context_parallel_sizes": args.hierarchical_context_parallel_sizes,
+    }
+    for name, is_given in unfit.items():
+        if is_given:
+            raise ValueError(f"cuda_graph_impl: full_iteration does not work with {name} and --attention-backend magi")

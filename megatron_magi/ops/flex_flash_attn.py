@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.mask import AttnMask
-from megatron_magi.ops.mask_tensors import mask_of_arrays, mask_of_ranges
+from megatron_magi.ops.mask_tensors import HostRanges, ranges_of_arrays, ranges_of_tensors
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, check_tensor, make_options
 from megatron_magi.ops.slice_attention import attend, slice_attention_traced
+from megatron_magi.ops.sparse_attention import attend_pattern
+from megatron_magi.ops.sparse_ranges import sparse_pattern_of
 
 RangesLike = Tensor | Sequence[Sequence[int]] | None
 TypesLike = Tensor | Sequence[int] | None
@@ -74,7 +75,8 @@ def flex_flash_attn_func(
             max_seqlen_q, max_seqlen_k, auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load,
             swap_bwd_qk_loop: accepted so that existing calls run. They tune a kernel in
             MagiAttention; here the implementation decides by itself, so they are unnecessary and
-            change no result.
+            change no result. Ranges that are a mask of blocks go to the kernels of `block_sparse_attention`
+            where these fill their tiles better (see `megatron_magi.ops.sparse_ranges`).
 
     Returns:
         ``(out, meta)``: out ``[num_tokens_q, num_heads_q, head_dim_v]`` in the dtype of q;
@@ -108,16 +110,19 @@ def flex_flash_attn_func(
     check_qkv(q, k, v)
     if sink is not None:
         check_sink(sink, q)
-    bands = _mask(ranges, q.shape[0], k.shape[0]).bands
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
-    return attend(q, k, v, sink, bands, options, impl, return_max_logits)
+    on_host = _on_host(ranges, q.shape[0], k.shape[0])
+    pattern = sparse_pattern_of(on_host, q, k, v, options) if impl in ("auto", "ffa") else None
+    if pattern is not None:
+        return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, "ffa")
+    return attend(q, k, v, sink, on_host.mask.bands, options, impl, return_max_logits)
 
 
-def _mask(ranges: list, num_rows: int, num_keys: int) -> AttnMask:
+def _on_host(ranges: list, num_rows: int, num_keys: int) -> HostRanges:
     if all(isinstance(x, Tensor) for x in ranges):
-        return mask_of_ranges(ranges, num_rows, num_keys)
+        return ranges_of_tensors(ranges, num_rows, num_keys)
     names = ("q_ranges", "k_ranges", "attn_type_map")
-    return mask_of_arrays([_as_array(name, x) for name, x in zip(names, ranges, strict=False)], num_rows, num_keys)
+    return ranges_of_arrays([_as_array(name, x) for name, x in zip(names, ranges, strict=False)], num_rows, num_keys)
 
 
 def _as_tensor(values: RangesLike | TypesLike) -> Tensor:

@@ -7,6 +7,7 @@ k_ranges]`` with or without ``attn_type_map``. Only their content counts, so a c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,27 +52,61 @@ def mask_of_ranges(ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> At
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
-    if not any(t.is_cpu for t in ranges):
-        return _device_ranges.mask(ranges, num_rows, num_keys)
-    return mask_of_arrays([_array(t) for t in ranges], num_rows, num_keys)
+    return ranges_of_tensors(ranges, num_rows, num_keys).mask
 
 
-def mask_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -> AttnMask:
-    """The mask of ``[q_ranges, k_ranges]`` and maybe types, on the host; validated once for a content.
+class HostRanges:
+    """Ranges on the host, and what is made of them when it is first asked for.
+
+    Args:
+        ranges: ``[q_ranges, k_ranges]`` and maybe types.
+        num_rows, num_keys: numbers of queries and keys.
+
+    Attributes:
+        table: int64 ``[n, 5]``: of each slice its ranges and type; not checked against the numbers of tokens.
+        num_rows, num_keys: as given.
+        memo: what users of the ranges have made of them, by names of theirs.
 
     Raises:
-        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+        ValueError: an argument, named in the message, has a wrong shape or dtype.
     """
-    key = (num_rows, num_keys, *((array.tobytes(), array.dtype, array.shape) for array in ranges))
-    mask = _masks.get(key)
-    if mask is None:
-        table = _slice_table(ranges)
+
+    def __init__(self, ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -> None:
+        self.table, self.num_rows, self.num_keys = _slice_table(ranges), num_rows, num_keys
+        self.memo: dict = {}
+
+    @cached_property
+    def mask(self) -> AttnMask:
+        """The mask.
+
+        Raises:
+            ValueError: an argument, named in the message, has a wrong value.
+        """
         try:
-            mask = AttnMask(table, num_rows, num_keys)
+            return AttnMask(self.table, self.num_rows, self.num_keys)
         except ValueError as error:
             raise ValueError(_renamed(str(error).removeprefix("slices: "))) from None
-        _masks.put(key, mask, 4 * mask.table.nbytes)
-    return mask
+
+
+def ranges_of_tensors(ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> HostRanges:
+    """The ranges of tensors on the host or on a device; see `mask_of_ranges`."""
+    if not any(t.is_cpu for t in ranges):
+        return _device_ranges.ranges(ranges, num_rows, num_keys)
+    return ranges_of_arrays([_array(t) for t in ranges], num_rows, num_keys)
+
+
+def ranges_of_arrays(ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -> HostRanges:
+    """The ranges ``[q_ranges, k_ranges]`` and maybe types of the host; one object for a content.
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape or dtype.
+    """
+    key = (num_rows, num_keys, *((array.tobytes(), array.dtype, array.shape) for array in ranges))
+    found = _ranges.get(key)
+    if found is None:
+        found = HostRanges(ranges, num_rows, num_keys)
+        _ranges.put(key, found, 8 * found.table.nbytes)
+    return found
 
 
 def _renamed(message: str) -> str:
@@ -113,7 +148,7 @@ class DeviceRanges:
     """
 
     def __init__(self, max_items: int = 64) -> None:
-        self._masks: LruCache[tuple, tuple[AttnMask, list[StorageWeakRef]]] = LruCache(_MAX_BYTES, max_items)
+        self._ranges: LruCache[tuple, tuple[HostRanges, list[StorageWeakRef]]] = LruCache(_MAX_BYTES, max_items)
 
     def mask(self, ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> AttnMask:
         """The mask of ``[q_ranges, k_ranges]`` or ``[q_ranges, k_ranges, attn_type_map]``.
@@ -121,19 +156,28 @@ class DeviceRanges:
         Raises:
             ValueError: an argument, named in the message, has a wrong shape, dtype or value.
         """
+        return self.ranges(ranges, num_rows, num_keys).mask
+
+    def ranges(self, ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> HostRanges:
+        """The same, before a mask is made of them.
+
+        Raises:
+            ValueError: an argument, named in the message, has a wrong shape or dtype.
+        """
         if any(t.is_inference() for t in ranges):
-            return mask_of_arrays(_to_host(ranges), num_rows, num_keys)
+            return ranges_of_arrays(_to_host(ranges), num_rows, num_keys)
         key = (num_rows, num_keys, *(_identity(t) for t in ranges))
-        found = self._masks.get(key)
+        found = self._ranges.get(key)
         if found is None:
-            mask = mask_of_arrays(_to_host(ranges), num_rows, num_keys)
+            on_host = ranges_of_arrays(_to_host(ranges), num_rows, num_keys)
             # As long as a weak reference is kept, no other storage gets its address: a key never means another tensor.
-            found = mask, [StorageWeakRef(t.untyped_storage()) for t in ranges]
-            self._masks.put(key, found, 4 * mask.table.nbytes)
+            found = on_host, [StorageWeakRef(t.untyped_storage()) for t in ranges]
+            self._ranges.put(key, found, 8 * on_host.table.nbytes)
         return found[0]
 
 
 _masks: LruCache[tuple, AttnMask] = LruCache(_MAX_BYTES, _MAX_MASKS)
+_ranges: LruCache[tuple, HostRanges] = LruCache(_MAX_BYTES, _MAX_MASKS)
 _device_ranges = DeviceRanges()
 
 

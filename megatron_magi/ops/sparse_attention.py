@@ -64,8 +64,7 @@ def block_sparse_attention(
         sink: as in `megatron_magi.slice_attention`.
         softmax_scale: ``1 / sqrt(head_dim)`` when None.
         return_max_logits: fill ``meta.max_logits``.
-        deterministic: bitwise repeatable gradients. Of blocks they always are; of lists of single keys kernels refuse
-            it in the backward.
+        deterministic: bitwise repeatable gradients. Of blocks of 64 keys they always are; else it takes longer.
         impl: ``auto``, ``reference`` (dense) or ``ffa`` (Hopper kernels); one that is named never falls back.
 
     Returns:
@@ -78,7 +77,7 @@ def block_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = block_pattern(blocks, q, k, q_block_size, k_block_size, causal)
-    return _attend(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
 
 
 def index_sparse_attention(
@@ -109,10 +108,10 @@ def index_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = index_pattern(indices, q, k)
-    return _attend(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
 
 
-def _attend(
+def attend_pattern(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,6 +122,7 @@ def _attend(
     deterministic: bool,
     impl: str,
 ) -> tuple[Tensor, AttnForwardMeta]:
+    """`block_sparse_attention` of checked tensors and a checked pattern."""
     if sink is not None:
         check_sink(sink, q)
     for name, value in (("return_max_logits", return_max_logits), ("deterministic", deterministic)):

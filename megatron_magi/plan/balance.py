@@ -27,7 +27,12 @@ _ALIKE = 1.01
 
 
 def assign_chunks(
-    mask: AttnMask, bounds: np.ndarray, cp_size: int, config: DispatchConfig, overlap: OverlapConfig
+    mask: AttnMask,
+    bounds: np.ndarray,
+    cp_size: int,
+    config: DispatchConfig,
+    overlap: OverlapConfig,
+    ranks_per_node: int | None = None,
 ) -> np.ndarray:
     """The rank of each chunk, int64 ``[num_chunks]``.
 
@@ -36,11 +41,12 @@ def assign_chunks(
 
     Args:
         overlap: how stages will be chosen, and the shape of the attention, for the times that ``auto`` predicts.
+        ranks_per_node: see `CommConfig`; those of the rates when None.
     """
     found = candidates(mask, bounds, cp_size, config)
     if len(found) == 1:
         return next(iter(found.values()))
-    return found[fastest(predictions(found, mask, bounds, cp_size, config, overlap))]
+    return found[fastest(predictions(found, mask, bounds, cp_size, config, overlap, ranks_per_node))]
 
 
 def candidates(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: DispatchConfig) -> dict[str, np.ndarray]:
@@ -82,13 +88,14 @@ def predictions(
     cp_size: int,
     config: DispatchConfig,
     overlap: OverlapConfig,
+    ranks_per_node: int | None = None,
 ) -> dict[str, Prediction]:
-    """The predicted step of each candidate."""
+    """The predicted step of each candidate; arguments as in `assign_chunks`."""
     rates, counts = config.rates or H100, native.count if native.chosen(config.planner) else count
-    result = {}
+    node, result = ranks_per_node or rates.ranks_per_node, {}
     for name, rank in found.items():
         rows = int(sum_by_rank(rank, np.diff(bounds), cp_size).max())
-        result[name] = predict(counts(mask, bounds, rank, cp_size, rates.ranks_per_node), rows, rates, overlap)
+        result[name] = predict(counts(mask, bounds, rank, cp_size, node), rows, rates, overlap)
     return result
 
 

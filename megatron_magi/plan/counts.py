@@ -24,6 +24,7 @@ class Counts(NamedTuple):
         row_edges: rows times the diagonals that cut their piece.
         key_edges: keys times these.
         starts: different first rows of pieces.
+        tallest: most rows that see the same key, of pieces taken for rectangles.
         received: rows that a rank fetches from its own node, and from others.
         sent: rows that it sends.
     """
@@ -34,6 +35,7 @@ class Counts(NamedTuple):
     row_edges: np.ndarray
     key_edges: np.ndarray
     starts: np.ndarray
+    tallest: np.ndarray
     received: np.ndarray
     sent: np.ndarray
 
@@ -51,7 +53,7 @@ def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ra
     pieces, index = bd.tighten_with_index(pieces)
     dst = runs.rank[run[index]]
     own, fetched = _spans(pieces, dst, runs)
-    counts = np.zeros((6, 2, cp_size), dtype=np.int64)
+    counts = np.zeros((7, 2, cp_size), dtype=np.int64)
     for place, (spans, area, keys) in enumerate((own, fetched)):
         _count_place(counts[:, place], pieces, dst, spans, area, keys)
     return Counts(*counts, *_count_travel(pieces, dst, runs, cp_size, ranks_per_node))
@@ -85,7 +87,7 @@ def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tupl
 def _count_place(
     counts: np.ndarray, pieces: np.ndarray, dst: np.ndarray, spans: np.ndarray, area: np.ndarray, keys: np.ndarray
 ) -> None:
-    """Adds up what pieces see of keys in one place, which lie within ``spans``; ``counts``: ``[6, cp_size]``."""
+    """Adds up what pieces see of keys in one place, which lie within ``spans``; ``counts``: ``[7, cp_size]``."""
     some = np.flatnonzero(keys)
     seen = pieces[some]
     seen[:, [bd.K0, bd.K1]] = spans[some]
@@ -97,6 +99,11 @@ def _count_place(
         np.add.at(counts[row], rank, values)
     lift = 1 + int(seen[:, bd.Q0].max(initial=0))
     np.add.at(counts[5], np.unique(rank * lift + seen[:, bd.Q0]) // lift, 1)
+    # From its first key on a piece adds its rows to those that see a key, behind its last one they are gone.
+    key, change = np.concatenate([seen[:, bd.K0], seen[:, bd.K1]]), np.concatenate([rows, -rows])
+    rank = np.concatenate([rank, rank])
+    order = np.lexsort((change, key, rank))
+    np.maximum.at(counts[6], rank[order], np.cumsum(change[order]))
 
 
 def _count_travel(

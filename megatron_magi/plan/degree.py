@@ -6,11 +6,14 @@ import numpy as np
 
 from megatron_magi.config import CostModel, OverlapConfig
 
+_BACKWARD_PRODUCTS = 2.5
+"""Work of a backward pass over that of a forward pass."""
+
 
 def choose_degree(
     local_area: np.ndarray, remote_area: np.ndarray, remote_rows: np.ndarray, config: OverlapConfig
 ) -> int:
-    """Number of remote stages with the shortest predicted forward pass of the slowest rank.
+    """Number of remote stages with the shortest predicted step of the slowest rank, forward and backward.
 
     Args:
         local_area, remote_area: visible pairs with own and with fetched keys, ``[cp_size]``.
@@ -20,25 +23,35 @@ def choose_degree(
         return 0
     if config.degree is not None:
         return max(config.degree, 1)
-    times = [
-        float(forward_us(local_area, remote_area, remote_rows, degree, config.cost).max())
-        for degree in range(1, config.max_degree + 1)
-    ]
-    return 1 + int(np.argmin(times))
+    return 1 + int(np.argmin(step_us(local_area, remote_area, remote_rows, config.max_degree, config.cost)))
 
 
-def forward_us(
-    local_area: np.ndarray, remote_area: np.ndarray, remote_rows: np.ndarray, degree: int, cost: CostModel
+def step_us(
+    local_area: np.ndarray, remote_area: np.ndarray, remote_rows: np.ndarray, max_degree: int, cost: CostModel
 ) -> np.ndarray:
-    """Predicted forward time of each rank: fetches run one stage ahead of the compute, in order."""
-    fetch = cost.fetch_us(remote_rows / degree)
-    attend = cost.attend_us(remote_area / degree)
-    computed = cost.attend_us(local_area) + cost.stage_latency_us
-    fetched = fetch
-    for stage in range(1, degree + 1):
-        start = np.maximum(computed, fetched)
-        if stage < degree:
-            # The next fetch is issued when the stage before this one was launched.
-            fetched = np.maximum(fetched, computed) + fetch
-        computed = start + attend + cost.stage_latency_us
-    return computed
+    """Predicted time of a step with 1, 2, ... ``max_degree`` stages, ``[max_degree]``; see `choose_degree`.
+
+    Fetches run one stage ahead of the compute, in order. In the backward a stage's gradients travel when it is
+    computed, as long as its keys did: those of the last stage behind nothing.
+    """
+    degree = np.arange(1, max_degree + 1)[:, None]
+    travel, attend, local = cost.fetch_us(remote_rows / degree), cost.attend_us(remote_area / degree), local_area
+    forward = _pass_us(cost.attend_us(local), attend, travel, degree, cost.stage_latency_us, reduces=False)
+    local, attend = _BACKWARD_PRODUCTS * cost.attend_us(local), _BACKWARD_PRODUCTS * attend
+    backward = _pass_us(local, attend, travel, degree, cost.stage_latency_us, reduces=True)
+    return forward.max(axis=1) + backward.max(axis=1)
+
+
+def _pass_us(
+    local: np.ndarray, attend: np.ndarray, travel: np.ndarray, degree: np.ndarray, latency: float, *, reduces: bool
+) -> np.ndarray:
+    """Of each degree and rank, ``[max_degree, cp_size]``; ``attend``, ``travel``: of one stage."""
+    computed, fetched, returned = np.broadcast_to(local + latency, attend.shape), travel, np.zeros(attend.shape)
+    for stage in range(1, len(degree) + 1):
+        start, is_there = np.maximum(computed, fetched), stage <= degree
+        # The next fetch is issued when the stage before this one was launched.
+        fetched = np.maximum(fetched, computed) + travel
+        computed = np.where(is_there, start + attend + latency, computed)
+        if reduces:
+            returned = np.where(is_there, np.maximum(computed, returned) + travel, returned)
+    return np.maximum(computed, returned)

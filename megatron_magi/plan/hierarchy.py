@@ -73,17 +73,19 @@ def _in_node(pieces: Pieces, per_node: int) -> Pieces:
 def _among(pieces: Pieces, rank: int, num_ranks: int) -> tuple[Transfer, np.ndarray]:
     """What a rank sees of an exchange, and the places of the rows that it receives, in the order of arrival."""
     pieces = pieces.take(np.lexsort((pieces.row, pieces.src, pieces.dst)))
-    arrival = _before(pieces.length, pieces.dst)
     sent, received = np.flatnonzero(pieces.src == rank), np.flatnonzero(pieces.dst == rank)
+    before, ahead = np.flatnonzero(pieces.src < rank), np.flatnonzero(pieces.dst < rank)
     transfer = Transfer(
         send_index=_rows(pieces.row[sent], pieces.length[sent]),
         send_splits=_splits(pieces.dst[sent], pieces.length[sent], num_ranks),
         recv_splits=_splits(pieces.src[received], pieces.length[received], num_ranks),
         recv_order=None,
         owner_rows=_rows(pieces.row[received], pieces.length[received]),
-        buffer_rows=_rows(arrival[sent], pieces.length[sent]),
+        first_there=_splits(pieces.dst[before], pieces.length[before], num_ranks),
+        first_back=_splits(pieces.src[ahead], pieces.length[ahead], num_ranks),
         most_rows=int((pieces.row + pieces.length).max(initial=0)),
-        most_recv=int((arrival + pieces.length).max(initial=0)),
+        most_recv=max(_splits(pieces.dst, pieces.length, num_ranks)),
+        most_send=max(_splits(pieces.src, pieces.length, num_ranks)),
     )
     return transfer, _rows(pieces.place[received], pieces.length[received])
 

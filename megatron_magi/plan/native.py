@@ -21,7 +21,7 @@ from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
 
 _log = logging.getLogger(__name__)
-_VERSION = 2
+_VERSION = 3
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
 

@@ -166,7 +166,8 @@ def make_dispatch(
 
     Args:
         overlap: the stages and the shape of the attention that times are predicted for; defaults when None.
-        ranks_per_node: see `CommConfig`: ranks that need each other's keys become neighbours.
+        ranks_per_node: see `CommConfig`: ranks that need each other's keys become neighbours, and times are predicted
+            for these nodes; for those of the rates when None.
 
     Raises:
         ValueError: uneven shards of fewer tokens than ranks, or ranks that are no whole number of nodes.
@@ -178,10 +179,11 @@ def make_dispatch(
             f"cp_size: {total} tokens in chunks of {int(bounds[1]) if total else 0} give "
             f"{len(bounds) - 1} chunks, fewer than {cp_size} ranks; use a smaller chunk_size or even shards"
         )
-    ranks_per_node = nodes_in_use(ranks_per_node, cp_size)
-    rank = assign_chunks(mask, bounds, cp_size, config, OverlapConfig() if overlap is None else overlap)
-    if ranks_per_node is not None and config.algorithm in ("auto", "affinity"):
-        rank = gather_in_nodes(mask, bounds, rank, cp_size, ranks_per_node)
+    nodes = nodes_in_use(ranks_per_node, cp_size)
+    overlap = OverlapConfig() if overlap is None else overlap
+    rank = assign_chunks(mask, bounds, cp_size, config, overlap, ranks_per_node)
+    if nodes is not None and config.algorithm in ("auto", "affinity"):
+        rank = gather_in_nodes(mask, bounds, rank, cp_size, nodes)
     return dispatch_from_chunks(total, bounds, rank, cp_size)
 
 

@@ -53,6 +53,13 @@ class _Stage(NamedTuple):
     row_edges: np.ndarray
     key_edges: np.ndarray
     starts: np.ndarray
+    tallest: np.ndarray
+
+    def with_fetched(self, fetched: _Stage) -> _Stage:
+        """Of one launch over own keys and fetched ones: a row is begun once, however many of them it sees."""
+        both = _Stage(*(a + b for a, b in zip(self, fetched, strict=True)))
+        most = _Stage(*(np.maximum(a, b) for a, b in zip(self, fetched, strict=True)))
+        return both._replace(rows=most.rows, starts=most.starts, tallest=most.tallest)
 
 
 def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig) -> Prediction:
@@ -66,16 +73,24 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
     """
     received = counts.received.sum(axis=0)
     degree = choose_degree(counts.area[0], counts.area[1], received, overlap)
-    own, fetched = (_Stage(*(c[place].astype(np.float64) for c in counts[:6])) for place in (0, 1))
-    steps = _Steps(num_rows, rates, overlap.cost, degree > 0)
-    fetch = _transfer_us(counts.received, counts.sent, degree, rates, overlap.cost)
-    reduce = _transfer_us(counts.sent, counts.received, degree, rates, overlap.cost)
+    own, fetched = (_Stage(*(c[place].astype(np.float64) for c in counts[:7])) for place in (0, 1))
+    # Kernels wait for rows of their own node only.
+    at_once = overlap.one_launch and overlap.degree != 0 and degree > 0 and not counts.received[1].any()
+    num_stages = 1 if at_once else degree
+    steps = _Steps(num_rows, rates, overlap.cost, degree > 0 and not at_once)
+    fetch = _transfer_us(counts.received, counts.sent, num_stages, rates, overlap.cost)
+    reduce = _transfer_us(counts.sent, counts.received, num_stages, rates, overlap.cost)
     hidden = 0.0 if overlap.degree == 0 else rates.hidden
-    forward = _pass_us(steps.forward(own), steps.forward(fetched, True), fetch, None, degree, hidden)
-    backward = _pass_us(steps.backward(own), steps.backward(fetched, True), fetch, reduce, degree, hidden)
+    if at_once:
+        whole = own.with_fetched(fetched)
+        forward = _at_once_us(steps.forward(whole), fetch, hidden)
+        backward = _at_once_us(steps.backward(whole), fetch, hidden) + reduce
+    else:
+        forward = _pass_us(steps.forward(own), steps.forward(fetched, True), fetch, None, degree, hidden)
+        backward = _pass_us(steps.backward(own), steps.backward(fetched, True), fetch, reduce, degree, hidden)
     forward, backward = forward + steps.ends_us(False), backward + steps.ends_us(True)
     saved = np.where((received > 0) & (counts.sent.sum(axis=0) > 0), 0.0, rates.host_one_way_us)
-    stages = ((rates.host_stage_forward_us - saved) * degree, (rates.host_stage_backward_us - saved) * degree)
+    stages = tuple((us - saved) * num_stages for us in (rates.host_stage_forward_us, rates.host_stage_backward_us))
     step_us = float(np.maximum(forward, rates.host_forward_us + stages[0]).max()) + float(
         np.maximum(backward, rates.host_backward_us + stages[1]).max()
     )
@@ -85,7 +100,7 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
 
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
     """Microseconds of the forward and of the backward kernels where nothing is fetched, on the slowest rank."""
-    own = _Stage(*(c[0].astype(np.float64) for c in counts[:6]))
+    own = _Stage(*(c[0].astype(np.float64) for c in counts[:7]))
     steps = _Steps(num_rows, rates, cost, False)
     return float(steps.forward(own).max()), float(steps.backward(own).max()) + steps.ends_us(True)
 
@@ -134,18 +149,18 @@ class _Steps(NamedTuple):
         rows = stage.key_edges * (_KEY_TILE / 2) + stage.keys * (block / 2 + rates.tile_rows / packed)
         columns = stage.row_edges * (_DQ_TILE / packed / 2) + stage.rows * (_DQ_BLOCK / 2 + rates.tile_columns)
         # Where dq has a kernel of its own logits are computed twice.
-        products = np.where(
-            separate,
-            (stage.area + rows) * (2.0 * dk + 2.0 * dv) + (stage.area + columns) * (2.0 * dk + dv),
-            (stage.area + rows) * (3.0 * dk + 2.0 * dv),
-        )
+        width = np.where(separate, 2.0 * dk + 2.0 * dv, 3.0 * dk + 2.0 * dv)
+        queries = np.where(separate, (stage.area + columns) * (2.0 * dk + dv), 0.0)
+        # There a tile of keys takes all query heads of a key head at once; its SM may be busy longer than the others.
         heads = np.where(separate, self.cost.num_heads_kv, self.cost.num_heads_q)
+        longest = (stage.tallest + block / 2 + rates.tile_rows / packed) * (_KEY_TILE * _NUM_SMS) / heads
         tail = _with_tail(stage.keys * heads / _KEY_TILE)
+        products = np.maximum((stage.area + rows) * tail, longest) * width + queries * tail
         # dq is written, or added to what is there; if it is summed in memory the sums are zeroed and read besides.
         gradient = (np.where(separate, 0.0, 8.0) + (8.0 if adds else 4.0 if self.is_staged else 2.0)) * dk
         some = np.where(stage.area > 0, 1.0, 0.0)
         return some * (
-            products * tail * (2.0 * self.cost.num_heads_q) / (rates.backward_tflops * 1e6)
+            products * (2.0 * self.cost.num_heads_q) / (rates.backward_tflops * 1e6)
             + self._memory_us(1.0, self.num_rows) * gradient
             + rates.backward_us
         )
@@ -179,6 +194,11 @@ def _transfer_us(received: np.ndarray, sent: np.ndarray, degree: int, rates: Rat
     near = rates.collective_us + volume[0] / rates.gbytes_per_s
     far = rates.far_collective_us + volume[1] / rates.far_gbytes_per_s
     return np.where(volume[1] > 0, np.maximum(near, far), near)
+
+
+def _at_once_us(attend: np.ndarray, fetch: np.ndarray, hidden: float) -> np.ndarray:
+    """Microseconds of a pass in one launch, which waits for what is not there yet."""
+    return np.maximum(attend, fetch) + (1 - hidden) * np.minimum(attend, fetch)
 
 
 def _pass_us(

@@ -40,6 +40,7 @@ class TransferTable:
         p = self._pieces
         sent = np.flatnonzero((self._src == rank) & here)  # by dst, then start
         received = np.flatnonzero((p.dst == rank) & here)
+        before, ahead = np.flatnonzero((self._src < rank) & here), np.flatnonzero((p.dst < rank) & here)
         by_source = received[np.lexsort((p.start[received], self._src[received]))]
         levels = None
         if self._ranks_per_node is not None:
@@ -52,9 +53,11 @@ class TransferTable:
             recv_splits=self._splits(self._src[received], p.length[received]),
             recv_order=self._recv_order(by_source, buffer_row),
             owner_rows=_rows(self._src_row[by_source], p.length[by_source]),
-            buffer_rows=_rows(buffer_row[sent], p.length[sent]),
+            first_there=self._splits(p.dst[before], p.length[before]),
+            first_back=self._splits(self._src[ahead], p.length[ahead]),
             most_rows=int((self._src_row + p.length)[here].max(initial=0)),
             most_recv=int((buffer_row + p.length)[here].max(initial=0)),
+            most_send=max(self._splits(self._src[here], p.length[here])),
         )
 
     def _splits(self, peer: np.ndarray, length: np.ndarray) -> tuple[int, ...]:

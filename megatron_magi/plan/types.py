@@ -57,8 +57,8 @@ class Transfer:
 
     The rank sends the rows ``send_index`` of its shard, grouped by destination, and receives
     ``sum(recv_splits)`` rows grouped by source. ``recv_order`` is None when they are already
-    in buffer order; otherwise buffer row i is received row ``recv_order[i]``. The other side of each
-    row is known too, for ranks that read each other's memory.
+    in buffer order; otherwise buffer row i is received row ``recv_order[i]``. The other side is known
+    too, for ranks that reach each other's memory.
     """
 
     send_index: np.ndarray  # [sum(send_splits)]
@@ -66,9 +66,11 @@ class Transfer:
     recv_splits: tuple[int, ...]  # rows from each rank
     recv_order: np.ndarray | None  # [sum(recv_splits)]
     owner_rows: np.ndarray  # [sum(recv_splits)]: row of each received row in the shard of its owner
-    buffer_rows: np.ndarray  # [sum(send_splits)]: row of each sent row in the buffer of its destination
+    first_there: tuple[int, ...]  # of each rank: rows that it receives before the first of this one's
+    first_back: tuple[int, ...]  # of each rank: rows that it sends before the first that this one receives
     most_rows: int  # of any rank: rows of its shard up to the last that it sends
     most_recv: int  # of any rank: rows that it receives
+    most_send: int  # of any rank: rows that it sends
     levels: Levels | None = None  # the same in two levels, where nodes are told apart
 
     @property

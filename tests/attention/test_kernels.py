@@ -10,7 +10,8 @@ import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.attention.one_launch import backward_pays
-from megatron_magi.comm.impl import cuda_rows, native
+from megatron_magi.comm import peer_kernels, row_memory
+from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
@@ -81,24 +82,24 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
     def rows(count, heads, dim):
         return torch.empty(count, heads, dim, dtype=torch.bfloat16)
 
-    with fake_driver(monkeypatch) as launched:
+    with fake_driver(monkeypatch):
         monkeypatch.setattr(hopper_kernels, "_load", load)
         for lengths in MASKS:
             bands = builders.varlen(doc_lengths=lengths, causal=True).bands
             n = int(bands[:, 1].max())
             bands = np.concatenate([bands, [(0, n, gated.first_arriving(n), gated.first_arriving(n) + 7, *FAR)]])
             q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
-            later = Arriving([rows(7, 2, dim) for dim in dims], lambda _: launched.append("pull"), 0, 0, 0, 0, 0)
+            later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), (), 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
-            gated.forward(q, k, v, later, bands, options, out=out, lse=lse, sink_lse=None, max_logits=None, memo={})
-            assert launched[-2:] == ["pull", "forward"]
+            gated.forward_step(
+                q, k, v, later, bands, options, out=out, lse=lse, sink_lse=None, max_logits=False, stream=0
+            )  # fmt: skip
             if backward_pays(dims):
                 grads, of_later = [torch.empty_like(t) for t in (q, k, v)], [torch.empty_like(t) for t in later.tensors]
-                gated_backward.backward(
-                    (q, k, v, out), lse, lse, later, bands, options, grads=grads, arriving_grads=of_later, memo={}
+                gated_backward.backward_steps(
+                    (q, k, v, out), out, lse, later, bands, options, grads=grads, arriving_grads=of_later,
+                    places=(("r", 16), ("r", 24)), scratch=("r", 32), delta=False, sends=True, stream=0,
                 )  # fmt: skip
-                assert launched[launched.index("pull", 2) + 1] == "backward"
-            launched.clear()
     gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
     assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))
@@ -149,18 +150,19 @@ def test_rows_travel_by_the_kernels_that_are_compiled(
 
 @pytest.mark.parametrize("high_precision", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_are_read_by_the_kernels_that_are_compiled(dtype: torch.dtype, high_precision: bool) -> None:
-    """Where ranks read each other's memory."""
+def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.dtype, high_precision: bool) -> None:
+    """Where ranks reach each other's memory."""
     config = MagiConfig(comm=CommConfig(impl="native", backward_high_precision_reduce=high_precision))
     shape = AttnShape(4, 2, 192, 128, dtype, num_sms=132)
     partial = torch.float32 if high_precision else dtype
-    vector = native._vector([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
-    widest = native._widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
+    vector = row_memory.vector_of([(0, 4 * 2 * dim, 4 * 2 * dim) for dim in (192, 128)], partial, torch.float32)
+    widest = row_memory.widest([(0, dtype.itemsize * 2 * dim, dtype.itemsize * 2 * dim) for dim in (192, 128)])
     wanted = set(needed_kernels(shape, config, 2))
-    assert f"VECTOR={vector}" in next(macros for source, macros in wanted if source.endswith("pull_sums.cu"))
-    for name in ("publish_rows", "pull_rows"):
-        assert (f"group_collective/{name}.cu", (f"UNIT={widest}",)) in wanted
-    assert ("group_collective/pull_bulk.cu", ()) in wanted
+    for row_bytes in (256, 4096):
+        for sums in ((), ((partial, torch.float32), vector)):
+            macros = peer_kernels.exchange_defines(widest, row_bytes, *sums)
+            assert ("group_collective/exchange.cu", macros) in wanted
+    assert ("group_collective/publish_rows.cu", (f"UNIT={widest}",)) in wanted
 
 
 def test_nothing_is_compiled_where_other_implementations_compute() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed, distributed_attention
-from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated
 from megatron_magi.plan import make_plan
@@ -21,7 +21,7 @@ from tests.attention import cases as cs
 
 on_gpus = pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4)],
+    [pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.sm90, pytest.mark.ranks(n)]) for n in (2, 4, 8)],
 )
 NATIVE = CommConfig(impl="native")
 OPTIONS = [
@@ -50,11 +50,11 @@ def masks(num_ranks):
 
 
 class Counted:
-    """Calls of `gated.forward`."""
+    """Passes that are prepared by `gated.forward_step`: one for each plan that fetches."""
 
     def __enter__(self):
-        self.count, self._real = 0, gated.forward
-        self._patch = mock.patch.object(gated, "forward", self)
+        self.count, self._real = 0, gated.forward_step
+        self._patch = mock.patch.object(gated, "forward_step", self)
         self._patch.start()
         return self
 
@@ -136,6 +136,29 @@ def change_plans(rank, num_ranks, num_calls):
 def test_keys_of_each_of_200_calls_with_changing_plans_are_its_own(num_ranks):
     for wrong, count in run_ranks(change_plans, num_ranks, 200, backend="nccl", timeout_s=180):
         assert not wrong and count > 50
+
+
+def repeat(rank, num_ranks, num_calls):
+    """Calls of one plan that follow each other without a pause; how many numbers differ from those of the first."""
+    torch.cuda.set_device(rank)
+    total, wrong = 4096 * num_ranks, torch.zeros((), dtype=torch.int64, device="cuda")
+    config = MagiConfig(attend=AttendConfig(deterministic=True), comm=NATIVE)
+    for mask in (builders.causal(total), builders.varlen(doc_lengths=[total // 2 - 5, 5, total // 2], causal=True)):
+        plan = make_plan(mask, config, num_ranks).for_rank(rank)
+        leaves = [t.requires_grad_() for t in tensors_of(plan.num_rows, rank)]
+        dout = torch.randn(plan.num_rows, 8, 128, device="cuda").to(torch.bfloat16)
+        first = None
+        for _ in range(num_calls):
+            out, _ = distributed_attention(*leaves, plan, dist.group.WORLD, config=config)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+            first = first or found
+            wrong += sum((a != b).sum() for a, b in zip(first, found, strict=True))
+    return int(wrong)
+
+
+@on_gpus
+def test_calls_that_follow_each_other_give_the_same(num_ranks):
+    assert not any(run_ranks(repeat, num_ranks, 60, backend="nccl", timeout_s=120))
 
 
 def stay_away(rank, num_ranks):

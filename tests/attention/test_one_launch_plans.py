@@ -7,13 +7,13 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.attention import one_launch
-from megatron_magi.attention.runtime import joined_transfer
-from megatron_magi.comm import announced
-from megatron_magi.comm.impl import native
+from megatron_magi.attention.runtime import joined_cast, joined_transfer
+from megatron_magi.comm import announced, peer_kernels
 from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
@@ -60,9 +60,12 @@ def test_one_transfer_brings_the_rows_of_all_stages_one_behind_the_other(seed, n
         np.testing.assert_array_equal(buffers[-1], np.concatenate(stages))
     for rank in range(num_ranks):
         t = plan.for_rank(rank).joined
-        to = np.repeat(np.arange(num_ranks), t.send_splits)
-        for row, d, there in zip(t.send_index, to, t.buffer_rows, strict=True):
-            assert buffers[d][there] == index[rank][row]
+        edges = np.cumsum([0, *t.send_splits])
+        for d, there in enumerate(t.first_there):
+            order = plan.for_rank(d).joined.recv_order
+            arrived = buffers[d] if order is None else buffers[d][np.argsort(order)]
+            sent = t.send_index[edges[d] : edges[d + 1]]
+            np.testing.assert_array_equal(arrived[there : there + len(sent)], index[rank][sent])
         assert t.most_recv == max(map(len, buffers)) and t.most_rows > t.send_index.max(initial=-1)
 
 
@@ -144,7 +147,8 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
 
 
 def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
-    bands = one_launch.joined_bands(plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1))
+    rank_plan = plan_of(builders.varlen(doc_lengths=[600, 3000, 480, 16]), 2, 1).for_rank(1)
+    bands, num_arriving = one_launch.joined_bands(rank_plan), joined_transfer(rank_plan).num_recv
     first = gated.first_arriving(2048)
     plain = hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128)))
 
@@ -153,7 +157,8 @@ def test_tiles_that_need_not_wait_come_first_as_many_as_fill_the_time():
         return [bool((passes[a:b, 0] >= first).any()) for _, a, b, _ in tiles.tolist()]
 
     def order(late, lead):
-        return hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128), 1, (first, late, lead)))
+        arriving = first, num_arriving, late, lead
+        return hopper_plan.make_host_plan(bands, hopper_plan.Tiling(False, 2048, (128, 128), 1, arriving))
 
     assert waits(plain)[0] and not all(waits(plain))
     assert waits(order(100, 10**6)) == sorted(waits(plain)), "all that need not"
@@ -176,7 +181,7 @@ def test_who_waits_keeps_nobody_from_arriving():
     pull = (source_root() / "group_collective/pull_bulk.cu").read_text()
     body = pull[pull.index("magi_pull_bulk(const") :]
     assert body.index("let_next_kernel_start();") < body.index("Pull pull("), "before it waits for anybody"
-    assert native.SHAPES["pull_bulk"].num_blocks <= 32
+    assert peer_kernels.SHAPES["pull_bulk"].num_blocks <= 32
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
         assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"
@@ -200,6 +205,14 @@ def test_what_is_told_of_arrivals_is_what_the_kernels_read():
 )
 def test_one_launch_is_for_ranks_that_read_each_others_memory(num_ranks, impl, expected):
     assert announced.may_announce(num_ranks, impl) is expected
+
+
+def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
+    k = torch.empty(1, 8, 128, dtype=torch.bfloat16)
+    for num_ranks, total, expected in ((2, 1 << 17, True), (4, 8 << 10, True), (4, 1 << 17, False)):
+        plan = plan_of(builders.causal(total), num_ranks, 1)
+        casts = [joined_cast(plan.for_rank(rank), torch.device("cpu")) for rank in range(num_ranks)]
+        assert {one_launch.forward_pays(cast, k, k) for cast in casts} == {expected}
 
 
 def test_stages_that_are_kept_or_not_overlapped_stay_stages():

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, one_launch, prepare_batch
 from megatron_magi.comm import cast_args
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.cuda import driver
 from megatron_magi.cuda.arriving import Arriving
+from megatron_magi.cuda.call_list import Step
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.hopper import backward as hopper_backward
@@ -71,15 +73,32 @@ class NothingUnderWay:
 def one_rank_alone(monkeypatch):
     """This process is rank 0 of two; rows of the other are zero, and nothing is sent."""
 
-    def announced(tensors, args, group, impl):
-        if impl != "native":
-            return None
-        rows = [x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors]
-        return Arriving(rows, lambda _stream: None, 0, 0, 0, 0, 0)
+    class Queue:
+        def __init__(self):
+            self.number, self.asked = 0, 0
 
+        def version(self):
+            return self.number
+
+        def queue(self, calls, _stream, *addresses):
+            calls.queue(*addresses)
+
+    native = Queue()
+
+    def step(name):
+        return Step(driver.Kernel(name, 1, 0), *nowhere, ())
+
+    def announced(tensors, args, group, impl, into, sources, places):
+        native.asked += 1
+        steps = step("publish"), step("pull")
+        return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0))
+
+    nowhere = driver.LaunchConfig(driver.Kernel("", 1, 0), 1), 0, None
     monkeypatch.setattr(one_launch, "announced_cast", announced)
+    monkeypatch.setattr(one_launch, "returned_sums", lambda *_: step("exchange"))
+    monkeypatch.setattr(one_launch, "current_stream", lambda _device: 0)
 
-    def cast(tensors, args, group, impl):
+    def cast(tensors, args, group, impl, **_):
         return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])
 
     monkeypatch.setattr(distributed, "group_cast", cast)
@@ -97,7 +116,9 @@ def one_rank_alone(monkeypatch):
         def rank(self):
             return 0
 
-    return Group()
+    group = Group()
+    group.native = native
+    return group
 
 
 MASKS = {
@@ -175,6 +196,37 @@ def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mas
             assert launched == ["forward", "forward", "row_delta", *backward]
             assert all(grad.dtype == torch.bfloat16 and grad.is_contiguous() for grad in grads)
     assert len(launched) + 3 <= 10 or mask == "causal"
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "backward"),
+    [
+        ("causal", {}, ["backward", "finish_keys", "exchange", "finish_dq"]),
+        ("many", {}, ["backward", "exchange", "finish_dq"]),
+        ("many", {"deterministic": True}, ["backward", "exchange", "backward_queries"]),
+    ],
+)
+def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
+    monkeypatch, one_rank_alone, mask, options, backward
+):
+    config = MagiConfig(
+        dispatch=DispatchConfig("affinity"),
+        attend=AttendConfig(impl="ffa", **options),
+        comm=CommConfig("native", verify=False),
+        overlap=OverlapConfig(degree=2),
+    )
+    plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
+    shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
+    expected = ["publish", "pull", "forward", "publish", "prepare", "pull", *backward]
+    assert len(expected) <= 10
+    with fake_driver(monkeypatch) as launched:
+        q, k, v = tensors(plan.num_rows, shape)
+        for call, (version, asked) in enumerate([(0, 2), (0, 2), (1, 4), (1, 4)]):
+            native.number = version
+            launched.clear()
+            out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+            assert launched == expected and native.asked == asked, call
 
 
 def test_a_plan_that_is_kept_keeps_no_more_tables_than_the_cache_of_passes(monkeypatch, one_rank_alone):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import bench_distributed
+import numpy as np
 import pytest
 import torch
 from baselines import Cluster
+from baselines.alone import Alone
 from baselines.base import Unsupported
-from distributed_charts import draw, read_rows
+from distributed_charts import draw, read_rows, write_rows
 from provenance import write_csv
 from trace_overlap import is_communication, overlap, union
+
+from megatron_magi.config import MagiConfig, OverlapConfig
+from megatron_magi.mask.dense import dense_mask
+from megatron_magi.plan import make_plan
 
 TOKENS = 1100
 
@@ -20,7 +26,7 @@ def run_ways(rank: int, num_ranks: int) -> dict[tuple[str, str], int]:
     for mask, make in bench_distributed.CASES.items():
         case = make(TOKENS * num_ranks)
         assert case.name == mask
-        for name in bench_distributed.WAYS:
+        for name in bench_distributed.ALL_WAYS:
             try:
                 found[mask, name] = bench_distributed.make_way(name, case, cluster, "torch").num_rows
             except Unsupported:
@@ -38,7 +44,7 @@ def test_every_way_holds_all_tokens_of_each_mask(ranks):
 def measured(rank: int, num_ranks: int) -> list[list]:
     del rank
     case = bench_distributed.CASES["short_documents"](96 * num_ranks)
-    ways = ("magi", "ring", "double_ring")
+    ways = ("magi", "ring", "double_ring", "magi_one_launch", "alone")
     return bench_distributed.measure(case, Cluster(), torch.device("cpu"), ways, "torch")
 
 
@@ -47,10 +53,30 @@ def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
     assert found[0] == found[1]
     rows = [dict(zip(bench_distributed.HEADER, row, strict=True)) for row in found[0]]
     assert [(r["mask"], r["tokens_a_gpu"], r["way"]) for r in rows] == [
-        ("short_documents", 96, way) for way in ("magi", "ring", "double_ring")
+        ("short_documents", 96, way) for way in ("magi", "ring", "double_ring", "magi_one_launch", "alone")
     ]
-    assert all(float(r["forward_ms"]) > 0 and float(r["backward_ms"]) > 0 and not r["note"] for r in rows[:2])
+    some = [*rows[:2], *rows[3:]]
+    assert all(float(r["forward_ms"]) > 0 and float(r["backward_ms"]) > 0 and not r["note"] for r in some)
     assert rows[2]["forward_ms"] == "" and "2 ranks" in rows[2]["note"]
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_alone_is_the_attention_of_a_rank_over_keys_that_are_there(degree):
+    mask = bench_distributed.CASES["documents_8"](1024).mask
+    plan = make_plan(mask, MagiConfig(overlap=OverlapConfig(degree=degree)), 2)
+    own, dense = plan.dispatch.global_index(0), dense_mask(mask)
+    needed = np.setdiff1d(np.flatnonzero(dense[own].any(axis=0)), own)
+    alone, keys = Alone(plan.for_rank(0), "torch"), torch.from_numpy(np.concatenate([own, needed]))
+    assert alone.num_keys == len(keys)
+    q, k, v, dout = (torch.randn(1024, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q[own], k[keys], v[keys])]
+    grads = torch.autograd.grad(alone.attend(*leaves), leaves, dout[own])
+    seen = torch.from_numpy(dense[own][:, keys.numpy()])
+    wide = [leaves[0], *(x.repeat_interleave(2, dim=1) for x in leaves[1:])]
+    logits = torch.einsum("qhd,khd->hqk", *wide[:2]) * 8**-0.5
+    expected = torch.einsum("hqk,khd->qhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), wide[2])
+    torch.testing.assert_close(alone.attend(*leaves), expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves, dout[own]))
 
 
 def test_spans_that_meet_are_joined():
@@ -64,7 +90,7 @@ def test_overlap_is_what_both_cover():
 
 
 @pytest.mark.parametrize(
-    ("name", "moves"), [("ncclDevKernel_SendRecv", True), ("magi_pull_rows", True), ("ffa_forward", False)]
+    ("name", "moves"), [("ncclDevKernel_SendRecv", True), ("magi_exchange", True), ("ffa_forward", False)]
 )
 def test_communication_is_told_by_names(name, moves):
     assert is_communication(name) is moves
@@ -75,6 +101,18 @@ def test_chart_shows_what_was_measured_and_leaves_out_what_was_not(tmp_path):
     rows = [["full", 8192, 4, "magi", *measured], ["full", 8192, 4, "ring", *measured],
             ["window", 8192, 4, "magi", *measured], ["window", 8192, 4, "ring", *[""] * 6, "no such mask"]]  # fmt: skip
     write_csv(tmp_path / "a.csv", bench_distributed.HEADER, rows)
-    source, found = read_rows([tmp_path / "a.csv"])
-    draw(tmp_path / "a.png", source, found, {"8192": bench_distributed.PUBLISHED})
+    _, found = read_rows([tmp_path / "a.csv"])
+    draw(tmp_path / "a.png", "", found, {"8192": bench_distributed.PUBLISHED})
     assert len(found) == 4 and (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_files_are_put_together_and_what_is_in_several_is_of_the_last(tmp_path):
+    first = [["full", tokens, 4, way, "1.0", *[""] * 6] for tokens in (32768, 8192) for way in ("magi", "ring")]
+    write_csv(tmp_path / "a.csv", bench_distributed.HEADER, first)
+    write_csv(tmp_path / "b.csv", bench_distributed.HEADER, [["full", 8192, 4, "magi", "2.0", *[""] * 6]])
+    write_rows(tmp_path / "c.csv", *read_rows([tmp_path / "a.csv", tmp_path / "b.csv"]))
+    notes, found = read_rows([tmp_path / "c.csv"])
+    assert [(r["tokens_a_gpu"], r["way"], r["forward_ms"]) for r in found] == [
+        ("8192", "magi", "2.0"), ("8192", "ring", "1.0"), ("32768", "magi", "1.0"), ("32768", "ring", "1.0")
+    ]  # fmt: skip
+    assert ";" not in notes["device"]

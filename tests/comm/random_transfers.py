@@ -34,18 +34,15 @@ class Transfers:
     def peers(self, rank: int) -> PeerRows:
         """The other side of each row that ``rank`` receives, and sends."""
         num_ranks = len(self.rows)
-        buffer_rows = []
-        for j in range(num_ranks):
-            first = sum(len(self.rows[i][j]) for i in range(rank))
-            arrival = np.arange(first, first + len(self.rows[rank][j]))
-            order = self.recv_order[j]
-            buffer_rows.append(arrival if order is None else np.argsort(order)[arrival])
+        counts = np.array([[len(rows) for rows in to] for to in self.rows])
         sent = [row for rows in self.rows for some in rows for row in some.tolist()]
         return PeerRows(
             np.concatenate([self.rows[i][rank] for i in range(num_ranks)]),
-            np.concatenate(buffer_rows).astype(np.int64),
+            counts[:rank].sum(axis=0).tolist(),
+            counts[:, :rank].sum(axis=1).tolist(),
             max(sent, default=-1) + 1,
-            max(sum(len(self.rows[i][j]) for i in range(num_ranks)) for j in range(num_ranks)),
+            int(counts.sum(axis=0).max()),
+            int(counts.sum(axis=1).max()),
         )
 
     def expected(self, everyone: list[torch.Tensor], rank: int) -> torch.Tensor:

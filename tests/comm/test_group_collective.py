@@ -116,8 +116,8 @@ def merge_lse(rank, num_ranks, device="cpu", impls=IMPLS):
     rows = np.tile(np.arange(num_rows), others) if rank == 0 else np.zeros(0, dtype=np.int64)
     splits = [0] + [num_rows] * others if rank == 0 else [0] * num_ranks
     recv = [0] * num_ranks if rank == 0 else [num_rows] + [0] * others
-    others_rows = np.tile(np.arange(num_rows), others if rank == 0 else 1)
-    peers = PeerRows(np.arange(sum(recv)), others_rows[: len(rows)], num_rows, num_rows)
+    back = [max(rank - 1, 0) * num_rows, *[0] * others]
+    peers = PeerRows(np.arange(sum(recv)), [0] * num_ranks, back, num_rows, num_rows, num_rows * others)
     args = GroupCastArgs.build(rows, splits, recv, None, device, peers)
     out = random_tensor((num_ranks, num_rows, num_heads, head_dim), torch.float64, 1).to(device)
     lse = 30 * random_tensor((num_ranks, num_rows, num_heads), torch.float64, 2).to(device)

@@ -57,7 +57,7 @@ def level_args(transfers: Transfers, rank: int, per_node: int, device: torch.dev
 
 
 def _tables(part: Transfer) -> CastTables:
-    peers = PeerRows(part.owner_rows, part.buffer_rows, part.most_rows, part.most_recv)
+    peers = PeerRows(part.owner_rows, part.first_there, part.first_back, part.most_rows, part.most_recv, part.most_send)
     return CastTables.of(part.send_index, part.send_splits, part.recv_splits, part.recv_order, peers)
 
 
@@ -99,10 +99,11 @@ def test_two_levels_bring_each_row_to_its_place_and_cross_once(shape, seed):
             seen = [sources[o][row] for o, row in zip(owner, mine.owner_rows, strict=True)]
             np.testing.assert_array_equal(got[rank], np.array(seen, dtype=np.int64))
             assert mine.most_rows == parts[0].most_rows and mine.most_recv == max(sum(p.recv_splits) for p in parts)
-        for i, part in enumerate(parts):  # where the other side of each sent row says that it is
-            to = np.repeat(np.arange(len(members)), part.send_splits)
-            for row, j, at in zip(part.send_index, to, part.buffer_rows, strict=True):
-                assert got[members[j]][at] == sources[i][row]
+        counts = np.array([part.send_splits for part in parts])
+        for i, part in enumerate(parts):
+            assert part.first_there == tuple(counts[:i].sum(axis=0))
+            assert part.first_back == tuple(counts[:, :i].sum(axis=1))
+            assert part.most_send == counts.sum(axis=1).max()
         return got
 
     far: dict[int, np.ndarray] = {}

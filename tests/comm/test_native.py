@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.comm import group_collective, peers
+from megatron_magi.comm import group_collective, peer_kernels, peer_tables, peers, row_memory
+from megatron_magi.comm import slots as native_slots
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.impl import native
 from megatron_magi.comm.peer_tables import CHUNK_ROWS, PeerRows
@@ -41,18 +42,20 @@ def many_rows(num_ranks: int, seed: int, most: int = 60) -> Transfers:
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_ranks=st.integers(2, 8), seed=st.integers(0, 10_000), shift=st.integers(4, 6))
+@given(num_ranks=st.integers(2, 8), seed=st.integers(0, 10_000), shift=st.integers(0, 6))
 def test_the_tables_lead_each_row_to_its_place_and_back(num_ranks, seed, shift):
     transfers = many_rows(num_ranks, seed)
     ranks = [simulation.Rank(transfers, r) for r in range(num_ranks)]
     rng = np.random.default_rng(seed)
     x = [rng.normal(size=(n, 3)) for n in transfers.num_rows]
     bounds = transfers.peers(0)
-    received = simulation.cast(ranks, x, shift, bounds.most_rows)
+    received = simulation.cast(ranks, x, shift, bounds.most_recv)
+    announced = simulation.announced(ranks, x, max(shift, 4), bounds.most_rows)
     for r, got in enumerate(received):
         np.testing.assert_array_equal(got, transfers.expected([torch.from_numpy(a) for a in x], r).numpy())
-    back = simulation.give_back(ranks, received, shift, bounds.most_recv)
-    added = simulation.add(ranks, received, x, shift, bounds.most_recv)
+        np.testing.assert_array_equal(announced[r], got)
+    back = simulation.give_back(ranks, received, shift, bounds.most_send)
+    added = simulation.add(ranks, received, x, shift, bounds.most_send)
     for r in range(num_ranks):
         np.testing.assert_array_equal(back[r], simulation.expected_back(transfers, received, r))
         count = np.bincount(np.concatenate(transfers.rows[r]).astype(np.int64), minlength=transfers.num_rows[r])
@@ -63,13 +66,16 @@ def test_the_tables_lead_each_row_to_its_place_and_back(num_ranks, seed, shift):
     ("change", "message"),
     [
         ({"owner_rows": np.array([0])}, "expected 2 owner_rows"),
-        ({"owner_rows": np.array([0, 5])}, "expected 2 owner_rows from 0 to 2"),
-        ({"buffer_rows": np.array([-1, 0])}, "expected 2 buffer_rows"),
-        ({"most_recv": 1, "buffer_rows": np.array([0, 0])}, "bounds 3, 1 are below"),
+        ({"owner_rows": np.array([0, 5])}, "expected 2 owner_rows below 3"),
+        ({"first_there": [0]}, "expected first_there of 2 ranks"),
+        ({"first_there": [0, 2]}, "expected first_there of 2 ranks, up to 3 rows"),
+        ({"first_back": [0, -1]}, "expected first_back"),
+        ({"most_rows": 2, "owner_rows": np.array([0, 1])}, "bounds 2, 3, 2 are below 3, 2, 2"),
+        ({"most_recv": 1}, "expected first_there"),
     ],
 )
 def test_a_wrong_other_side_is_refused(change, message):
-    rows = PeerRows(np.array([0, 2]), np.array([0, 1]), 3, 2)
+    rows = PeerRows(np.array([0, 2]), [0, 1], [0, 0], 3, 3, 2)
     with pytest.raises(ValueError, match=f"peers: {message}"):
         GroupCastArgs.build(np.array([0, 2]), [0, 2], [0, 2], peers=rows._replace(**change))
 
@@ -112,9 +118,11 @@ def test_a_rank_that_does_not_meet_the_others_is_named(ranks):
 def test_what_ranks_decide_by_is_the_same_whatever_their_tensors_lie_like():
     x = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
     layouts = [RowLayout.of([x, x]), RowLayout.of([x[:0], torch.zeros(3, 9, 128, dtype=torch.bfloat16)[:, 1:]])]
-    assert {native.slot_row_bytes(layout) for layout in layouts} == {4096} and native.chunk_shift(4096) == 4
-    assert native.slot_row_bytes(RowLayout.of([torch.zeros(1, 3, dtype=torch.uint8)])) == 16
-    assert native.chunk_shift(1 << 20) == CHUNK_ROWS.bit_length() - 1 and native.chunk_shift(16) == 12
+    assert {native_slots.slot_row_bytes(layout) for layout in layouts} == {4096} and native_slots.chunk_shift(4096) == 4
+    assert native_slots.slot_row_bytes(RowLayout.of([torch.zeros(1, 3, dtype=torch.uint8)])) == 16
+    assert [native_slots.sent_shift(4096, n) for n in (1, 16, 1024, 4096, 1 << 20)] == [1, 1, 3, 4, 4]
+    assert native_slots.sent_shift(1 << 20, 50) == 0 and native_slots.sent_shift(16, 1 << 25) == 12
+    assert native_slots.chunk_shift(1 << 20) == CHUNK_ROWS.bit_length() - 1 and native_slots.chunk_shift(16) == 12
 
 
 class Slots:
@@ -132,14 +140,14 @@ class Slots:
 def test_slots_grow_with_need_and_what_does_not_fit_is_refused():
     layout = RowLayout.make(((8, 128), (8, 128)), (torch.bfloat16, torch.bfloat16))
     slots = Slots(256 << 20)
-    room = native.Room(slots)
+    room = native_slots.Room(slots)
     assert room.refusal(layout, 0) is None and room.refusal(layout, 4096) is None and slots.grown == [16 << 20]
     assert room.refusal(layout, 4097) is None and slots.grown[1:] == [32 << 20]
     assert "at most 1073741824 bytes" in room.refusal(layout, (1 << 18) + 1)
     assert "built with peers" in room.refusal(layout, None)
     assert "at most 4 tensors" in room.refusal(RowLayout.make(((),) * 5, (torch.int8,) * 5), 1)
     narrow = RowLayout.make(((),), (torch.int8,))
-    assert "at most" in room.refusal(narrow, (native.MAX_CHUNKS << native.chunk_shift(16)) + 1)
+    assert "at most" in room.refusal(narrow, (native_slots.MAX_CHUNKS << native_slots.chunk_shift(16)) + 1)
     assert len(slots.grown) == 2
     assert "rank 1: out of memory" in room.refusal(layout, 1 << 17) and slots.grown[2:] == [512 << 20]
     assert "at most 33554432 bytes" in room.refusal(layout, 1 << 17)  # it is not tried again
@@ -153,7 +161,7 @@ def test_ranks_that_did_not_meet_to_make_room_do_not_try_again_alone():
             raise RuntimeError("native: rank 1 did not come within 3 s")
 
     layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Broken(1 << 30)
-    room = native.Room(slots)
+    room = native_slots.Room(slots)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="rank 1 did not come"):
             room.refusal(layout, 1)
@@ -195,7 +203,7 @@ def test_memory_is_given_back_when_all_ranks_have_left_and_not_before(monkeypatc
 
 def test_without_any_memory_everything_is_refused_at_once():
     layout, slots = RowLayout.make(((8, 128),), (torch.bfloat16,)), Slots(0)
-    room = native.Room(slots)
+    room = native_slots.Room(slots)
     assert "out of memory" in room.refusal(layout, 1)
     assert "no room" in room.refusal(layout, 0) and "at most 0 bytes" in room.refusal(layout, 1)
     assert len(slots.grown) == 1
@@ -226,39 +234,41 @@ def test_whether_ranks_read_each_others_memory_is_decided_once(ranks):
 def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypatch):
     there, back = (RowLayout.make(((8, 128),), (t,)) for t in (torch.bfloat16, torch.float32))
     slots = Slots(1 << 30)
-    room = native.Room(slots)
-    way = group_collective._Way(room, None, None, 0, 2)
+    room = native_slots.Room(slots)
+    way = group_collective._Way(room, None, None, 0)
     monkeypatch.setattr(group_collective, "_find_way", lambda *_: way)
-    sizes = ((3000, 9000), (20_000, 50_000), (10_000, 4000))
+    sizes = ((3000, 100, 9000), (20_000, 9000, 50_000), (10_000, 4000, 4000))
     casts = []
-    for most_rows, most_recv in sizes:
-        rows = PeerRows(np.array([0]), np.array([0]), most_rows, most_recv)
+    for most in sizes:
+        rows = PeerRows(np.array([0]), [0, 0], [0, 0], *most)
         casts.append(GroupCastArgs.build(np.array([0]), [0, 1], [0, 1], peers=rows))
     group = Slots(0)  # anything that can be referred to
     group_collective.make_room(casts, there, back, group)
     assert slots.grown == [256 << 20]  # of 50,000 rows of 4 KB
-    for most_rows, most_recv in sizes:
-        assert room.refusal(there, most_rows) is None and room.refusal(back, most_recv) is None
+    for most_rows, most_recv, most_send in sizes:
+        assert room.refusal(there, most_rows) is None and room.refusal(there, most_recv) is None
+        assert room.refusal(back, most_send) is None
     assert len(slots.grown) == 1
 
 
 @pytest.mark.parametrize(
-    ("source", "params", "num_tables", "defines"),
+    ("source", "params", "after_shift", "defines"),
     [
-        ("publish_rows", "PublishParams", 3, ("UNIT=16",)),
-        ("pull_rows", "PullParams", 2, ("UNIT=1",)),
-        ("pull_bulk", "PullParams", 2, ()),
+        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
+        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
+        ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
         ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
-        ("pull_sums", "PullSumsParams", 4, ("FROM=BFloat", "INTO=float", "VECTOR=8")),
     ],
 )
-def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, num_tables, defines):
+def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):
     pytest.importorskip("nvidia", reason="needs NVRTC, which CUDA builds of torch bring")
-    slot_rows, size = native._SLOT_ROWS.size, peers.PEERS.size + native._SLOT_ROWS.size + 8 * (num_tables + 1)
-    more = 16 if "ANNOUNCES=1" in defines else 0
+    shape, slot_rows = peer_kernels.SHAPES[source], row_memory.SLOT_ROWS.size
+    lists = f"{slot_rows}s" * shape.num_lists
+    size = struct.calcsize(f"{peers.PEERS.size}s{lists}{shape.rest}")
+    more = f'static_assert(sizeof(Route) == {8 * peer_tables.ROUTE_WORDS}, "route");'
     checks = (
-        f'static_assert(sizeof({params}) == {size + more}, "size");'
-        f'static_assert(__INTADDR__(&static_cast<{params}*>(0)->chunk_shift) == {size - 8}, "shift");'
+        f'static_assert(sizeof({params}) == {size}, "size");{more if source == "exchange" else ""}'
+        f'static_assert(__INTADDR__(&static_cast<{params}*>(0)->chunk_shift) == {size - 8 - 8 * after_shift}, "shift");'
         f'static_assert(sizeof(Peers) == {peers.PEERS.size} && sizeof(SlotRows) == {slot_rows}, "parts");'
         f'static_assert(__INTADDR__(&static_cast<Peers*>(0)->rank) == {peers.PEERS.size - 8}, "rank");'
         f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
@@ -266,7 +276,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->calls_published) == {native._CALLS_PUBLISHED}, "calls");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
-        f"static_assert(kMaxChunks == {native.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
+        f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
         f'static_assert(kMaxRanks == {peers.MAX_RANKS}, "ranks");'
     )
@@ -276,31 +286,16 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
 
 
 def test_rows_of_a_slot_have_their_tensors_side_by_side():
-    packed = native.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
+    packed = row_memory.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
     address = struct.unpack("4Q4q4i2iq", packed)
     assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_large_reductions_of_several_ranks_are_left_to_nccl_unless_native_is_asked_for(num_ranks):
-    class Able:
-        def refusal(self, layout, most_rows):
-            return None
-
-    layout, able, packed = RowLayout.make(((8, 128),), (torch.bfloat16,)), Able(), object()
-    most = group_collective.MOST_BYTES_BACK // layout.row_bytes
-    way = group_collective._Way(able, packed, None, 0, num_ranks)
-    assert way.mover(layout, 10 * most) is able and way.mover(layout, None) is able
-    assert way.mover(layout, most, back=True) is able
-    assert way.mover(layout, most + 1, back=True) is (able if num_ranks == 2 else packed)
-    assert way._replace(packed=None).mover(layout, most + 1, back=True) is able
-
-
 @pytest.mark.parametrize("num_groups", range(1, peers.MOST_GROUPS + 1))
 def test_kernels_that_wait_leave_processors_to_those_that_publish_however_many_groups_there_are(num_groups):
-    for names in (("pull_rows", "pull_bulk", "pull_sums"), ("publish_rows",)):
-        waiting = num_groups * max(native.blocks_of(name, num_groups) for name in names)
-        assert num_groups <= waiting <= native.MOST_WAITING < 132  # of both kinds: less than the 264 that a GPU takes
+    waiting = num_groups * max(peer_kernels.blocks_of(name, num_groups) for name in peer_kernels.SHAPES)
+    assert num_groups <= waiting <= peer_kernels.MOST_WAITING < 132 / 2  # of both kinds, each with an SM of its own
+    assert all(shape.threads * 64 <= 65536 for shape in peer_kernels.SHAPES.values())  # registers of an SM
 
 
 on_gpus = pytest.mark.parametrize(

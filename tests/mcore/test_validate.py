@@ -10,7 +10,7 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi import envs
-from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, with_nodes
@@ -19,6 +19,7 @@ from megatron_magi.plan import make_dispatch
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
+FULL_ITERATION = ["--cuda-graph-impl", "full_iteration"]
 
 
 def _parse(monkeypatch: pytest.MonkeyPatch, *extra: str, without: tuple[str, ...] = ()) -> Namespace:
@@ -38,6 +39,7 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         ["--overlap-moe-expert-parallel-comm"],
         ["--mtp-num-layers", "1"],
         ["--cuda-graph-impl", "local", "--cuda-graph-modules", "mlp", "moe_router"],
+        FULL_ITERATION,
         ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
         ["--bf16", "--qk-clip"],
         ["--fp8-format", "hybrid"],
@@ -56,7 +58,9 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
-        (["--cuda-graph-impl", "full_iteration"], "cuda_graph_modules"),
+        ([*FULL_ITERATION, "--qk-clip", "--bf16"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, "--mtp-num-layers", "1"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
         (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
@@ -73,6 +77,15 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
 def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         _validate(monkeypatch, *extra)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+    default = MagiConfig(overlap=OverlapConfig(degree=3, one_launch=True))
+    args = _parse(monkeypatch, *FULL_ITERATION, "--context-parallel-size", str(cp_size))
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    overlap = magi_config(args, default).overlap
+    assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
 
 
 WINDOW = ["--window-size", "8,0"]

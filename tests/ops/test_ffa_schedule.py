@@ -15,7 +15,13 @@ from megatron_magi.ops.hopper.schedule import (
     make_schedule,
 )
 from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, drift, plan_tiles, transpose
-from megatron_magi.ops.hopper.tuning import LONG_BLOCKS, LONG_BLOCKS_MOVING, LONG_BLOCKS_UNEVEN
+from megatron_magi.ops.hopper.tuning import (
+    LONG_BLOCKS,
+    LONG_BLOCKS_MOVING,
+    LONG_BLOCKS_UNEVEN,
+    MOST_PIECES,
+    PIECE_BLOCKS,
+)
 
 SMS = 132
 
@@ -105,6 +111,36 @@ def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads
     assert first == sorted(first) and len(set(first)) == 32
     rows = [int(plan.tiles[tile, 0]) for tile, head, _ in long if head == 0]
     assert rows == sorted(rows)
+
+
+def test_long_tiles_for_which_there_is_no_room_follow_each_other_key_head_by_key_head():
+    plan = backward_plan(builders.full(65536))
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=100, long_tile=LONG_BLOCKS)
+    whole = [(tile, head) for tile, head, count, *_ in unpack(schedule.items) if count == 8]
+    assert schedule.num_split == 100 and {tile for tile, _ in whole} == set(range(100, len(plan.costs)))
+    assert [head for _, head in whole] == sorted(head for _, head in whole)
+
+
+@pytest.mark.parametrize(("mask", "count"), [(builders.causal(32768), 2), (builders.full(65536), 4)])
+def test_the_longest_tiles_are_worked_on_in_pieces_of_all_tiles_the_first_before_the_second(mask, count):
+    plan = backward_plan(mask)
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=10**6, long_tile=long_tile(*drift(plan)))
+    assert_complete(schedule, plan.costs, 8, 8)
+    of_first = [first for (_, head, heads), (first, _) in zip(
+        unpack(schedule.items), blocks_of(schedule.items, plan), strict=True) if head == 0 and heads == 1]  # fmt: skip
+    assert of_first == sorted(of_first) and set(of_first) == {PIECE_BLOCKS * i for i in range(count)}
+    longest, mean = length_of_work(schedule.items, plan)
+    assert longest <= 1.02 * mean
+
+
+def test_tiles_of_which_there_are_few_pieces_are_not_cut_and_there_are_never_too_many():
+    for mask in (builders.causal(16384), builders.full(32768), builders.sliding_window(65536, 1023, 0)):
+        plan = backward_plan(mask)
+        schedule = schedule_of(plan, 8, 8, SMS, max_split=10**6, long_tile=long_tile(*drift(plan)))
+        assert (schedule.items[: -3 * SMS, 3] == 0).all()
+    costs = np.full(1 << 13, 1 << 14)  # a million queries and keys
+    schedule = make_schedule(128 * np.arange(len(costs)), costs, 8, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS)
+    assert len(schedule.items) < 2 * MOST_PIECES
 
 
 PACKED = builders.varlen(doc_lengths=[1024] * 17, causal=False)

@@ -139,7 +139,7 @@ def test_the_cache_is_bounded_and_keeps_no_tensor_alive(copies):
         memory = StorageWeakRef(ranges[0].untyped_storage())
         del ranges
         assert memory.expired()
-    assert len(cache._masks) == 4
+    assert len(cache._ranges) == 4
 
 
 @pytest.mark.gpu

@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.ops.hopper.sparse_lists import lists_of_queries
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from megatron_magi.ops.sparse_pattern import SparsePattern
 from tests.ops.sparse_cases import csr_of_mask, lists_with_gaps, random_mask
 
 
@@ -88,18 +86,6 @@ def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, top
     visible.scatter_(2, indices.transpose(0, 1).where(indices.transpose(0, 1) >= 0, num_keys), True)
     if bool(visible[..., :-1].any()):
         assert_same(got, dense_attention(*inputs, visible[..., :-1]), inputs)
-
-
-@pytest.mark.parametrize("lists", [1, 3])
-@pytest.mark.parametrize("form", ["csr", "lists"])
-def test_lists_turned_around_name_the_queries_that_see_a_block(form, lists):
-    gen = torch.Generator().manual_seed(lists)
-    mask = random_mask(gen, lists, 100, 1000, 10, 64)
-    tensors = csr_of_mask(mask) if form == "csr" else (lists_with_gaps(mask, gen),)
-    turned = lists_of_queries(SparsePattern(tensors, 10, 64, False), 100, 1000)
-    for i, rows in enumerate(mask.transpose(1, 2).flatten(0, 1)):
-        found = turned.entries[turned.offsets[i] : turned.offsets[i + 1]]
-        assert torch.equal(found.long(), rows.nonzero()[:, 0])
 
 
 def test_a_key_that_is_listed_twice_counts_twice():

@@ -26,9 +26,15 @@ KERNELS = {
         sparse_params.SparseForwardParams,
     ),
     "sparse_backward, single keys": (sparse_kernels.backward_kernel, (True,), sparse_params.SparseBackwardParams),
+    "sparse_backward, single keys, integers": (
+        sparse_kernels.backward_kernel,
+        (True, True),
+        sparse_params.SparseBackwardParams,
+    ),
     "sparse_backward, dq": (sparse_kernels.backward_kernel, (False,), sparse_params.SparseBackwardParams),
-    "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64,), sparse_params.SparseKeysParams),
-    "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128,), sparse_params.SparseKeysParams),
+    "sparse_backward_keys, 64": (sparse_kernels.backward_keys_kernel, (64, False), sparse_params.SparseKeysParams),
+    "sparse_backward_keys, 128": (sparse_kernels.backward_keys_kernel, (128, False), sparse_params.SparseKeysParams),
+    "sparse_backward_keys, dq": (sparse_kernels.backward_keys_kernel, (128, True), sparse_params.SparseKeysParams),
 }
 
 
@@ -51,7 +57,19 @@ def test_sparse_kernels_fit_shared_memory_and_compile_without_serialised_product
         assert int(re.search(rf"(\d+) bytes {what}", report).group(1)) <= MOST_SPILLED_BYTES, report
 
 
-@pytest.mark.parametrize("name", ["sparse_lists", "sparse_finish"])
-def test_small_sparse_kernels_compile_without_spills(name):
-    _, report = build.compile_kernel(f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16"))
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("sparse_lists", 0),
+        ("sparse_finish", 0),
+        ("sparse_finish", 1),
+        ("sparse_stats", 0),
+        ("sparse_finish_dq", 0),
+        *(("sparse_turn", i) for i in range(3)),
+    ],
+)
+def test_small_sparse_kernels_compile_without_spills(name, part):
+    _, report = build.compile_kernel(
+        f"attention/sm90/{name}.cu", ("HEAD_DIM=128", "DTYPE=Bf16", f"PART={part}", f"FIXED={part}")
+    )
     assert re.search(r"(\d+) bytes spill stores", report).group(1) == "0"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_magi.ops.hopper.sparse_lists import lists_of_mask
+from megatron_magi.ops.hopper import tuning
+from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
@@ -117,10 +118,32 @@ def test_a_mask_becomes_lists_of_its_columns():
             assert torch.equal(lists.entries[head, row, :n].long(), given[head, row].nonzero()[:, 0])
 
 
-def check_backward(x) -> None:
+@pytest.mark.parametrize(("lists", "num_rows", "num_keys"), [(1, 1000, 1000), (3, 100, 5000), (2, 777, 64 * 8500)])
+@pytest.mark.parametrize("form", ["csr", "lists"])
+def test_lists_turned_around_name_the_queries_that_see_a_block(form, lists, num_rows, num_keys):
+    gen = torch.Generator().manual_seed(lists)
+    mask = random_mask(gen, lists, num_rows, num_keys, 10, 64, density=0.1)
+    tensors = csr_of_mask(mask) if form == "csr" else (lists_with_gaps(mask, gen),)
+    tensors[-1][tensors[-1] == 3] = mask.shape[2]  # behind the last block
+    mask[..., 3] = False
+    pattern = to_cuda(SparsePattern(tensors, 10, 64, False))
+    turned = lists_of_queries(pattern, lists_of(pattern), num_rows, num_keys)
+    found = turned.entries[: int(turned.offsets[-1])].cpu().split(turned.offsets.diff().tolist())
+    for got, rows in zip(found, mask.transpose(1, 2).flatten(0, 1), strict=True):
+        assert torch.equal(got.long(), rows.nonzero()[:, 0])
+
+
+def test_lists_turned_around_name_a_query_as_often_as_it_lists_a_block():
+    entries = torch.tensor([[[1, 0, 1], [1, 1, 1], [-1, 0, 2]]], dtype=torch.int32)
+    pattern = to_cuda(SparsePattern((entries,), 1, 64, False))
+    turned = lists_of_queries(pattern, lists_of(pattern), 3, 129)
+    assert turned.offsets.tolist() == [0, 2, 7, 8] and turned.entries[:8].tolist() == [0, 2, 0, 0, 1, 1, 1, 2]
+
+
+def check_backward(x, deterministic=False) -> None:
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
-    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
+    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, deterministic)
     for name, got, plain, want in zip(
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):
@@ -134,7 +157,9 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
     num_rows, num_keys, heads, q_block = shape
     for form, lists in (("mask", heads[1]), ("csr", heads[1]), ("lists", 1)):
         pattern = block_pattern(form, lists, num_rows, num_keys, q_block, k_block, causal)
-        check_backward(make_case(pattern, num_rows, num_keys, heads))
+        x = make_case(pattern, num_rows, num_keys, heads)
+        check_backward(x)
+        check_backward(x, deterministic=True)
 
 
 @pytest.mark.parametrize("topk", [1, 100, 300, 517])
@@ -142,18 +167,23 @@ def test_block_sparse_gradients_match_fp64(shape, k_block, causal):
 def test_index_sparse_gradients_match_fp64(shape, topk):
     num_rows, num_keys, heads, _ = shape
     for lists in (1, heads[1]):
-        check_backward(make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads))
+        x = make_case(index_pattern(lists, num_rows, num_keys, topk, topk), num_rows, num_keys, heads)
+        check_backward(x)
+        check_backward(x, deterministic=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_every_compiled_backward_matches_fp64(dim, dtype):
-    for pattern in (block_pattern("mask", 2, 200, 900, 16, 64, True), index_pattern(2, 200, 900, 200)):
+    blocks = [block_pattern("mask", 2, 200, 900, 16, k_block, True) for k_block in (64, 128)]
+    for pattern in (*blocks, index_pattern(2, 200, 900, 200)):
         check_backward(make_case(pattern, 200, 900, (32, 2), dim, dtype))
 
 
-def test_deterministic_gradients_of_blocks_repeat_bit_by_bit():
-    pattern = block_pattern("lists", 2, 300, 2000, 16, 64, True)
+@pytest.mark.parametrize("k_block", [1, 64, 128])
+def test_deterministic_gradients_repeat_bit_by_bit(k_block):
+    single = k_block == 1
+    pattern = index_pattern(2, 300, 2000, 700) if single else block_pattern("lists", 2, 300, 2000, 16, k_block, True)
     x = make_case(pattern, 300, 2000, (32, 2))
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
@@ -161,12 +191,21 @@ def test_deterministic_gradients_of_blocks_repeat_bit_by_bit():
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
-def test_deterministic_gradients_of_single_keys_are_refused_by_name():
+def test_keys_behind_the_last_add_nothing_to_dq_where_logits_are_far_below_zero():
+    x = make_case(block_pattern("mask", 1, 64, 130, 8, 128, False), 64, 130, (16, 1))
+    x.q[..., 0], x.k[..., 0] = 60.0, -60.0
+    check_backward(x)
+
+
+def test_deterministic_gradients_of_what_is_not_finite_are_not_finite():
     x = make_case(index_pattern(1, 20, 50, 10), 20, 50, (16, 1))
-    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
-    out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
-    with pytest.raises(ValueError, match=r"^deterministic:"):
-        out.sum().backward()
+    for wrong in (torch.inf, torch.nan):
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        out, _ = index_sparse_attention(*leaves, x.pattern.tensors[0].transpose(0, 1), deterministic=True)
+        dout = x.dout.clone()
+        dout[3, 2, 1] = wrong
+        out.backward(dout)
+        assert not bool(leaves[1].grad.isfinite().any()) and not bool(leaves[2].grad.isfinite().any())
 
 
 @pytest.mark.parametrize("form", ["blocks", "keys"])
@@ -188,3 +227,37 @@ def test_functions_take_views_and_give_gradients_of_a_sink(form):
         found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     for got, want in zip(*found, strict=True):
         assert float((got - want).float().norm()) <= 2e-2 * float(want.float().norm())
+
+
+@pytest.mark.parametrize("k_block", [1, 128])
+def test_offsets_past_2_to_the_31_reach_their_place(k_block):
+    before, seen = 1 << 24, 1024  # keys, each of 128 elements
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, h, 128, device="cuda").bfloat16() for n, h in ((40, 64), (seen, 1), (seen, 1)))
+    far = [torch.cat([t.new_zeros(before, 1, 128), t]).requires_grad_() for t in (k, v)]
+    near = [t.clone().requires_grad_() for t in (k, v)]
+    lists = torch.rand(1, 40, seen // k_block, device="cuda").argsort(-1)[..., : seen // k_block // 2]
+    found = []
+    for keys, first, impl in ((far, before, "ffa"), (near, 0, "reference")):
+        query = q.clone().requires_grad_()
+        if k_block == 1:
+            out, _ = index_sparse_attention(query, *keys, (lists + first).transpose(0, 1), impl=impl)
+        else:
+            out, _ = block_sparse_attention(
+                query, *keys, lists + first // k_block, q_block_size=1, k_block_size=k_block, impl=impl
+            )
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), (query, *keys))])
+    assert not any(bool(grad[:before].any()) for grad in found[0][2:])
+    for got, want in zip(*found, strict=True):
+        assert float((got[-len(want) :] - want).float().norm()) <= 2e-2 * float(want.float().norm())
+
+
+@pytest.mark.parametrize("form", ["mask", "lists"])
+@pytest.mark.parametrize("k_block", [64, 128])
+def test_long_lists_that_sms_begin_together_mean_the_same(monkeypatch, k_block, form):
+    monkeypatch.setattr(tuning, "L2_BYTES", 0)
+    pattern = block_pattern(form, 1, 500, 3205, 1, k_block, False)
+    x = make_case(pattern, 500, 3205, (64, 1))
+    for _ in range(3):
+        check_forward(x)
+        check_backward(x)

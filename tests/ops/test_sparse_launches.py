@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_magi.cuda.driver import Kernel
-from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support
+from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
@@ -37,11 +37,44 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out, _ = block_sparse_attention(*inputs, mask, q_block_size=16, k_block_size=64, impl="ffa")
     out.sum().backward()
     lists = ["sparse_lists"]
-    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, "sparse_backward_keys"]
+    last = ["sparse_stats", "sparse_backward_keys"]
+    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, *last]
     launched.clear()
+    out, _ = block_sparse_attention(*inputs, mask[:, :3], q_block_size=16, k_block_size=128, impl="ffa")
+    out.sum().backward()
+    assert launched == [*lists, "sparse_forward", *lists, *last, "sparse_finish_dq"]
+    launched.clear()
+    given = torch.zeros(7, 3, dtype=torch.int32)
+    out, _ = block_sparse_attention(*inputs, given, q_block_size=16, k_block_size=64, impl="ffa")
+    out.sum().backward()
+    assert launched == ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]
+    launched.clear()
+    for deterministic, want in (
+        (False, ["sparse_forward", *["sparse_turn"] * 3, *last, "sparse_finish_dq"]),
+        (True, ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]),
+    ):
+        out, _ = block_sparse_attention(
+            *inputs, given, q_block_size=16, k_block_size=128, impl="ffa", deterministic=deterministic
+        )
+        out.sum().backward()
+        assert launched == want
+        launched.clear()
     out, _ = index_sparse_attention(*inputs, torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
     out.sum().backward()
     assert launched == ["sparse_forward", "sparse_backward", "sparse_finish"]
+
+
+def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(launched, monkeypatch):
+    q, k, v = tensors(128)
+    lists = torch.zeros(7, 3, dtype=torch.int32)
+    found = []
+    for most in (100 * 4 * 128 * 4, 100 * 4 * 128 * 4 - 1):
+        monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", most)
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=16, k_block_size=128, impl="ffa")
+        launched.clear()
+        out.sum().backward()
+        found.append("sparse_finish_dq" in launched)
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])
@@ -67,14 +100,15 @@ def test_other_dtypes_and_devices_are_refused_by_name(monkeypatch):
         index_sparse_attention(*tensors(64, torch.float32), indices, impl="ffa")
 
 
-def test_where_torch_asks_for_deterministic_algorithms_gradients_of_single_keys_are_refused(launched):
-    out, _ = index_sparse_attention(*tensors(64), torch.zeros(100, 1, 3, dtype=torch.int64), impl="ffa")
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(ValueError, match=r"^deterministic:"):
-            out.sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_scales_of_integer_sums_keep_the_largest_sum_in_64_bits():
+    q, k, v = (t.detach().float() for t in tensors(64))
+    for t in (q, v):
+        t.normal_()
+    dout, delta = torch.randn_like(q), torch.randn(q.shape[:2])
+    of_dk, of_dv = sparse_backward._fixed_scales((q, k, v, dout), delta).double()
+    most = q.shape[0] * q.shape[1]
+    assert 2**59 < most * dout.abs().max() * of_dv < 2**62
+    assert most * q.abs().max() * (dout[:, :, None] @ v[:1, :1, :, None].squeeze(-1).mT).abs().max() * of_dk < 2**62
 
 
 def test_numbers_that_32_bits_do_not_hold_stay_out_of_range():

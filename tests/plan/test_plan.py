@@ -92,18 +92,18 @@ def check_other_sides(plan: Plan) -> None:
     views = [plan.for_rank(rank).transfers for rank in range(plan.cp_size)]
     for stage in range(plan.degree):
         every = [view[stage] for view in views]
+        counts = np.array([sent.send_splits for sent in every])
         for src, sent in enumerate(every):
-            rows, buffer_rows = (
-                np.split(a, np.cumsum(sent.send_splits)[:-1]) for a in (sent.send_index, sent.buffer_rows)
-            )
+            rows = np.split(sent.send_index, np.cumsum(sent.send_splits)[:-1])
+            assert sent.first_there == tuple(counts[:src].sum(axis=0))
+            assert sent.first_back == tuple(counts[:, :src].sum(axis=1))
             for dst, received in enumerate(every):
-                order = np.arange(received.num_recv) if received.recv_order is None else received.recv_order
                 first = sum(received.recv_splits[:src])
                 part = slice(first, first + received.recv_splits[src])
                 np.testing.assert_array_equal(received.owner_rows[part], rows[dst])
-                np.testing.assert_array_equal(order[buffer_rows[dst]], np.arange(part.start, part.stop))
-        assert {(t.most_rows, t.most_recv) for t in every} == {
-            (max(t.send_index.max(initial=-1) + 1 for t in every), max(t.num_recv for t in every))
+        most_rows = max(t.send_index.max(initial=-1) + 1 for t in every)
+        assert {(t.most_rows, t.most_recv, t.most_send) for t in every} == {
+            (most_rows, max(t.num_recv for t in every), max(t.num_send for t in every))
         }
 
 

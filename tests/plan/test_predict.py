@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_magi.comm.agreement import check_agreement
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
+from megatron_magi.mask.dense import dense_mask
 from megatron_magi.ops.hopper import choices, kernels, tuning
 from megatron_magi.plan import dispatch_from_chunks, make_dispatch, make_plan, native, predict
 from megatron_magi.plan.balance import candidates, fastest, predictions
@@ -74,6 +75,55 @@ def test_counts_are_those_of_the_plan(mask, cp_size, seed, chunk, node) -> None:
         assert counts.sent[:, this].tolist() == [splits[~is_far].sum(), splits[is_far].sum()]
 
 
+@settings(max_examples=50, deadline=None)
+@given(mask=masks(), cp_size=st.integers(1, 4), seed=st.integers(0, 99), chunk=st.integers(1, 9))
+def test_no_key_is_seen_by_more_rows_than_are_counted(mask, cp_size, seed, chunk) -> None:
+    bounds, rank = scattered(mask, cp_size, seed, chunk)
+    counts, held = count(mask, bounds, rank, cp_size, 8), np.repeat(rank, np.diff(bounds))
+    for this in range(cp_size):
+        seen = dense_mask(mask)[held == this].sum(axis=0)
+        for place, keys in enumerate((held == this, held != this)):
+            assert seen[keys].max(initial=0) <= counts.tallest[place, this] <= counts.rows[place, this]
+
+
+def test_a_key_that_many_rows_see_keeps_its_sm_busy_longer_than_the_others() -> None:
+    # As many pairs: all rows see the same 128 keys, or each its own. Keys take all heads: dq has its own kernel.
+    shared = AttnMask(np.array([[0, 16384, 0, 128, 0]]), 16384)
+    masks = shared, builders.varlen(doc_lengths=[128] * 128, causal=False)
+    counts = [count(mask, np.array([0, 16384]), np.array([0]), 1, 8) for mask in masks]
+    one, many = (predict.kernels_us(c, 16384, H100, OVERLAP.cost)[1] for c in counts)
+    assert counts[0].area[0, 0] == counts[1].area[0, 0] and one > 2 * many
+
+
+def test_stages_of_one_launch_are_predicted_as_one() -> None:
+    mask = batch("causal")
+    bounds, rank = scattered(mask, 4, 0, 1024)
+    counts, overlap = count(mask, bounds, rank, 4, 8), replace(OVERLAP, degree=4)
+    staged, at_once = (
+        predict.predict(counts, 16384, replace(H100, hidden=1.0), replace(overlap, one_launch=one))
+        for one in (False, True)
+    )
+    assert at_once.degree == staged.degree == 4
+    assert at_once.forward_us < staged.forward_us and at_once.step_us < staged.step_us
+    counts = count(mask, bounds, rank, 4, 2)  # between nodes rows come stage by stage
+    assert predict.predict(counts, 16384, H100, overlap) == predict.predict(
+        counts, 16384, H100, replace(overlap, one_launch=False)
+    )
+
+
+def test_nodes_of_the_configuration_come_before_those_of_the_rates() -> None:
+    mask = batch("full")
+    slow = replace(H100, far_gbytes_per_s=1.0, hidden=0.0)
+    config = DispatchConfig(rates=slow)
+    bounds = chunk_bounds(mask.total_seqlen_q, 4, config)
+    found = candidates(mask, bounds, 4, config)
+    times = [
+        predictions(found, mask, bounds, 4, replace(config, rates=rates), OVERLAP, node)["zigzag"].device_us
+        for rates, node in ((slow, None), (slow, 2), (replace(slow, ranks_per_node=2), None))
+    ]
+    assert times[0] < times[1] == times[2]
+
+
 def test_rows_and_keys_are_counted_where_they_are_seen() -> None:
     # Rank 0 has 0 to 4 and 8 to 12; of one causal document, its last rows see own keys on both sides of others'.
     counts = count(builders.causal(16), np.array([0, 4, 8, 12, 16]), np.array([0, 1, 0, 1]), 2, 8)
@@ -81,6 +131,7 @@ def test_rows_and_keys_are_counted_where_they_are_seen() -> None:
     assert counts.keys.tolist() == [[12, 12], [4, 12]]
     assert counts.row_edges.tolist() == [[8, 8], [0, 0]]
     assert counts.starts.tolist() == [[2, 2], [1, 2]]
+    assert counts.tallest.tolist() == [[8, 8], [4, 8]]
     assert counts.received.tolist() == [[4, 8], [0, 0]]
 
 
@@ -139,7 +190,9 @@ def test_communication_that_hides_takes_less_and_no_overlap_the_most() -> None:
     bounds, rank = scattered(mask, 4, 0, 1024)
     counts = count(mask, bounds, rank, 4, 8)
     all_hidden, half, none = (
-        predict.predict(counts, 16384, replace(H100, hidden=hidden), replace(OVERLAP, degree=1)).device_us
+        predict.predict(
+            counts, 16384, replace(H100, hidden=hidden), replace(OVERLAP, degree=1, one_launch=False)
+        ).device_us
         for hidden in (1.0, 0.5, 0.0)
     )
     serial = predict.predict(counts, 16384, H100, replace(OVERLAP, degree=0)).device_us

@@ -8,14 +8,19 @@
 // memory, to a warp that adds it by TMA. The tile plan is that of the transposed mask: rows are keys,
 // columns are queries.
 //
-// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dQ of the block before, dV, dK. dQ lags, so that it
+// Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dV, dQ of the block before, dK. dQ lags, so that it
 // waits for no dS of the other warpgroup, and the two drift apart: while one is at its exponentials and dS, the tensor
-// cores work for the other. dQ is handed over under dV and dK. The softmax scale is left out of dS and multiplies dQ
-// and dK at the end.
+// cores work for the other. dV runs while dS is formed; dQ is handed over under dK. The softmax scale is left out of dS
+// and multiplies dQ and dK at the end.
+//
+// SPLIT_STATS: lse and delta are subtracted by the tensor cores: as three bf16 terms each they are columns that S and
+// dP have besides those of Q and dO, and meet ones. Else each warp reads them, for its own rows, from shared memory,
+// which is what the kernel waits for.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
-// order of additions does not depend on time), GATED (0 or 1: keys from a number on lie elsewhere, arrive while the
-// kernel runs, and have gradients of their own; no tile has both).
+// order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on lie
+// elsewhere, arrive while the kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1:
+// mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
 #include "gradients.cuh"
@@ -32,7 +37,8 @@ constexpr int kDsBuffers = 2;
 constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr u32 kPieceFloats = kDqColumns * 16;         // sums of 16 rows and half the columns: those of one warp
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they use the same registers in alternation
-static_assert(kHeadDim == kHeadDimV);
+constexpr bool kSplit = SPLIT_STATS;
+static_assert(kHeadDim == kHeadDimV && !(kSplit && SOFTCAP));
 using T = DTYPE;
 
 // Named barriers: the place where a warpgroup puts what is to be added is free, is full; and dS of each warpgroup is
@@ -52,7 +58,7 @@ struct BackwardParams {
   const int4* items;
   // Query heads packed together are counted as one, and have as many times the rows, interleaved (load_packed). The
   // plan and the statistics are of these rows.
-  const float* lse;    // [num_heads, stats_row]: times log2 e
+  const float* lse;    // [num_heads, stats_row]: times log2 e; or split statistics, 16 bytes each
   const float* delta;  // [num_heads, stats_row]: -delta
   float* dq;           // sums [num_heads, 2 halves, units] pieces
   float* key_sums;     // sums [tiles, key heads, dk and dv, 2 halves, 8 units] pieces, of tiles whose heads are split
@@ -102,6 +108,8 @@ struct Shared {
   u16 ds[kDsBuffers][kGroups][kQueries][kKeys];
   float place[kGroups][4][kPieceFloats];  // what a warpgroup hands over
   float lse[kStages][kQueries], delta[kStages][kQueries];
+  // Split statistics, of which each has half of 16 columns, and what they meet: for S, and for dP.
+  alignas(128) u16 stats[kStages][2][kSplit ? kQueries : 8][8], ones[2][2][kSplit ? kKeys : 8][8];
   u64 kv_full, kv_empty;
   u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
@@ -114,11 +122,11 @@ struct Shared {
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
 constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
-constexpr u32 kBytesRow = kQueries * sizeof(float);
+constexpr u32 kBytesRow = kQueries * (kSplit ? 16 : sizeof(float));
 constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 
 DEVICE Item load_item(const BackwardParams& p, int index) {
-  if (index >= p.num_items) return {-1};
+  if (index >= OF_MASK(p, num_items)) return {-1};
   const int4 item = __ldg(p.items + index), tile = __ldg(p.plan.tiles + item.x);
   return {tile.x, tile.w, tile.y, tile.z, item.y & 0xffff, item.y >> 16, item.x, item.z, item.w};
 }
@@ -167,16 +175,16 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
     bool first = true, last = false;
     while (!last) {
       const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
-      const int row = range.x + n * static_cast<int>(p.plan.step), head = item.head + h;
+      const int row = range.x + n * STEP_OF(p.plan), head = item.head + h;
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
       int4 info = make_int4(row, 2 * head * p.units + row / 16, 4 * pass + masked, 0);
-      if (!p.heads_inner || ++h == item.heads) {
-        if (p.heads_inner) h = 0;
+      if (!OF_MASK(p, heads_inner) || ++h == item.heads) {
+        if (OF_MASK(p, heads_inner)) h = 0;
         if (++n == range.y) {
           n = 0;
           if (++pass == item.past_pass) {
             pass = item.first_pass;
-            last = p.heads_inner || ++h == item.heads;
+            last = OF_MASK(p, heads_inner) || ++h == item.heads;
           }
         }
       }
@@ -192,12 +200,13 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
                    bar);
       load_packed<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kQueries * 128, row, head, p.log2_packed, bar);
       const i64 at = static_cast<i64>(head) * p.stats_row + row;
-      load_bytes(smem_address(s.lse[i]), p.lse + at, kBytesRow, bar);
+      load_bytes(smem_address(kSplit ? (void*)s.stats[i][0] : s.lse[i]), p.lse + (kSplit ? 4 * at : at), kBytesRow,
+                 bar);
       bar = smem_address(&s.dout_full[i]);
       barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
-      barrier_expect_bytes(bar, kBytesDout + kBytesRow);
+      barrier_expect_bytes(bar, kBytesDout + (kSplit ? 0 : kBytesRow));
       load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, p.log2_packed, bar);
-      load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
+      if (!kSplit) load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
       ring.advance();
       if (first) fetch_next();  // early, for it takes long
       first = false;
@@ -229,14 +238,24 @@ DEVICE void add_parcels(const BackwardParams& p, Shared& s, int warpgroup) {
 
 // ---- consumers ----
 
-// acc[64 keys, 64 queries] = a[64 keys, kColumns] * b[64 queries, kColumns]^T
+// An operand of 64 rows and 16 columns that is not swizzled.
+DEVICE u64 narrow_operand(const void* p) {
+  u64 d;
+  const u32 low = uniform((smem_address(p) & 0x3FFFF) >> 4 | (64 * 16 >> 4) << 16);
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "n"(8 * 16 >> 4));
+  return d;
+}
+
+// acc[64 keys, 64 queries] = a[64 keys, kColumns] * b[64 queries, kColumns]^T, and the statistics that meet ones
 template <int kColumns>
-DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a, const Operand& b) {
+DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a, const Operand& b, const void* ones,
+                                    const void* stats) {
   wgmma_fence();
+  if (kSplit) Wgmma<T, kQueries>::template ss<0, 0>(acc, narrow_operand(ones), narrow_operand(stats), 0);
 #pragma unroll
   for (int i = 0; i < kColumns / 16; ++i)
     Wgmma<T, kQueries>::template ss<0, 0>(acc, a.at((i / 4) * kTileKeys * 128 + (i % 4) * 32),
-                                          b.at((i / 4) * kQueries * 128 + (i % 4) * 32), i > 0);
+                                          b.at((i / 4) * kQueries * 128 + (i % 4) * 32), kSplit || i > 0);
   wgmma_commit();
 }
 
@@ -258,11 +277,6 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
                                             i > 0);
   wgmma_commit();
 }
-
-// Derivative of the softcap.
-struct Slope {
-  float of[SOFTCAP ? 32 : 1];
-};
 
 struct Consumer {
   const BackwardParams& p;
@@ -303,21 +317,16 @@ struct Consumer {
 
   DEVICE void issue_s(float (&x)[32]) {
     issue_transposed_logits<kHeadDim>(x, Operand(smem_address(s.k) + warpgroup * kKeys * 128),
-                                      Operand(smem_address(s.q[ring.index])));
+                                      Operand(smem_address(s.q[ring.index])), s.ones[0], s.stats[ring.index]);
   }
 
   DEVICE void issue_dp(float (&y)[32]) {
     issue_transposed_logits<kHeadDimV>(y, Operand(smem_address(s.v) + warpgroup * kKeys * 128),
-                                       Operand(smem_address(s.dout[ring.index])));
+                                       Operand(smem_address(s.dout[ring.index])), s.ones[1], s.stats[ring.index]);
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], Slope& slope, const float2 (&lse)[8],
-                         const BlockInfo& info) {
-    if (SOFTCAP) {
-      apply_softcap(logits, p.softcap_factor);
-#pragma unroll
-      for (int i = 0; i < (SOFTCAP ? 32 : 0); ++i) slope.of[i] = 1.f - logits[i] * logits[i];
-    }
+  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], const float2 (&lse)[8], const BlockInfo& info) {
+    if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
     if (info.pass_masked & (1 << warpgroup)) {
       const int2* of_key = s.bounds[ring.index] + row;
       const int2 bounds[2] = {of_key[0], of_key[8]};
@@ -326,21 +335,33 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const float2 two = lse[i / 4];
-      logits[i] = exp2_fast(fmaf(logits[i], p.scale_log2, i % 2 ? -two.y : -two.x));
+      const float x = kSplit ? logits[i] * p.scale_log2 : fmaf(logits[i], p.scale_log2, i % 2 ? -two.y : -two.x);
+      logits[i] = exp2_fast(x);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
   }
 
-  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const Slope& slope, const float2 (&delta)[8],
+  // `values`: address of lse of this thread's first two queries.
+  DEVICE void form_ds(const float (&probs)[32], const float (&dp)[32], const float2 (&delta)[8], u32 values,
                       u32 (&ds)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 two = delta[i / 2];
-      float x = probs[2 * i] * (dp[2 * i] + two.x), y = probs[2 * i + 1] * (dp[2 * i + 1] + two.y);
-      if (SOFTCAP) x *= slope.of[SOFTCAP ? 2 * i : 0], y *= slope.of[SOFTCAP ? 2 * i + 1 : 0];
+      float x = probs[2 * i] * (kSplit ? dp[2 * i] : dp[2 * i] + two.x);
+      float y = probs[2 * i + 1] * (kSplit ? dp[2 * i + 1] : dp[2 * i + 1] + two.y);
+      if (SOFTCAP) {
+        const float2 lse = load_shared_v2(values + i / 2 * 32);
+        x *= slope_of_cap(probs[2 * i], lse.x), y *= slope_of_cap(probs[2 * i + 1], lse.y);
+      }
       ds[i] = T::pack(x, y);
     }
+  }
+
+  // Derivative of the softcap, from what became of the logit: kept until then it would take 32 registers.
+  DEVICE float slope_of_cap(float prob, float lse) const {
+    const float capped = fmaxf((log2_fast(prob) + lse) * (1.f / p.scale_log2), -1.f);
+    return 1.f - capped * capped;
   }
 
   DEVICE void store_ds(const u32 (&ds)[16]) {
@@ -376,24 +397,24 @@ struct Consumer {
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
-    Slope slope;
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
     issue_s(x);
     const BlockInfo info = block_info();
     const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
     float2 lse[8];
-    load_values(lse, values);
+    if (!kSplit) load_values(lse, values);
     barrier_wait(smem_address(&s.dout_full[now]), ring.parity);
     issue_dp(y);
     wgmma_wait<1>();  // S
     pin(x);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
-    if (info.piece >= 0) form_probs(x, probs, slope, lse, info);
+    if (info.piece >= 0) form_probs(x, probs, lse, info);
+    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     float2 delta[8];
-    load_values(delta, values + sizeof(Shared::lse));
-    wgmma_wait<0>();  // dP
+    if (!kSplit) load_values(delta, values + sizeof(Shared::lse));
+    wgmma_wait<1>();  // dP
     pin(y);
-    form_ds(x, y, slope, delta, ds);
+    form_ds(x, y, delta, values, ds);
     if constexpr (ADD_DQ) {
       if (previous.piece >= 0) wait_ds();
       const Operand ds_before(smem_address(s.ds[buffer.index]));
@@ -403,20 +424,18 @@ struct Consumer {
       // would serialise all of them.
       issue_dq(dq, ds_before, k_half);
     }
-    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
+    if constexpr (ADD_DQ) fence_async_proxy();
+    wgmma_wait<1>();  // dV, dQ
+    pin(probs);
+    pin(dv);
+    release(s.dout_empty[now], lane);
     if constexpr (ADD_DQ) {
-      fence_async_proxy();
-      wgmma_wait<2>();  // dQ
       pin(dq);
       announce_ds();
       if (previous.piece >= 0) hand_over<0>(dq, previous);
       previous = {info.piece + warpgroup * p.units, 0};
     }
-    wgmma_wait<1>();  // dV
-    pin(probs);
-    pin(dv);
-    release(s.dout_empty[now], lane);
     wgmma_wait<0>();  // dK
     pin(ds);
     pin(dk);
@@ -501,6 +520,15 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     init_buffers(s.dout_full, s.dout_empty, 4 * kGroups);
     init_buffers(s.item_full, s.item_empty, 4 * kGroups);
     barrier_init_fence();
+  }
+  if (kSplit) {
+    for (int i = threadIdx.x; i < 2 * 8 * kKeys; i += blockDim.x) {
+      for (int stage = 0; stage < kStages; ++stage) s.stats[stage][1][0][i % (8 * kQueries)] = 0;
+      const int what = i / (8 * kKeys), column = i % 8;
+      s.ones[what][0][0][i % (8 * kKeys)] = column / 3 == what ? T::pack(1.f, 0.f) : 0;
+      s.ones[what][1][0][i % (8 * kKeys)] = 0;
+    }
+    fence_async_proxy();
   }
   __syncthreads();
   if (!GATED) await_earlier_kernels();  // else what it reads was there before that which brings rows began

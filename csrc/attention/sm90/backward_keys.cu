@@ -37,7 +37,7 @@ constexpr u32 kBytesRow = kQueries * sizeof(float);
 // Its head is the first of the query heads.
 DEVICE int4 decode_item(const BackwardPartParams& p, int item) {
   const int per_tile = p.num_heads / p.group * p.splits;
-  if (item >= p.num_tiles * per_tile) return make_int4(-1, 0, 0, 0);
+  if (item >= OF_MASK(p, num_tiles) * per_tile) return make_int4(-1, 0, 0, 0);
   const int tile = item / per_tile, part = item - tile * per_tile;
   return pack_item(__ldg(p.plan.tiles + tile), part * (p.group / p.splits));
 }
@@ -72,7 +72,7 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
     int pass = item.z, n = 0, h = 0;
     int4 range = __ldg(p.plan.passes + 2 * pass);
     while (true) {
-      const int i = ring.index, row = range.x + n * static_cast<int>(p.plan.step), head = first_head + h;
+      const int i = ring.index, row = range.x + n * STEP_OF(p.plan), head = first_head + h;
       u32 bar = smem_address(&s.q_full[i]);
       barrier_wait(smem_address(&s.q_empty[i]), ring.parity ^ 1);
       barrier_expect_bytes(bar, kBytesQ + kBytesRow);
@@ -85,14 +85,14 @@ DEVICE void produce(const BackwardPartParams& p, Shared& s) {
       load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, p.log2_packed, bar);
       load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
       ring.advance();
-      if (p.heads_inner) {
+      if (OF_MASK(p, heads_inner)) {
         if (++h < heads) continue;
         h = 0;
       }
       if (++n < range.y) continue;
       n = 0;
       if (++pass == item.w) {
-        if (p.heads_inner || ++h == heads) break;
+        if (OF_MASK(p, heads_inner) || ++h == heads) break;
         pass = item.z;
       }
       range = __ldg(p.plan.passes + 2 * pass);
@@ -126,7 +126,7 @@ struct BlockWalk {
     full_end = uniform(range.w);
   }
   DEVICE bool advance() {
-    column += static_cast<int>(plan.step);
+    column += STEP_OF(plan);
     if (++n < count) return true;
     if (++pass >= end_pass) return false;
     open();
@@ -233,7 +233,7 @@ struct Consumer {
   // To the next block, in the order of `produce`; false after the last.
   DEVICE bool advance(BlockWalk& walk, int& h, int4 item) const {
     const int heads = p.group / p.splits;
-    if (p.heads_inner) {
+    if (OF_MASK(p, heads_inner)) {
       if (++h < heads) return true;
       h = 0;
       return walk.advance();

@@ -5,7 +5,7 @@
 // computed by two kernels, which both need S and dP: seven products instead of five. In return gradients stay in
 // registers until they are written once, unless a group of query heads is split for the sake of idle SMs.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1).
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), CAPTURED (0 or 1: mask_numbers.cuh).
 #pragma once
 
 #include "../../common/wgmma.cuh"

@@ -1,7 +1,12 @@
 // Turns the sums of dQ into the gradient of q: times the softmax scale.
-// Compile-time: HEAD_DIM, DTYPE.
+// Compile-time: HEAD_DIM, DTYPE, BESIDE (0 or 1: runs beside the kernel before it, which began when the sums were
+// there; what follows this kernel follows that one, too).
 
 #include "gradients.cuh"
+
+#ifndef BESIDE
+#define BESIDE 0
+#endif
 
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 
@@ -15,7 +20,7 @@ struct FinishParams {
 
 // One block: 64 rows of one head.
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
-  await_earlier_kernels();
+  if (!BESIDE) await_earlier_kernels();
   let_next_kernel_start();
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / 128;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
@@ -25,4 +30,5 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_con
   finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), p.dq,
                                 row * p.dq_row + head * p.dq_head + half * kColumns, p.dq_row, valid, p.store, p.scale,
                                 lane);
+  if (BESIDE && blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough, and the others make room
 }

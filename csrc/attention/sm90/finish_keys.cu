@@ -1,6 +1,7 @@
 // Turns the sums of dK and dV, of tiles whose query heads were split, into gradients: dK times the softmax
 // scale.
-// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu).
+// Compile-time: HEAD_DIM, DTYPE, GATED (see backward.cu), CAPTURED (mask_numbers.cuh; then with more blocks
+// than tiles need).
 
 #include "gradients.cuh"
 
@@ -18,6 +19,9 @@ struct FinishKeysParams {
   void *dk_remote, *dv_remote;
   Gate gate;
 #endif
+#if CAPTURED
+  const MaskNumbers* numbers;
+#endif
 };
 
 // One block: half of the columns of one tile and head, of dk or of dv.
@@ -26,6 +30,9 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_keys(const __grid_c
   let_next_kernel_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int half = blockIdx.x % 2, values = blockIdx.x / 2 % 2, tile_head = blockIdx.x / 4;
+#if CAPTURED
+  if (tile_head / p.heads_kv >= __ldg(&p.numbers->num_split)) return;
+#endif
   const int head = tile_head % p.heads_kv;
   const int4 tile = __ldg(p.tiles + tile_head / p.heads_kv);
   const i64 piece = static_cast<i64>(blockIdx.x) * 8 + warp;

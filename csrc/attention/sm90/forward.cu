@@ -11,7 +11,8 @@
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, GROUPS (of consumers), BLOCK_N, STAGES, Q_STAGES (of queries), STAGED (0 or 1:
 // output leaves through the place of its queries, which takes two stages of them), DTYPE (Bf16 or Fp16), SOFTCAP (0 or
-// 1), GATED (0 or 1: keys from a number on lie elsewhere, and arrive while the kernel runs: arrivals.cuh).
+// 1), GATED (0 or 1: keys from a number on lie elsewhere, and arrive while the kernel runs: arrivals.cuh), CAPTURED (0
+// or 1: mask_numbers.cuh).
 
 constexpr int kGroups = GROUPS;  // consumer warpgroups
 

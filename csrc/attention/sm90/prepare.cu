@@ -1,19 +1,48 @@
 // What the backward needs of each row: lse and delta, transposed to one head after another; or to one pack of 2, 4 or 8
 // heads after another, each row of a pack head by head. And zeros where it will add.
+// Compile-time: CAPTURED (mask_numbers.cuh), DELTA (0 or 1: computes delta, see row_dots.cuh; then HEAD_DIM_V, DTYPE).
 
 #include "../../common/ptx.cuh"
+#include "mask_numbers.cuh"
+
+#ifndef DELTA
+#define DELTA 0
+#endif
+
+#if DELTA
+#include "row_dots.cuh"
+#endif
 
 struct PrepareParams {
   const float* lse;
-  const float* delta;
-  float* lse_out;           // [packs, stats_row]: times log2 e
+  float* delta;             // with DELTA written, if it is there
+  float* lse_out;           // [packs, stats_row]: times log2 e; or both, split, 16 bytes a row
   float* delta_out;         // [packs, stats_row]: negated
   float4 *sums, *key_sums;  // to be zeroed
   i64 num_sums, num_key_sums;
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;  // stats_row: rows with their padding, times the heads of a pack
   int log2_packed;
+  float split;  // what lse is multiplied by where it is split; 0: it is not
+#if CAPTURED
+  const MaskNumbers* numbers;  // num_key_sums is of one tile whose dK and dV are sums
+#endif
+#if DELTA
+  const u32 *dout, *out;
+  i64 dout_row, dout_head, out_row, out_head;  // strides, elements
+#endif
 };
+
+// Three bf16 terms, whose sum has the precision of fp32. Not finite would be NaN times 0.
+DEVICE uint2 split_in_three(float x) {
+  x = fminf(fmaxf(x, -3e38f), 3e38f);
+  u32 term[3];
+  for (int i = 0; i < 3; ++i) {
+    term[i] = Bf16::pack(x, 0.f);
+    x -= Bf16::low(term[i]);
+  }
+  return make_uint2(term[0] | term[1] << 16, term[2]);
+}
 
 DEVICE void fill_zeros(float4* to, i64 count) {
   const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
@@ -33,18 +62,39 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
       // A row without keys, or garbage: any finite value gives exp(-inf) = 0. Infinite, by a sink: its keys weigh
       // nothing.
       v.x = lse > -1e30f && lse < 1e30f ? lse * 1.4426950408889634f : lse > 0.f ? __int_as_float(0x7f800000) : 0.f;
+#if !DELTA
       v.y = -p.delta[row * p.delta_row + head * p.delta_head];
+#endif
     }
     tile[i][x] = v;
   }
+#if DELTA
+  __syncthreads();
+  const u32 heads = min(32, p.num_heads - head0), count = min(32, max(p.num_rows - row0, 0)) * heads;
+  for (u32 begin = 0; begin < count; begin += kRowsAtOnce * kStride)
+    dot_rows(
+        {p.dout, p.out, p.dout_row, p.dout_head, p.out_row, p.out_head}, begin, count,
+        [&](u32 item, i64& row, i64& head) { row = row0 + item / heads, head = head0 + item % heads; },
+        [&](u32 item, float sum) {
+          const u32 row = item / heads, head = item % heads;
+          tile[row][head].y = -sum;
+          if (p.delta) p.delta[(row0 + row) * p.delta_row + (head0 + head) * p.delta_head] = sum;
+        });
+#endif
   __syncthreads();
   for (int i = y; i < 32; i += 8) {
     const int index = 32 * i + x, pack = index >> 5 + p.log2_packed, in_pack = index - (pack << 5 + p.log2_packed);
     const int row = in_pack >> p.log2_packed, head = (pack << p.log2_packed) + in_pack - (row << p.log2_packed);
     if (head0 + head >= p.num_heads) continue;
     const i64 at = static_cast<i64>((head0 >> p.log2_packed) + pack) * p.stats_row + (row0 << p.log2_packed) + in_pack;
-    p.lse_out[at] = tile[row][head].x;
-    p.delta_out[at] = tile[row][head].y;
+    const float lse = tile[row][head].x, delta = tile[row][head].y;
+    if (p.split != 0.f) {
+      const uint2 a = split_in_three(p.split * lse), b = split_in_three(delta);
+      reinterpret_cast<uint4*>(p.lse_out)[at] = make_uint4(a.x, a.y | b.x << 16, b.x >> 16 | b.y << 16, 0);
+    } else {
+      p.lse_out[at] = lse;
+      p.delta_out[at] = delta;
+    }
   }
 }
 
@@ -55,5 +105,9 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
   const int tiles_row = p.stats_row >> 5 + p.log2_packed, block = blockIdx.x;
   if (block < tiles_row * ((p.num_heads + 31) / 32)) transpose_stats(p, block % tiles_row * 32, block / tiles_row * 32);
   fill_zeros(p.sums, p.num_sums);
+#if CAPTURED
+  fill_zeros(p.key_sums, p.num_key_sums * __ldg(&p.numbers->num_split));
+#else
   fill_zeros(p.key_sums, p.num_key_sums);
+#endif
 }

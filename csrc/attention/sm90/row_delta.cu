@@ -1,14 +1,6 @@
-// delta = rowsum(dout * out). A few lanes take a row of a head, 16 bytes each, and several rows at once, for it is
-// memory that they wait for. Compile-time: HEAD_DIM_V, DTYPE.
+// delta = rowsum(dout * out). Compile-time: HEAD_DIM_V, DTYPE.
 
-#include "../../common/ptx.cuh"
-
-using T = DTYPE;
-constexpr int kPieces = HEAD_DIM_V / 8;  // of a row, 16 bytes each
-constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
-constexpr int kRowsAtOnce = 4;  // of a thread
-constexpr int kThreads = 256;
-constexpr int kStride = kThreads / kLanes;  // rows of a block, once
+#include "row_dots.cuh"
 
 struct RowDeltaParams {
   const u32* dout;
@@ -22,33 +14,10 @@ struct RowDeltaParams {
 extern "C" __global__ void __launch_bounds__(kThreads) ffa_row_delta(const __grid_constant__ RowDeltaParams p) {
   await_earlier_kernels();
   let_next_kernel_start();
-  const int lane = threadIdx.x % kLanes;
   // 32 bits are enough: 2^32 rows of a head are more than fit in the memory of a device.
-  const u32 first = blockIdx.x * (kRowsAtOnce * kStride) + threadIdx.x / kLanes;
-  const u32 heads = p.num_heads, count = p.num_rows * heads;
-  uint4 x[kRowsAtOnce], y[kRowsAtOnce];
-#pragma unroll
-  for (int i = 0; i < kRowsAtOnce; ++i) {
-    const u32 item = first + i * kStride;
-    x[i] = y[i] = make_uint4(0, 0, 0, 0);
-    if (item >= count || lane >= kPieces) continue;
-    const i64 row = item / heads, head = item % heads;
-    x[i] = __ldcs(reinterpret_cast<const uint4*>(p.dout + (row * p.dout_row + head * p.dout_head) / 2) + lane);
-    y[i] = __ldcs(reinterpret_cast<const uint4*>(p.out + (row * p.out_row + head * p.out_head) / 2) + lane);
-  }
-#pragma unroll
-  for (int i = 0; i < kRowsAtOnce; ++i) {
-    const u32 a[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, b[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float low = T::low(b[j]), high = T::high(b[j]);
-      // An output of 0 counts as 0 whatever its gradient is.
-      sum += (low == 0.f ? 0.f : low * T::low(a[j])) + (high == 0.f ? 0.f : high * T::high(a[j]));
-    }
-#pragma unroll
-    for (int j = kLanes / 2; j > 0; j /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, j);
-    const u32 item = first + i * kStride;
-    if (lane == 0 && item < count) p.delta[item] = sum;
-  }
+  const u32 heads = p.num_heads;
+  dot_rows(
+      {p.dout, p.out, p.dout_row, p.dout_head, p.out_row, p.out_head}, blockIdx.x * (kRowsAtOnce * kStride),
+      p.num_rows * heads, [&](u32 item, i64& row, i64& head) { row = item / heads, head = item % heads; },
+      [&](u32 item, float sum) { p.delta[item] = sum; });
 }

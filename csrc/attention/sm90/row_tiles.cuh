@@ -77,7 +77,7 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
     const bool first = pass >= item.w;
     if (first) {
       index = GATED ? atomicAdd(p.counter, 1) : started ? gridDim.x + atomicAdd(p.counter, 1) : blockIdx.x;
-      item = section_item(p.plan, p.num_tiles, p.num_heads, p.head_section, index);
+      item = section_item(p.plan, OF_MASK(p, num_tiles), p.num_heads, p.head_section, index);
       pass = item.z;
     }
     int4 range = make_int4(0, 0, 0, 0), more = range;  // an item that sees nothing: no blocks
@@ -116,7 +116,8 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     const int count = pass[0].y, number = pass[3].x, head_kv = pass[3].y;
     int key = pass[0].x;
     const bool first = item.z >= 0;
-    if (first && item.w && count >= p.long_blocks) keep_together(p.counter, item.z, p.num_tiles * p.num_heads, count);
+    if (first && item.w && count >= p.long_blocks)
+      keep_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, count);
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       const int4 range = pass[0], more = pass[1];

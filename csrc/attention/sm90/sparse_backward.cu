@@ -8,7 +8,9 @@
 //
 // That is for lists of single keys. Of blocks the kernel computes dQ alone, and sparse_backward_keys.cu the rest.
 //
-// Compile-time: HEAD_DIM, INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
+// With FIXED the sums are integers of 64 bits, of numbers times a scale: they do not depend on the order of additions.
+//
+// Compile-time: HEAD_DIM, INDEXED (0 or 1), FIXED (0 or 1, of single keys), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
@@ -28,7 +30,8 @@ struct SparseBackwardParams {
   u16* dq;
   // [key heads, sum_rows, columns]: sums without the softmax scale. Of every 16 columns, thread t of a row has 2t, 2t +
   // 1, 2t + 8 and 2t + 9 together.
-  float *dk_sums, *dv_sums;
+  void *dk_sums, *dv_sums;                                                        // float, or with FIXED i64
+  const float* fixed_scales;                                                      // FIXED: of dk_sums and dv_sums
   int k_row, v_row;                                                               // strides, elements
   i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
   i64 sum_rows;
@@ -102,29 +105,31 @@ struct Loader {
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
     const u32 bits = __ballot_sync(0xffffffffu, seen);
+    const u32 bar = smem_address(&s.full[ring.index]);
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
+    if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
+    __syncwarp();
     if (lane == 0) {
       if (warp == 0) describe(tile, flags);
       set_seen(s.info[ring.index], warp, bits);
+      barrier_arrive(bar);
     }
-    if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
     index = seen ? index : 0;
     gather_rows(smem_address(s.k[ring.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
     gather_rows(smem_address(s.v[ring.index]), p.values + tile.head_kv * p.v_head, p.v_row, index, warp, lane);
-    copies_commit();
-    copies_wait<0>();
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(smem_address(&s.full[ring.index]));
+    copies_arrive(bar);
     ring.advance();
   }
 
   DEVICE void end() {
+    const u32 bar = smem_address(&s.full[ring.index]);
     if (lane == 0) {
       barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
       if (warp == 0) s.info[ring.index].flags = kNoMoreSteps;
-      barrier_arrive(smem_address(&s.full[ring.index]));
+      barrier_arrive(bar);
     }
+    __syncwarp();
+    if (INDEXED) copies_arrive(bar);
   }
 };
 
@@ -141,6 +146,10 @@ DEVICE void produce(const SparseBackwardParams& p, Shared& s, int warp, int lane
 
 DEVICE void add_global_v4(float* p, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+DEVICE void add_fixed(i64* p, float x, float scale) {
+  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(__float2ll_rn(x * scale)) : "memory");
 }
 
 // acc[kStep, kHeadDim] = a[128 places, kStep]^T * b[128 places, kHeadDim]
@@ -207,6 +216,11 @@ struct Consumer {
     apply_mask(x, 2 * (lane % 4), bounds);
   }
 
+  DEVICE void wait_keys() const {
+    barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
+    if (INDEXED) fence_async_proxy();
+  }
+
   DEVICE void issue_s(float (&x)[kStep / 2]) const {
     issue_logits<kHeadDim, kStep>(x, Operand(smem_address(s.q[warpgroup])), Operand(smem_address(s.k[ring.index])));
   }
@@ -259,16 +273,23 @@ struct Consumer {
 
   DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {
     if (!INDEXED) return;
-    float* sums = (warpgroup ? p.dk_sums : p.dv_sums) + head_kv * p.sum_rows * kHeadDim + 4 * (lane % 4);
+    void* sums = warpgroup ? p.dk_sums : p.dv_sums;
+    const float scale = FIXED ? __ldg(p.fixed_scales + 1 - warpgroup) : 1.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = r ? keys.y : keys.x;
-      float* to = sums + static_cast<i64>(key) * kHeadDim;
       if (key < 0) continue;
+      const i64 at = (head_kv * p.sum_rows + key) * kHeadDim + 4 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 16; ++j) {
         const float* x = part + 8 * j + 2 * r;
-        add_global_v4(to + 16 * j, x[0], x[1], x[4], x[5]);
+        if constexpr (FIXED) {
+          i64* to = static_cast<i64*>(sums) + at + 16 * j;
+          add_fixed(to, x[0], scale), add_fixed(to + 1, x[1], scale);
+          add_fixed(to + 2, x[4], scale), add_fixed(to + 3, x[5], scale);
+        } else {
+          add_global_v4(static_cast<float*>(sums) + at + 16 * j, x[0], x[1], x[4], x[5]);
+        }
       }
     }
   }
@@ -294,7 +315,7 @@ struct Consumer {
 
   DEVICE void run() {
     while (true) {
-      barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
+      wait_keys();
       const int4 item = *reinterpret_cast<const int4*>(&s.info[ring.index]);
       flags = uniform(item.x);
       if (flags & kNoMoreSteps) break;
@@ -320,7 +341,7 @@ struct Consumer {
         const int2 keys = INDEXED ? keys_of(now) : make_int2(-1, -1);
         issue_gradients(dq, part, ds, now);
         ring.advance();
-        barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
+        wait_keys();
         issue_s(x);
         flags = uniform(s.info[ring.index].flags);
         auto gradients_done = [&] {
@@ -360,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   if (threadIdx.x == 0) {
     init_buffer(s.rows_full, s.rows_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.full[i]), kArrivals);
+      barrier_init(smem_address(&s.full[i]), INDEXED ? 128 + kArrivals : 1);  // each lane's copies, and what is said
       barrier_init(smem_address(&s.empty[i]), 4 * kGroups);
     }
     barrier_init_fence();

@@ -1,12 +1,16 @@
 // Sparse attention backward for sm_90a, dK and dV by lists of the blocks of queries that see a block of keys: one work
-// item is such a block of keys of one key head. Nothing is added in device memory, so results repeat bit by bit.
+// item is such a block of keys of one key head.
 //
 // K and V of the item stay in shared memory, dK and dV in registers. A step is 64 places (sparse_tiles.cuh) of a listed
 // block of queries, on transposed logits as in backward.cu. Of blocks of 128 keys each consumer warpgroup owns 64, and
 // both take every step. Of blocks of 64 keys they take steps in turn, each with sums of its own, and at the end of the
 // item each hands one of its sums to the other through shared memory.
 //
-// Compile-time: HEAD_DIM, K_BLOCK (64 or 128), DTYPE (Bf16 or Fp16).
+// With ADD_DQ dQ comes along as in backward.cu: dS goes through shared memory, each warpgroup computes half the columns
+// of dQ of the step before, and a warp adds them to fp32 sums in device memory. Without, nothing is added there, so
+// results repeat bit by bit.
+//
+// Compile-time: HEAD_DIM, K_BLOCK (64 or 128), ADD_DQ (0 or 1, of 128 keys), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "gradients.cuh"
@@ -14,11 +18,18 @@
 
 #define INDEXED 0
 constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
-constexpr int kStages = 4;  // of q and dout: even, so that a warpgroup that takes every second finds its own
+constexpr int kStages = ADD_DQ ? 3 : 4;  // of q and dout; even where a warpgroup takes every second: it finds its own
 constexpr int kTileKeys = K_BLOCK;
+constexpr int kHalf = kHeadDim / 2;
+constexpr u32 kPieceFloats = kHalf * 16;       // sums of 16 places and half the columns, as a warp's accumulators lie
 constexpr bool kShares = kTileKeys > kStep;    // steps are of both warpgroups
 constexpr int kTurns = kShares ? 1 : kGroups;  // warpgroups that take steps in turn
+static_assert(kShares || !ADD_DQ);
 using T = DTYPE;
+
+// Named barriers: the place where a warpgroup puts what is to be added is free, is full; and dS of each warpgroup is
+// there, two that alternate. 1 is also that of a hand-over.
+constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
 #include "row_products.cuh"
 #include "sparse_tiles.cuh"
@@ -29,10 +40,11 @@ struct SparseKeysParams {
   // [packs, stats_rows, heads of a tile]: lse times log2 e. A block of queries has stats_block rows, so that it begins
   // at a multiple of 16 bytes.
   const float *lse, *delta;
+  float* dq_sums;  // [packs, 2 halves, units] pieces; a unit is 16 places; each block of queries has block_units
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
-  int stats_block;
+  int stats_block, units, block_units;
   float scale, scale_log2;
 };
 
@@ -41,11 +53,16 @@ struct Shared {
   u16 v[kHeadDim / kPanel][kTileKeys][kPanel];
   u16 q[kStages][kHeadDim / kPanel][kPlaces][kPanel];
   u16 dout[kStages][kHeadDim / kPanel][kPlaces][kPanel];
-  float handed[kGroups][kShares ? 4 : kStep * kHeadDim];
+  float handed[kGroups][kShares ? (ADD_DQ ? 4 * kPieceFloats : 4) : kStep * kHeadDim];
+  u16 ds[2][ADD_DQ ? kGroups : 1][ADD_DQ ? kPlaces : 1][kStep];
   float lse[kStages][kPlaces], delta[kStages][kPlaces];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
-  int4 info[kStages];  // flags, first query, past-the-last query of the block, number of the keys
+  int4 info[kStages];         // flags, first query, past-the-last query of the block, number of the keys
+  int sums[kStages];          // piece of dq_sums, the first half
+  int handed_piece[kGroups];  // -1: no more
+  int next_item;              // this and the next are the producer's alone
+  int2 item;                  // number of its keys, key head
 };
 
 constexpr u32 kBytesK = sizeof(Shared::k);
@@ -79,12 +96,22 @@ struct Loader {
     return smem_address(&s.full[ring.index]);
   }
 
-  DEVICE void step(int flags, int row, int past_row, int piece, int pack, int first_head, i64 stats) {
-    const u32 bar = announce(flags, row, past_row, piece);
-    const int i = ring.index, head = (pack << p.tiles.log2_heads) + first_head;
+  // 64 places of a block of queries, from this on.
+  DEVICE void step(const SparseTiles& t, int block, int pack, int place) {
+    const int piece = s.item.x;
+    pack += s.item.y * t.packs;
+    const int first_row = block * t.query_block, past_row = min(t.num_rows, first_row + t.query_block);
+    const int row = first_row + (place >> t.log2_heads),
+              head = (pack << t.log2_heads) + (place & (1 << t.log2_heads) - 1);
+    const int past_key = (piece + 1) * kTileKeys;
+    const bool hides = past_row - row << t.log2_heads < kPlaces || row + t.reach < past_key || past_key > t.num_keys;
+    const u32 bar = announce(hides ? kHidesKeys : 0, row, past_row, piece);
+    const int i = ring.index;
+    if (ADD_DQ) s.sums[i] = 2 * pack * p.units + block * p.block_units + place / 16;
     barrier_expect_bytes(bar, 2 * (kBytesQ + kBytesRow));
     load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kPlaces * 128, row, head, bar);
     load_panels<kHeadDim / kPanel>(&p.dout, smem_address(s.dout[i]), kPlaces * 128, row, head, bar);
+    const i64 stats = (pack * p.stats_rows + static_cast<i64>(block) * p.stats_block << t.log2_heads) + place;
     load_bytes(smem_address(s.lse[i]), p.lse + stats, kBytesRow, bar);
     load_bytes(smem_address(s.delta[i]), p.delta + stats, kBytesRow, bar);
     ring.advance();
@@ -102,36 +129,57 @@ struct Loader {
 DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   const SparseTiles& t = p.tiles;
   Loader loader{p, s};
-  const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
   for (int item = blockIdx.x; item < t.num_items;) {
-    const int next = gridDim.x + atomicAdd(t.counter, 1);
+    s.next_item = gridDim.x + atomicAdd(t.counter, 1);  // there, for registers are scarce
+    const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int head_kv = item / pieces, piece = item - head_kv * pieces, first_key = piece * kTileKeys;
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
-    const i64 first = t.offsets ? __ldg(t.offsets + list) : list * t.list_step;
-    const int count = t.offsets ? __ldg(t.offsets + list + 1) - first : __ldg(t.counts + list);
+    const int* at = t.entries + (t.offsets ? __ldg(t.offsets + list) : list * t.list_step);
+    int left = t.offsets ? __ldg(t.offsets + list + 1) - __ldg(t.offsets + list) : __ldg(t.counts + list);
     loader.keys(piece, head_kv);
-    int ahead = count > 0 ? __ldg(t.entries + first) : 0;
-    for (int n = 0; n < count; ++n) {
-      const int first_row = ahead * t.query_block, past_row = min(t.num_rows, first_row + t.query_block);
-      const i64 stats_row = ahead * p.stats_block;
-      if (n + 1 < count) ahead = __ldg(t.entries + first + n + 1);
-      if (past_row - 1 + t.reach <= first_key) continue;
-      for (int pack = head_kv * t.packs; pack < (head_kv + 1) * t.packs; ++pack)
-        for (int place = 0; first_row + (place >> t.log2_heads) < past_row; place += kPlaces) {
-          const int row = first_row + (place >> t.log2_heads);
-          const bool hides = past_row - row << t.log2_heads < kPlaces || row + t.reach < first_key + kTileKeys;
-          loader.step(hides ? kHidesKeys : 0, row, past_row, piece, pack, place & (1 << t.log2_heads) - 1,
-                      (pack * p.stats_rows + stats_row << t.log2_heads) + place);
-        }
+    s.item = make_int2(piece, head_kv);
+    for (; left > 0; --left) {
+      const int block = __ldg(at++);
+      const int rows = min(t.num_rows - block * t.query_block, t.query_block);
+      if (block * t.query_block + rows - 1 + t.reach <= s.item.x * kTileKeys) continue;
+      for (int pack = 0; pack < t.packs; ++pack)
+        for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
     }
-    loader.say(kLastStep | head_kv << 3, piece);
-    item = next;
+    loader.say(kLastStep | s.item.y << 3, s.item.x);
+    item = s.next_item;
   }
   loader.say(kNoMoreSteps, 0);
   leave(t.counter);
 }
 
+// ---- two warps, one for each warpgroup of consumers: they add to the sums in device memory ----
+
+DEVICE void add_handed(const SparseKeysParams& p, Shared& s, int warpgroup) {
+  while (true) {
+    named_arrive(kPlaceFree + warpgroup, 160);
+    named_sync(kPlaceFull + warpgroup, 160);
+    const int piece = s.handed_piece[warpgroup];
+    if (piece < 0) break;
+    if (threadIdx.x % 32 == 0) {
+      add_floats(p.dq_sums + static_cast<i64>(piece) * kPieceFloats, smem_address(s.handed[warpgroup]),
+                 4 * kPieceFloats * 4);
+      bulk_wait_read();
+    }
+    __syncwarp();
+  }
+  bulk_wait();
+}
+
 // ---- consumers ----
+
+// acc[64 places, kHalf] = ds[64 places, 128 keys] * keys[128 keys, kHalf]
+DEVICE void issue_dq(float (&acc)[kHalf / 2], const Operand& a, const Operand& b) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kTileKeys / 16; ++i)
+    Wgmma<T, kHalf>::template ss<0, 1>(acc, a.at((i / 4) * kPlaces * 128 + (i % 4) * 32), b.at(i * 16 * 128), i > 0);
+  wgmma_commit();
+}
 
 struct Consumer {
   const SparseKeysParams& p;
@@ -139,6 +187,9 @@ struct Consumer {
   const int warpgroup, lane, key;  // key: first of this thread's, of the item
   int stage;
   u32 parity = 0, kv_parity = 0;
+  Ring<2> buffer;     // of dS
+  int previous = -1;  // piece of the step before, whose dQ is not added yet
+  u32 ds_store = 0;
 
   DEVICE Consumer(const SparseKeysParams& p, Shared& s, int warpgroup)
       : p(p),
@@ -146,19 +197,58 @@ struct Consumer {
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
         key((kShares ? warpgroup * kStep : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
-        stage(kShares ? 0 : warpgroup) {}
+        stage(kShares ? 0 : warpgroup) {
+    // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys on, 2 and 3 are 8
+    // places on.
+    const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    if (ADD_DQ)
+      ds_store = smem_address(s.ds[0][warpgroup]) + (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ lane % 8) << 4);
+    keep(ds_store);
+  }
+
+  // Its half of the columns.
+  DEVICE Operand keys_half() const {
+    return Operand(smem_address(s.k) + warpgroup * kHalf / kPanel * kTileKeys * 128 + warpgroup * kHalf % kPanel * 2,
+                   kTileKeys * 128);
+  }
+
+  // Until the other warpgroup's dS of the step before is there; then it has also read dS of the step before that.
+  DEVICE void wait_ds() const { named_sync(kDsThere + 2 * buffer.index + 1 - warpgroup, 128 * kGroups); }
+
+  DEVICE void add_dq(const float (&dq)[kHalf / 2]) const {
+    named_sync(kPlaceFree + warpgroup, 160);
+    const u32 place = smem_address(s.handed[warpgroup]) + threadIdx.x % 128 / 32 * (kPieceFloats * 4) + lane * 16;
+#pragma unroll
+    for (int i = 0; i < kHalf / 8; ++i)
+      store_shared_v4(place + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    if (threadIdx.x % 128 == 0) s.handed_piece[warpgroup] = previous;
+    fence_async_proxy();
+    named_arrive(kPlaceFull + warpgroup, 160);
+  }
+
+  // dQ of the last step of an item.
+  DEVICE void add_last_dq() {
+    float dq[kHalf / 2];
+    wait_ds();
+    issue_dq(dq, Operand(smem_address(s.ds[buffer.index])), keys_half());
+    wgmma_wait<0>();
+    pin(dq);
+    add_dq(dq);
+    previous = -1;
+  }
 
   DEVICE void advance() {
     stage += kTurns;
     if (stage >= kStages) stage -= kStages, parity ^= 1;
   }
 
-  DEVICE void step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], const int4& info) {
-    float x[kPlaces / 2], y[kPlaces / 2];
+  DEVICE void step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int flags) {
+    float x[kPlaces / 2], y[kPlaces / 2], own[kHalf / 2 == kPlaces / 2 ? 1 : kHalf / 2];
     u32 probs[kPlaces / 4], ds[kPlaces / 4];
-    const u32 own = kShares ? warpgroup * kStep * 128 : 0;
-    issue_logits<kHeadDim, kPlaces, kTileKeys>(x, Operand(smem_address(s.k) + own), Operand(smem_address(s.q[stage])));
-    issue_logits<kHeadDim, kPlaces, kTileKeys>(y, Operand(smem_address(s.v) + own),
+    const int piece = ADD_DQ ? uniform(s.sums[stage]) + warpgroup * p.units : 0;
+    const u32 row = kShares ? warpgroup * kStep * 128 : 0;
+    issue_logits<kHeadDim, kPlaces, kTileKeys>(x, Operand(smem_address(s.k) + row), Operand(smem_address(s.q[stage])));
+    issue_logits<kHeadDim, kPlaces, kTileKeys>(y, Operand(smem_address(s.v) + row),
                                                Operand(smem_address(s.dout[stage])));
     const u32 values = smem_address(s.lse[stage]) + lane % 4 * 8;
     float2 two[8];
@@ -166,12 +256,14 @@ struct Consumer {
     for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + 32 * j);
     wgmma_wait<1>();
     pin(x);
-    if (uniform(info.x) & kHidesKeys) {
+    if (flags & kHidesKeys) {
+      const int4 info = s.info[stage];
       int2 bounds[2];
       const int past = info.z - info.y << p.tiles.log2_heads;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int first = info.w * kTileKeys + key + 8 * r - p.tiles.reach + 1 - info.y;  // query that sees the key
+        const int number = info.w * kTileKeys + key + 8 * r;
+        const int first = number < p.tiles.num_keys ? number - p.tiles.reach + 1 - info.y : kPlaces;  // that sees it
         bounds[r] = make_int2(min(max(first, 0), kPlaces) << p.tiles.log2_heads, past);
       }
       apply_mask(x, 2 * (lane % 4), bounds);
@@ -187,8 +279,29 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kPlaces / 4; ++i)
       ds[i] = T::pack(x[2 * i] * (y[2 * i] - two[i / 2].x), x[2 * i + 1] * (y[2 * i + 1] - two[i / 2].y));
+    auto& dq = choose < kHalf / 2 == kPlaces / 2 > (y, own);  // registers are scarce
+    if constexpr (ADD_DQ) {
+      if (previous >= 0) wait_ds();
+      const Operand before(smem_address(s.ds[buffer.index]));
+      buffer.advance();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        store_transposed_x4(ds_store + buffer.index * (sizeof(Shared::ds) / 2) + i * 16 * 128, ds[4 * i], ds[4 * i + 1],
+                            ds[4 * i + 2], ds[4 * i + 3]);
+      // Of an item's first step this is computed of whatever lies there, and not used: a product on one side of a
+      // branch would serialise all of them.
+      issue_dq(dq, before, keys_half());
+    }
     issue_weighted<kHeadDim, kPlaces>(dv, probs, Operand(smem_address(s.dout[stage]), kPlaces * 128));
     issue_weighted<kHeadDim, kPlaces>(dk, ds, Operand(smem_address(s.q[stage]), kPlaces * 128));
+    if constexpr (ADD_DQ) {
+      fence_async_proxy();
+      wgmma_wait<2>();
+      pin(dq);
+      named_arrive(kDsThere + 2 * buffer.index + warpgroup, 128 * kGroups);
+      if (previous >= 0) add_dq(dq);
+      previous = piece;
+    }
     wgmma_wait<0>();
     pin(probs);
     pin(ds);
@@ -214,11 +327,11 @@ struct Consumer {
   }
 
   DEVICE void store(const float (&acc)[kHeadDim / 2], void* to, i64 row_stride, i64 head_stride, float factor,
-                    const int4& info) const {
-    const i64 first = static_cast<i64>(info.w) * kTileKeys + key;
+                    int head_kv, int first_key) const {
+    const i64 first = first_key + key;
     const bool valid[2] = {first < p.tiles.num_keys, first + 8 < p.tiles.num_keys};
-    store_gradient_as<T, kHeadDim, kStoreHalf>(to, first * row_stride + (info.x >> 3) * head_stride, 8 * row_stride,
-                                               valid, acc, factor, lane);
+    store_gradient_as<T, kHeadDim, kStoreHalf>(to, first * row_stride + head_kv * head_stride, 8 * row_stride, valid,
+                                               acc, factor, lane);
   }
 
   DEVICE void run() {
@@ -226,21 +339,26 @@ struct Consumer {
       float dk[kHeadDim / 2], dv[kHeadDim / 2];
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-      int4 info;
       bool waited = false;
+      int flags, first_key;
       while (true) {
         barrier_wait(smem_address(&s.full[stage]), parity);
-        info = s.info[stage];
-        info.x = uniform(info.x);
-        if (info.x & kNoMoreSteps) return;
+        flags = uniform(s.info[stage].x);
+        if (flags & kNoMoreSteps) break;
         if (!waited) barrier_wait(smem_address(&s.kv_full), kv_parity);
         waited = true;
-        if (!(info.x & kLastStep)) step(dk, dv, info);
+        if (flags & kLastStep)
+          first_key = s.info[stage].w * kTileKeys;
+        else
+          step(dk, dv, flags);
         release(s.empty[stage], lane);
         advance();
-        if (info.x & kLastStep) break;
+        if (flags & kLastStep) break;
       }
+      if (flags & kNoMoreSteps) break;
       kv_parity ^= 1;
+      if constexpr (ADD_DQ)
+        if (previous >= 0) add_last_dq();
       release(s.kv_empty, lane);
       if constexpr (!kShares) {
         named_sync(1, 256);  // what was handed over before has been read
@@ -255,9 +373,14 @@ struct Consumer {
         else
           take_over(dk);
       }
-      if (kShares || !warpgroup) store(dk, p.dk, p.dk_row, p.dk_head, p.scale, info);
-      if (kShares || warpgroup) store(dv, p.dv, p.dv_row, p.dv_head, 1.f, info);
+      if (kShares || !warpgroup) store(dk, p.dk, p.dk_row, p.dk_head, p.scale, flags >> 3, first_key);
+      if (kShares || warpgroup) store(dv, p.dv, p.dv_row, p.dv_head, 1.f, flags >> 3, first_key);
     }
+    if (!ADD_DQ) return;
+    named_sync(kPlaceFree + warpgroup, 160);
+    if (threadIdx.x % 128 == 0) s.handed_piece[warpgroup] = -1;
+    __syncwarp();
+    named_arrive(kPlaceFull + warpgroup, 160);
   }
 };
 
@@ -273,10 +396,14 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<40>();  // together all that the block was launched with
-    if (threadIdx.x == 0) produce(p, s);
+    registers_shrink<ADD_DQ ? 24 : 40>();  // together all that the block was launched with
+    const int warp = uniform(threadIdx.x / 32);
+    if (threadIdx.x == 0)
+      produce(p, s);
+    else if (ADD_DQ && (warp == 1 || warp == 2))
+      add_handed(p, s, warp - 1);
   } else {
-    registers_grow<232>();
+    registers_grow<ADD_DQ ? 240 : 232>();
     Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();
   }
 }

@@ -5,14 +5,13 @@
 // places. A step has 64 keys a warpgroup: pieces of blocks, which TMA loads, or single keys, which four warps gather.
 // Of tiles of 64 places an SM computes two at a time, in two thread blocks.
 //
-// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), K_STAGES (2 or 3, the latter with one place
-// for queries), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, GROUPS (1 or 2, of consumers), INDEXED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
-constexpr int kKStages = K_STAGES, kStages = 2, kQStages = 4 - K_STAGES;
+constexpr int kKStages = INDEXED ? 3 : 2, kStages = 2, kQStages = 4 - kKStages;
 using T = DTYPE;
 
 #include "row_products.cuh"

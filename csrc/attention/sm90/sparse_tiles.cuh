@@ -15,7 +15,7 @@ constexpr int kPlaces = 64;  // of a warpgroup
 constexpr int kPiece = 64;   // keys that lie together in a step
 constexpr int kPieces = kStep / kPiece;
 constexpr int kNoKey = 1 << 30;             // behind all keys: hidden
-constexpr u32 kArrivals = INDEXED ? 4 : 1;  // that fill a buffer of keys or values
+constexpr u32 kArrivals = INDEXED ? 4 : 1;  // that fill a buffer of keys or values, one a warp
 
 struct SparseTiles {
   const int* entries;        // of the lists: numbers of blocks or of keys; what is no such number is passed over
@@ -30,6 +30,7 @@ struct SparseTiles {
   int num_rows, num_keys;
   int reach;       // query i sees keys below i + reach
   int log2_heads;  // of heads in a tile
+  int long_list;   // keys of a list from which on SMs begin their tiles together
 };
 
 struct Tile {
@@ -144,6 +145,8 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
     if (tile.first_row < tile.past_row) {
       loader.queries(tile);
       pieces.open(tile);
+      if (lane == 0 && pieces.count * p.key_block >= p.long_list)
+        keep_together(p.counter, item, p.num_items, pieces.count);
       const int all_see = min(p.num_keys, tile.first_row + p.reach);
       int ahead = pieces.next();
       bool last = false;
@@ -175,6 +178,12 @@ DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"
 template <int N>
 DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// An arrival of this thread once all that it copies has come. Who waits has to call fence_async_proxy before the tensor
+// cores read it, so that nobody who copies waits.
+DEVICE void copies_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Whether a barrier is done with the phase; the same for all lanes.

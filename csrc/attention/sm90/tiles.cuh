@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../common/arrivals.cuh"
+#include "mask_numbers.cuh"
 
 #ifndef GATED
 #define GATED 0
@@ -72,6 +73,9 @@ struct TilePlan {
   const int4* passes;  // two each: first column, number of blocks; of each part of the tile (three) its full blocks
   const int2* bounds;  // of each pass, its rows: first and past-the-last visible column
   i64 step;            // columns from the start of one block to that of the next
+#if CAPTURED
+  const MaskNumbers* numbers;
+#endif
 };
 
 // Work item of a tile: first row (-1: no more), head and number of rows, first pass, past-the-last pass.

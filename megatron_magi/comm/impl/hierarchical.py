@@ -20,8 +20,9 @@ import torch
 
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.level_args import LevelArgs
-from megatron_magi.comm.movement import Mover, Started
+from megatron_magi.comm.movement import Adder, Mover, Started
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import can_add
 
 Choice = Callable[[RowLayout, GroupCastArgs, bool], Mover]
 """What moves rows of a layout; the last argument says whether they go back."""
@@ -44,50 +45,60 @@ class Hierarchical:
         """The same for partial results of attention, ``(out, lse)``."""
         return Hierarchical(self._near, self._far, self._relay, self._ops, merges=True)
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout) -> Started:
+    def cast(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool = False) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        far = self._far(layout, args.far, False).cast(tensors, args.far, layout)
-        near = self._near(layout, args.near, False).cast(tensors, args.near, layout)
+        out = layout.new_tensors(args.num_recv, args.device)
+        far = self._far(layout, args.far, False).cast(tensors, args.far, layout, kept)
+        near = self._near(layout, args.near, False).cast(tensors, args.near, layout, kept, (out, args.near_rows))
+        relay = self._relay(layout, args.relay, False)
         relayed = _Next(
-            far,
-            lambda rows: self._relay(layout, args.relay, False).cast(rows, args.relay, layout),
-            args.device,
+            far, lambda rows: relay.cast(rows, args.relay, layout, True, (out, args.relay_rows)), args.device
         )
-        new = tensors[0].new_empty
 
         def finish() -> list[torch.Tensor]:
-            out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-            for rows, index in ((near.finish(), args.near_rows), (relayed.result(), args.relay_rows)):
-                for x, whole in zip(rows, out, strict=True):
-                    whole.index_copy_(0, index, x)
+            near.finish()
+            relayed.result()
             return out
 
-        return Started((*near.works, relayed), (*far.buffers, *near.buffers), finish)
+        return Started((*near.works, relayed), (*far.buffers, *near.buffers, *out), finish)
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout) -> Started:
+    def give_back(
+        self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool = False
+    ) -> Started:
         """See `megatron_magi.comm.movement.Mover`; the result is in the order of `LevelArgs.arrivals`."""
-        home, away = ([x.index_select(0, index) for x in tensors] for index in (args.near_rows, args.relay_rows))
-        relayed = self._relay(layout, args.relay, True).give_back(away, args.relay, layout)
-        near = self._near(layout, args.near, True).give_back(home, args.near, layout)
+        received = layout.new_buffer(args.near.num_send + args.far.num_send, args.device)
+        home, away = received[: args.near.num_send], received[args.near.num_send :]
+        relayed = self._sum_of_node(tensors, args, layout, kept)
+        near = self._near(layout, args.near, True)
+        near_back = near.give_back(tensors, args.near, layout, kept, args.near_rows, home)
+        far = self._far(layout, args.far, True)
+        crossed = _Next(relayed, lambda sums: far.give_back(sums, args.far, layout, True, None, away), args.device)
 
-        def cross(arrived: torch.Tensor) -> Started:
-            sums = self._combined(arrived, args, layout)
-            return self._far(layout, args.far, True).give_back(sums, args.far, layout)
+        def finish() -> torch.Tensor:
+            near_back.finish()
+            crossed.result()
+            return received
 
-        far = _Next(relayed, cross, args.device)
-        buffers = (*relayed.buffers, *near.buffers, *home, *away)
-        return Started((*near.works, far), buffers, lambda: torch.cat([near.finish(), far.result()]))
+        return Started((*near_back.works, crossed), (*relayed.buffers, *near_back.buffers, received), finish)
 
-    def _combined(self, arrived: torch.Tensor, args: LevelArgs, layout: RowLayout) -> list[torch.Tensor]:
+    def _sum_of_node(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool) -> Started:
         """One partial row for each that `LevelArgs.far` brought, of those that the node's ranks have for it."""
-        shapes = zip(layout.shapes, layout.dtypes, strict=True)
-        sums = [torch.zeros(args.far.num_recv, *shape, dtype=t, device=args.device) for shape, t in shapes]
-        if self._merges:
-            sums[1].fill_(-torch.inf)
-            self._ops.merge_rows(*layout.views(arrived), args.relay.arrivals, *sums)
-        else:
-            self._ops.add_rows(arrived, layout, args.relay.arrivals, sums)
-        return sums
+        sums = [x.zero_() for x in layout.new_tensors(args.far.num_recv, args.device)]
+        mover = self._relay(layout, args.relay, True)
+        if isinstance(mover, Adder) and not self._merges and can_add(layout, sums):
+            return mover.add(tensors, args.relay, layout, sums, kept, args.relay_rows)
+        started = mover.give_back(tensors, args.relay, layout, kept, args.relay_rows)
+
+        def finish() -> list[torch.Tensor]:
+            arrived = started.finish()
+            if self._merges:
+                sums[1].fill_(-torch.inf)
+                self._ops.merge_rows(*layout.views(arrived), args.relay.arrivals, *sums)
+            else:
+                self._ops.add_rows(arrived, layout, args.relay.arrivals, sums)
+            return sums
+
+        return started._replace(buffers=(*started.buffers, *sums), finish=finish)
 
 
 class _Next:

@@ -1,41 +1,52 @@
-"""Ranks of one host read each other's rows where they lie, over NVLink: nothing is packed, sent or ordered.
+"""Ranks of one host write rows into each other's memory, over NVLink: nothing is packed first.
 
-A rank publishes the rows that others need in memory that all map, once and in chunks, on the stream of the caller.
-On a stream of its own each rank reads exactly the rows it needs into their place, or adds them there, as chunks come.
-Flags in the same memory stand for what NCCL would do; the host waits for nothing. A kernel that waits longer than the
-time-out of the group ends, and what it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh``.
+One kernel, beside the stream of the caller, writes exactly the rows that others need into slots that all map, in
+chunks, and takes what the others write to its place, or adds it there, as chunks come. For a kernel that waits for rows
+itself they are published in the rank's own slot instead, and read by the others. Flags in the same memory stand for
+what NCCL would do; the host waits for nothing. A kernel that waits longer than the time-out of the group ends, and what
+it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
-from megatron_magi.comm.movement import Started
+from megatron_magi.comm.movement import Into, Started
+from megatron_magi.comm.peer_kernels import (
+    SHAPES,
+    SUM_LOADS,
+    Launch,
+    exchange_defines,
+    kernel_of,
+)
+from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, with_rows
-from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, slot_row_bytes
+from megatron_magi.comm.row_memory import (
+    WIDEST,
+    Rows,
+    pack_slot_rows,
+    rows_of,
+    vector_of,
+    widest,
+    with_rows,
+)
+from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
-from megatron_magi.cuda.build import build
-from megatron_magi.cuda.driver import Kernel, LaunchConfig, load_kernel
+from megatron_magi.cuda.call_list import CallList, Place, Step
 
-BULK_ROW_BYTES = 1024
-"""Rows at least as long are read by TMA."""
-_SLOT_ROWS = struct.Struct("4Q4q4i2iq")  # SlotRows of peers.cuh
-_NUM_FETCHED, _NUM_BACK, _NUM_PUBLISHED, _NUM_CHUNKS = 0, 8, 16, 24  # bytes into PeerTables.counts
+_NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
+_SEND, _TAKE = 1, 2  # Role of exchange.cu
+_BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
 _BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 1)
@@ -47,14 +58,16 @@ class Native:
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
         self._meeting, self._memory, self._device = meeting, memory, device
-        self._notice = memory.notice.numpy()
+        self._notice = memoryview(memory.notice.numpy())
         self._room = Room(memory)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
+        self._sends_beside = False  # some of them send there
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._ready = torch.cuda.Event()
+        self._ready, self._started = torch.cuda.Event(), torch.cuda.Event()
+        self._started.record(self._side)  # it exists from then on
         self._events: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         _of_device(device).add(self)
@@ -75,20 +88,34 @@ class Native:
             raise RuntimeError(failure)
         return self._room.refusal(layout, most_rows)
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def cast(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        kept: bool = False,
+        into: Into | None = None,
+    ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        new = tensors[0].new_empty
-        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-        work = self._run(_CAST, tensors, args, layout, _rows(out, layout.sizes))
-        return Started((work,), tuple(out), lambda: out)
+        out, index = into or (layout.new_tensors(args.num_recv, args.device), None)
+        work, held = self._run(_CAST, tensors, args, layout, rows_of(out, layout.sizes), kept=kept, index=index)
+        return Started((work,), (*out, *held), lambda: list(out))
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def give_back(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        kept: bool = False,
+        index: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
+    ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
-        received = layout.new_buffer(args.num_send, tensors[0].device)
+        received = layout.new_buffer(args.num_send, tensors[0].device) if received is None else received
         address, size = received.data_ptr(), layout.row_bytes
         rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
-        work = self._run(_GIVE_BACK, tensors, args, layout, rows)
-        return Started((work,), (received,), lambda: received)
+        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows, kept=kept, index=index)
+        return Started((work,), (received, *held), lambda: received)
 
     def add(
         self,
@@ -96,38 +123,84 @@ class Native:
         args: GroupCastArgs,
         layout: RowLayout,
         into: Sequence[torch.Tensor],
+        kept: bool = False,
+        index: torch.Tensor | None = None,
     ) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
         partial, wide = layout.dtypes[0], into[0].dtype
         sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
-        work = self._run(_ADD, tensors, args, layout, _rows(into, sizes), (partial, wide))
-        return Started((work,), tuple(into), lambda: list(into))
+        work, held = self._run(_ADD, tensors, args, layout, rows_of(into, sizes), (partial, wide), kept, index)
+        return Started((work,), (*into, *held), lambda: list(into))
 
-    def announce(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Arriving:
-        """`cast` for a kernel that waits for rows as they come: they are published, and read when it is queued.
+    def arriving(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        into: Sequence[torch.Tensor],
+        sources: Sequence[Place],
+        places: tuple[Place, Place],
+    ) -> Arriving:
+        """`cast` for a kernel that waits for rows as they come, as steps of a list of calls for `queue`.
 
-        All on the current stream, on which that kernel must be the next. Rows are of multiples of 16 bytes.
+        Args:
+            tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
+                bytes, contiguous.
+            args, layout: as in `cast`.
+            sources, places: where they will be.
         """
-        new = tensors[0].new_empty
-        out = [new((args.num_recv, *shape), dtype=t) for shape, t in zip(layout.shapes, layout.dtypes, strict=True)]
-        tensors = [with_rows(x) for x in tensors]
-        rows, results = _rows(tensors, layout.sizes), _rows(out, layout.sizes)
-        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, ())
-        with self._lock:
-            raw = torch._C._cuda_getCurrentRawStream(self._device.index)
-            current = self._take_turn(raw)
-            publish.fire(rows, raw)
-            if self._beside:
-                current.wait_stream(self._side)
-                self._beside = 0
+        rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
+        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, (), (), 0)
         _, control, *_ = own = self._own_memory()
         return Arriving(
-            out, lambda stream: pull.fire(results, stream), control + _CALLS_PUBLISHED, self._flags.data_ptr(),
-            control + _BROKEN, own[2], own[3],
+            into, places, (publish.step(sources), pull.step(places)), control + _CALLS_PUBLISHED,
+            self._flags.data_ptr(), control + _BROKEN, own[2], own[3],
             # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
             # other's ranks wait for.
             overlaps=len(_of_device(self._device)) == 1,
         )  # fmt: skip
+
+    def adding(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        into: Sequence[torch.Tensor],
+        sources: Sequence[Place],
+        places: Sequence[Place],
+    ) -> Step:
+        """`add` as a step. Arguments as in `arriving`."""
+        types = layout.dtypes[0], into[0].dtype
+        sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
+        rows, results = rows_of(tensors, layout.sizes), rows_of(into, sizes)
+        (exchange,) = self._launches(_ADD, args, layout, rows, results, types, _BOTH, 0)
+        return exchange.step(sources, places)
+
+    def version(self) -> tuple[int, int, int]:
+        """Another one when steps no longer hold."""
+        return self._memory.generation, self._memory.slot_bytes, len(_of_device(self._device))
+
+    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+        """Queues a list of calls, some of which are steps of this object, on the current stream.
+
+        Args:
+            calls: of `version`.
+            raw: handle of the stream.
+            addresses: see `CallList.queue`.
+
+        Raises:
+            RuntimeError: a rank did not come to an earlier call in time.
+        """
+        failure = self.failure()
+        if failure is not None:
+            raise RuntimeError(failure)
+        with self._lock:
+            captures, beside = torch.cuda.is_current_stream_capturing(), self._beside or self._sends_beside
+            if captures or beside or self._last != raw:
+                current = self._take_turn(raw)
+                if beside and not captures:
+                    self._join(current)
+            calls.queue(*addresses)
 
     def _own_memory(self) -> tuple[int, int, int, int]:
         """Addresses of this rank's slots and flags and of the notice, and the time-out in nanoseconds."""
@@ -137,7 +210,9 @@ class Native:
 
     def failure(self) -> str | None:
         """What a kernel that gave up waited for, or that all were told to; None as long as none did."""
-        absent, part = int(self._notice[1]), int(self._notice[4])
+        if not any(self._notice[:5]):
+            return None
+        absent, part = self._notice[1], self._notice[4]
         waited = (
             f"attention of {self._meeting.names([self._meeting.rank])} waited for part {part} of the keys it fetches"
         )
@@ -161,52 +236,75 @@ class Native:
         layout: RowLayout,
         results: list[Rows],
         types: tuple[torch.dtype, ...] = (),
-    ) -> _Done:
-        """Publishes ``tensors`` on the current stream, and reads what others publish on a stream beside it.
+        kept: bool = False,
+        index: torch.Tensor | None = None,
+    ) -> tuple[_Done, list[torch.Tensor]]:
+        """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
 
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
-            tensors: what is published.
+            tensors: what is sent.
             args: which rows travel where.
             layout: of ``tensors``.
-            results: what is read goes there.
-            types: of what is published, and of the rows that it is added to; empty where it is copied.
+            results: what comes goes there.
+            types: of what is sent, and of the rows that it is added to; empty where it is copied.
+            kept: ``tensors`` stay as they are until the call is over. Else they are read on the current stream.
+            index: of the results' rows that are cast, or of the rows that go back; see `Mover`.
+
+        Returns:
+            The end of the call, and what must live until then.
         """
+        kept = kept and not torch.cuda.is_current_stream_capturing()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
-        rows = _rows(tensors, layout.sizes)
-        publish, pull = self._launches(kind, args, layout, rows, results, types)
+        rows = rows_of(tensors, layout.sizes)
+        launches = self._launches(kind, args, layout, rows, results, types, _BOTH if kept else _APART, _address(index))
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
-            self._beside += 1
             self._ready.record(current)
-            publish.fire(rows, raw)
             self._side.wait_event(self._ready)
-            pull.fire(results, self._side.cuda_stream)
+            if not kept:
+                if self._sends_beside:
+                    self._join(current)
+                launches[0].fire(raw, rows, results)
+            launches[-1].fire(self._side.cuda_stream, rows, results)
+            if kept:  # what comes next on the current stream may take all SMs until it ends
+                current.wait_event(self._started)
+                self._sends_beside = True
+            self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
-        return _Done(event, self)
+        return _Done(event, self), tensors if kept else []
+
+    def _join(self, current: torch.cuda.Stream) -> None:
+        """Makes the current stream wait for all calls."""
+        current.wait_stream(self._side)
+        self._beside, self._sends_beside = 0, False
 
     def _take_turn(self, raw: int) -> torch.cuda.Stream:
         """The current stream, of which this is the handle: calls are published one after the other."""
         current = self._stream(raw)
+        if torch.cuda.is_current_stream_capturing():  # who replays the graph does so in turn
+            self._room.stays = True
+            return current
         if self._last not in (-1, raw):
             current.wait_stream(self._stream(self._last))
         self._last = raw
         return current
 
-    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[_Launch, _Launch]:
+    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[Launch, ...]:
         """`_prepare`, once for all calls that differ in addresses alone; ``how``: the rest of its arguments."""
-        _, rows, results, types = how
+        _, rows, results, *rest = how
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         num_groups = len(_of_device(self._device))
-        key = (self._memory.generation, num_groups, kind, types, *forms)
+        key = (self._memory.generation, num_groups, kind, *rest, *forms)
         known = args.launches.get(self)
         if known is None:
             known = args.launches[self] = {}
         launches = known.get(key)
         if launches is None:
-            launches = known[key] = self._prepare(kind, args, *how, num_groups)
+            prepare = self._prepare_announced if kind == _ANNOUNCE else self._prepare
+            launches = known[key] = prepare(kind, args, *how, num_groups)
         return launches
 
     def _prepare(
@@ -217,48 +315,67 @@ class Native:
         rows: list[Rows],
         results: list[Rows],
         types: tuple[torch.dtype, ...],
+        roles: tuple[int, ...],
+        index: int,
         num_groups: int,
-    ) -> tuple[_Launch, _Launch]:
-        """The kernels of a call with their parameters, all but addresses of rows."""
-        tables, device, row_bytes = args.peers, self._device, slot_row_bytes(layout)
-        assert tables is not None  # or there would be a refusal
-        counts = tables.counts.data_ptr()
-        published: tuple[int, ...] = (0, 0, counts + _NUM_FETCHED)
-        if kind in (_CAST, _ANNOUNCE):
-            published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
-            pulled: tuple[int, ...] = (tables.fetch.data_ptr(), counts + _NUM_FETCHED)
-        elif kind == _GIVE_BACK:
-            pulled = (tables.back.data_ptr(), counts + _NUM_BACK)
-        else:
-            targets = args.arrivals.rows.data_ptr(), args.arrivals.starts.data_ptr()
-            pulled = (*targets, tables.parts.data_ptr(), counts + _NUM_PUBLISHED)
-        shift, packed = chunk_shift(row_bytes), self._memory.packed
-        unit = _widest(rows)
-        publish = _kernel("publish_rows", (f"UNIT={unit}",), device)
+    ) -> tuple[Launch, ...]:
+        """The kernels of a call with their parameters, all but addresses of rows: one for each of ``roles``."""
+        tables, row_bytes = args.peers, slot_row_bytes(layout)
+        assert tables is not None and args.most is not None  # or there would be a refusal
+        row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)
+        sent, order = (args.send_index, args.recv_order) if kind == _CAST else (args.recv_position, None)
+        assert not index or args.recv_order is None
+        there, back = (index, 0) if kind == _CAST else (0, index)
+        pointers = [back or _address(sent), tables.routes.data_ptr() + row, there, 0, _address(order)]
+        unit, most = widest(rows), args.most[1 if kind == _CAST else 2]
         if types:
-            vector, unit_to = _vector(results, *types), types[1].itemsize
-            defines = f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}"
-            pull, unit_to = _kernel("pull_sums", defines, device), vector * unit_to
+            pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
+            vector = vector_of(results, *types)
+            unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
+            defines = exchange_defines(unit, row_bytes, types, vector)
         else:
-            unit_to = WIDEST if kind == _ANNOUNCE else _widest(results)
-            is_bulk = unit_to == WIDEST and row_bytes >= BULK_ROW_BYTES
-            pull = _kernel("pull_bulk" if is_bulk else "pull_rows", () if is_bulk else (f"UNIT={unit_to}",), device)
-        if kind == _ANNOUNCE:
-            pull = _kernel("pull_bulk", ("ANNOUNCES=1",), device)
-            after: tuple[int, ...] = (self._flags.data_ptr(), part_rows(args.num_recv))
-        else:
-            after = ()
+            unit = unit_to = min(unit, widest(results))
+            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
+        kernel = kernel_of("exchange", defines, self._device)
+        parts = (
+            self._memory.packed,
+            pack_slot_rows(rows, row_bytes, unit, kernel.loads),
+            pack_slot_rows(results, row_bytes, unit_to, loads_to),
+            *pointers,
+            sent_shift(row_bytes, most),
+        )
+        started = self._started.cuda_event if roles == _BOTH else 0
+        return tuple(Launch(kernel, num_groups, *parts, role, started=started) for role in roles)
+
+    def _prepare_announced(
+        self,
+        kind: str,
+        args: GroupCastArgs,
+        layout: RowLayout,
+        rows: list[Rows],
+        results: list[Rows],
+        types: tuple[torch.dtype, ...],
+        roles: tuple[int, ...],
+        index: int,
+        num_groups: int,
+    ) -> tuple[Launch, ...]:
+        """The kernel that publishes rows and the one that reads them, likewise."""
+        tables, row_bytes = args.peers, slot_row_bytes(layout)
+        assert tables is not None and kind == _ANNOUNCE and not (types or roles or index)
+        counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), widest(rows)
+        publish = kernel_of("publish_rows", (f"UNIT={unit}",), self._device)
+        pull = kernel_of("pull_bulk", ("ANNOUNCES=1",), self._device)
+        packed = self._memory.packed
+        published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
+        pulled = tables.fetch.data_ptr(), counts + _NUM_FETCHED
+        after = self._flags.data_ptr(), part_rows(args.num_recv)
+        of_rows, of_results = (
+            pack_slot_rows(some, row_bytes, width, kernel.loads)
+            for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
+        )
         return (
-            _Launch(
-                publish, num_groups, packed, pack_slot_rows(rows, row_bytes, unit, publish.loads), (*published, shift)
-            ),
-            _Launch(
-                pull,
-                num_groups,
-                packed,
-                pack_slot_rows(results, row_bytes, unit_to, pull.loads),
-                (*pulled, shift, *after),
-            ),
+            Launch(publish, num_groups, packed, of_rows, *published, shift),
+            Launch(pull, num_groups, packed, of_results, *pulled, shift, *after),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
@@ -295,132 +412,8 @@ class _Done:
             self.wait()
 
 
-class _Shape(NamedTuple):
-    """How a kernel is launched: few SMs for what runs beside attention.
-
-    Attributes:
-        threads, num_blocks, shared_bytes: of the launch.
-        num_tables: addresses among its parameters.
-        loads: of a thread before its first store.
-    """
-
-    threads: int
-    num_blocks: int
-    num_tables: int
-    loads: int = 8
-    shared_bytes: int = 0
-
-
-SHAPES = {
-    "publish_rows": _Shape(512, 64, 3),
-    "pull_rows": _Shape(512, 32, 2),
-    "pull_bulk": _Shape(128, 16, 2, shared_bytes=4 * 12 * 4096),
-    "pull_sums": _Shape(512, 64, 4, loads=4),
-}
-
-
-MOST_WAITING = 128
-"""Blocks that may wait to read, and as many to publish, of all groups of a GPU together: of 132 SMs each takes two such
-blocks at least, so those that others wait for always find room."""
-
-
-def blocks_of(name: str, num_groups: int) -> int:
-    """Blocks of a kernel where so many groups of a GPU may wait at once."""
-    return min(SHAPES[name].num_blocks, MOST_WAITING // num_groups)
-
-
-class _PeerKernel(NamedTuple):
-    """A kernel on one device."""
-
-    name: str
-    kernel: Kernel
-    params: struct.Struct
-    loads: int
-
-
-def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, tuple[str, ...]]]:
-    """Source and macros of the kernels that calls of attention take.
-
-    Args:
-        partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
-    """
-    sums = f"FROM={ELEMENTS[partial]}", f"INTO={ELEMENTS[wide]}", f"VECTOR={WIDEST // partial.itemsize}"
-    rows = [(name, (f"UNIT={WIDEST}",)) for name in ("publish_rows", "pull_rows")]
-    return [
-        (_source(name), macros)
-        for name, macros in (*rows, ("pull_bulk", ()), ("pull_bulk", ("ANNOUNCES=1",)), ("pull_sums", sums))
-    ]
-
-
-def _source(name: str) -> str:
-    return f"group_collective/{name}.cu"
-
-
-@cache
-def _kernel(name: str, defines: tuple[str, ...], device: torch.device) -> _PeerKernel:
-    shape = SHAPES[name]
-    image = build(_source(name), defines)
-    kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
-    more = "Qq" if "ANNOUNCES=1" in defines else ""  # where it says what has arrived, and how many rows at a time
-    params = struct.Struct(f"{PEERS.size}s{_SLOT_ROWS.size}s{shape.num_tables}Qq{more}")
-    return _PeerKernel(name, kernel, params, shape.loads)
-
-
-class _Launch:
-    """A kernel with its parameters in memory; a call fills in the addresses of rows."""
-
-    def __init__(self, kernel: _PeerKernel, num_groups: int, peers: bytes, rows: bytes, rest: tuple[int, ...]) -> None:
-        self._kernel = kernel.kernel
-        self._params = ctypes.create_string_buffer(kernel.params.pack(peers, rows, *rest))
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._addresses = (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size)
-        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups))
-
-    def fire(self, rows: list[Rows], stream: int) -> None:
-        """Queues the kernel on a stream; the parameters are copied."""
-        for i, row in enumerate(rows):
-            self._addresses[i] = row[0]
-        self._config.stream = stream
-        self._kernel.launch(ctypes.addressof(self._config), self._pointers)
-
-
-def _widest(rows: list[Rows]) -> int:
-    """Bytes of the widest access that all addresses, strides and lengths allow."""
-    bits = WIDEST
-    for row in rows:
-        for number in row:
-            bits |= number
-    return bits & -bits
-
-
-def _vector(rows: list[Rows], partial: torch.dtype, wide: torch.dtype) -> int:
-    """Elements of an access when rows of one type are added to ``rows`` of another."""
-    bits = WIDEST * max(wide.itemsize // partial.itemsize, 1)
-    for address, stride, size in rows:
-        bits |= stride | size | (address if address % WIDEST else 0)
-    return min((bits & -bits) // wide.itemsize, WIDEST // partial.itemsize)
-
-
-def pack_slot_rows(rows: list[Rows], row_bytes: int, unit: int, loads: int) -> bytes:
-    """``SlotRows`` of peers.cuh.
-
-    Args:
-        rows: of each tensor, in their order in a slot.
-        row_bytes: of a row in a slot.
-        unit: bytes of an access to ``rows``.
-        loads: accesses of a thread before it waits for the first.
-    """
-    rest = (0,) * (MOST_TENSORS - len(rows))
-    *begin, units = accumulate((size // unit for _, _, size in rows), initial=0)
-    log2_lanes = min(max(-(-units // loads), 1) - 1, 31).bit_length()
-    return _SLOT_ROWS.pack(
-        *(row[0] for row in rows), *rest, *(row[1] for row in rows), *rest, *begin, *((units,) * len(rest)),
-        units, log2_lanes, row_bytes,
-    )  # fmt: skip
-
-
-def _rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Rows]:
-    return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 @cache
@@ -456,6 +449,12 @@ def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Na
     if isinstance(known, RuntimeError):
         raise RuntimeError(str(known))
     return known
+
+
+def failure_of(group: dist.ProcessGroup) -> str | None:
+    """`Native.failure` of what moves rows of a group, if anything does."""
+    known = _known.get(group)
+    return known[0].failure() if isinstance(known, tuple) and known[0] is not None else None
 
 
 def _decide(group: dist.ProcessGroup, device: torch.device) -> tuple[Native | None, str]:

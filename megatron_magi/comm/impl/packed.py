@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.cast_args import GroupCastArgs
-from megatron_magi.comm.movement import Started
+from megatron_magi.comm.movement import Into, Started
 from megatron_magi.comm.row_layout import RowLayout
 
 
@@ -31,25 +31,54 @@ class Packed:
         # Not kept alive: arguments of plans know this, and plans may be kept longer than groups.
         self._group = None if group is None else weakref.ref(group)
 
-    def cast(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+    def cast(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        kept: bool = False,
+        into: Into | None = None,
+    ) -> Started:
         """See `Mover`."""
         ops, order = self._ops, args.recv_order
         send = layout.new_buffer(args.num_send, tensors[0].device)
         ops.pack_rows(tensors, args.send_index, layout, send)
         works, received = self._start(send, args.send_splits, args.recv_splits)
-        return Started(works, (send, received), lambda: ops.unpack_rows(received, order, layout))
 
-    def give_back(self, tensors: Sequence[torch.Tensor], args: GroupCastArgs, layout: RowLayout) -> Started:
+        def finish() -> list[torch.Tensor]:
+            found = ops.unpack_rows(received, order, layout)
+            if into is None:
+                return found
+            for x, whole in zip(found, into[0], strict=True):
+                whole.index_copy_(0, into[1], x)
+            return list(into[0])
+
+        return Started(works, (send, received), finish)
+
+    def give_back(
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: GroupCastArgs,
+        layout: RowLayout,
+        kept: bool = False,
+        index: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
+    ) -> Started:
         """See `Mover`."""
         send = layout.new_buffer(args.num_recv, tensors[0].device)
-        self._ops.pack_rows(tensors, args.recv_position, layout, send)
-        works, received = self._start(send, args.recv_splits, args.send_splits)
-        return Started(works, (send, received), lambda: received)
+        self._ops.pack_rows(tensors, args.recv_position if index is None else index, layout, send)
+        works, result = self._start(send, args.recv_splits, args.send_splits, received)
+        return Started(works, (send, result), lambda: result)
 
     def _start(
-        self, send: torch.Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]
+        self,
+        send: torch.Tensor,
+        send_splits: tuple[int, ...],
+        recv_splits: tuple[int, ...],
+        received: torch.Tensor | None = None,
     ) -> tuple[list[dist.Work], torch.Tensor]:
         if self._exchange is None or self._group is None:
-            return [], send
-        received = torch.empty(sum(recv_splits), send.shape[1], dtype=torch.uint8, device=send.device)
+            return [], send if received is None else received.copy_(send)
+        if received is None:
+            received = torch.empty(sum(recv_splits), send.shape[1], dtype=torch.uint8, device=send.device)
         return self._exchange(send, received, send_splits, recv_splits, self._group()), received

@@ -22,7 +22,7 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_split, query_tiles
-from megatron_magi.ops.hopper.params import BackwardParams, GatedBackwardParams
+from megatron_magi.ops.hopper.params import BackwardParams, CapturedBackwardParams, GatedBackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
@@ -180,31 +180,34 @@ class _Pass:
         rows = padded(q.shape[0], shape[1])
         self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
         self._lock = stream_lock(q.device, stream)
-        self._stats = stats_launch(lse, delta, rows, packed, adds_dq)
+        is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
         self.num_bytes = plan.num_bytes
         self._finish_dq = self._finish_keys = self._queries = None
-        self._key_sums_in_dq, self._whole = False, whole
+        self._key_sums_in_dq, self._whole, num_stats = False, whole, rows * packed
         # Statistics of rows, and sums: one block of memory, in this order.
-        self._num_stats = -(-problem.num_heads * rows // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
+        self._num_stats = -(-problem.num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
-        self._num_key_sums = 0
-        num_stats = rows * packed
+        self._num_key_sums = self._num_zeroed = numbers = 0
         if whole:
             room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
             split = most_split(choice, problem, room)
             schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, split)
-            self._num_key_sums = 2 * schedule.num_split * shape[0] * k.shape[1] * dims[0]
+            numbers = plan.fields(schedule=schedule).get("numbers", 0)
+            tile_sums = 2 * shape[0] * k.shape[1] * dims[0]
+            self._num_key_sums = schedule.num_split * tile_sums
+            self._num_zeroed = tile_sums if plan.is_static else self._num_key_sums
             self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
             self._keys, self._keys_numbers = keys_launch(
                 inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
             )
             if schedule.num_split:
-                self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store)
+                self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store, numbers=numbers)
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
         else:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
                 inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
+        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E, numbers=numbers)
         if adds_dq:
             self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
         else:
@@ -214,8 +217,8 @@ class _Pass:
                 inputs, dims, num_stats, options, rows_plan, seen, dq_store, dq, stream
             )
             self.num_bytes += rows_plan.num_bytes
-        self._num_floats = 2 * self._num_stats + self._num_sums
-        self._num_floats += 0 if self._key_sums_in_dq else self._num_key_sums
+        own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
+        self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
 
     def run(
         self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None
@@ -237,7 +240,7 @@ class _Pass:
                     if self._finish_dq is not None:
                         params.sums, params.key_sums = sums, key_sums
                         params.num_sums = self._num_sums // 4 if is_first else 0
-                        params.num_key_sums = self._num_key_sums // 4
+                        params.num_key_sums = self._num_zeroed // 4
                     launch.fire(stream, overlaps)
             launch = self._keys
             launch.take(self._keys_numbers, *inputs)
@@ -319,15 +322,18 @@ def keys_launch(
 
     def make() -> Launch:
         softcap, scale = options.softcap, options.softmax_scale
-        params = (GatedBackwardParams if arriving else BackwardParams)(
-            counter=work_counter(q.device, stream).data_ptr(),
+        kind = GatedBackwardParams if arriving else CapturedBackwardParams if plan.is_static else BackwardParams
+        params = kind(
+            counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             group=q.shape[1] // plan.packed // k.shape[1], heads_kv=k.shape[1],
             stats_row=stats_row, units=stats_row // UNIT, store=store,
             scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
             log2_packed=plan.log2_packed,
         )  # fmt: skip
-        kernel = hopper_kernels.backward_kernel(q.device, q.dtype, dims, softcap > 0, adds_dq, bool(arriving))
+        kernel = hopper_kernels.backward_kernel(
+            q.device, q.dtype, dims, softcap > 0, adds_dq, bool(arriving), plan.is_static
+        )
         of_keys = ((t, keys) for t in (k, v, *arriving))
         maps = (query_box(q, queries, plan), *of_keys, query_box(dout, queries, plan))
         return Launch(kernel, 1, params, maps)
@@ -337,9 +343,10 @@ def keys_launch(
         plan, grid_size(q.device, num_items, options.sm_margin), seen,  # the plan keeps its schedules
         tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
         items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
+        **plan.fields(schedule=schedule),
     )  # fmt: skip
     key = (
-        "backward", bool(arriving), q.device, stream, q.dtype, options, store, adds_dq, plan.packed,
+        "backward", bool(arriving), plan.is_static, q.device, stream, q.dtype, options, store, adds_dq, plan.packed,
         q.shape, k.shape[1:], v.shape[1:], *(t.stride() for t in (*inputs, *grads)),
     )  # fmt: skip
     return prepared(key, make), numbers

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper.kernels import if_captured
 from megatron_magi.ops.hopper.params import (
+    CapturedFinishKeysParams,
+    CapturedPrepareParams,
     FinishKeysParams,
     FinishParams,
     GatedFinishKeysParams,
+    PrepareDeltaParams,
     PrepareParams,
     RowDeltaParams,
 )
@@ -73,30 +79,61 @@ def padded(num_rows: int, block: int) -> int:
     return -(-num_rows // 32) * 32 + block
 
 
-def stats_launch(lse: Tensor, delta: Tensor, rows: int, packed: int, zeroes: bool) -> Launch:
+def stats_launch(
+    lse: Tensor,
+    delta: Tensor,
+    rows: int,
+    packed: int,
+    zeroes: bool,
+    split: float = 0.0,
+    of_delta: tuple[Tensor, Tensor] | None = None,
+    numbers: int = 0,
+) -> Launch:
     """Writes statistics of rows, fp32 ``[num_heads / packed, rows * packed]`` each; ``zeroes``: and fills sums with 0.
 
     Args:
         lse, delta: fp32 ``[num_rows, num_heads]``.
         rows: with their padding.
         packed: heads that are counted as one, whose rows are interleaved.
+        split: instead of two numbers, 16 bytes a row, as the backward kernel takes them with such a scale of logits
+            (times log2 e).
+        numbers: address of a mask's numbers, where these are in memory; ``num_key_sums`` is then of one tile.
+        of_delta: the gradient of the output, and the output, of which it computes delta.
     """
     num_rows, num_heads = lse.shape
+    assert not (numbers and of_delta)
+    strides, macros = {}, if_captured(numbers > 0)
+    if of_delta is not None:
+        dout, out = of_delta
+        strides = {"dout_row": dout.stride(0), "dout_head": dout.stride(1),
+                   "out_row": out.stride(0), "out_head": out.stride(1)}  # fmt: skip
+        macros = hopper_kernels.delta_macros(out.dtype, out.shape[2])
 
     def make() -> Launch:
-        params = PrepareParams(
+        kind = PrepareParams if of_delta is None else PrepareDeltaParams
+        params = (partial(CapturedPrepareParams, numbers=numbers) if numbers else kind)(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             num_rows=num_rows, num_heads=num_heads, stats_row=rows * packed, log2_packed=packed.bit_length() - 1,
+            split=-1.0 / split if split else 0.0,
+            **strides,
         )  # fmt: skip
         blocks = max(rows // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if zeroes else 1)
-        return Launch(hopper_kernels.small_kernel(lse.device, "prepare", ()), blocks, params)
+        return Launch(hopper_kernels.small_kernel(lse.device, "prepare", macros), blocks, params)
 
-    key = ("prepare", lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes)
+    key = (
+        "prepare", numbers, lse.device, rows, packed, lse.shape, lse.stride(), delta.stride(), zeroes, split, macros,
+        *strides.values(),
+    )  # fmt: skip
     return prepared(key, make)
 
 
-def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int) -> Launch:
-    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it."""
+def finish_dq_launch(
+    dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, beside: bool = False
+) -> Launch:
+    """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it.
+
+    ``beside``: it runs beside the kernel before it on the stream, which began when the sums were there.
+    """
     num_rows, num_heads, head_dim = dq.shape
 
     def make() -> Launch:
@@ -105,29 +142,38 @@ def finish_dq_launch(dq: Tensor, units: int, dtype: torch.dtype, scale: float, s
             dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
             units=units, store=store, scale=scale,
         )  # fmt: skip
-        defines = (f"HEAD_DIM={head_dim}", hopper_kernels.element(dtype))
+        defines = hopper_kernels.finish_dq_macros(dtype, head_dim, beside)
         return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
 
-    return prepared(("finish_dq", dq.device, dtype, store, scale, units, dq.shape, dq.stride()), make)
+    return prepared(("finish_dq", dq.device, dtype, store, scale, units, beside, dq.shape, dq.stride()), make)
 
 
 def finish_keys_launch(
-    dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float, store: int, gated: bool = False
+    dk: Tensor,
+    dv: Tensor,
+    dtype: torch.dtype,
+    scale: float,
+    store: int,
+    gated: bool = False,
+    numbers: int = 0,
 ) -> Launch:
     """Writes the sums of the first tiles to dk (times scale) and dv, or adds them; 4 blocks a tile and key head.
 
-    ``gated``: some tiles are of keys that arrived, with gradients of their own.
+    ``gated``: some tiles are of keys that arrived, with gradients of their own; ``numbers``: address of a mask's
+    numbers, where these are in memory; then there may be more blocks than the tiles take.
     """
     heads_kv, dim = dk.shape[1:]
 
     def make() -> Launch:
-        params = (GatedFinishKeysParams if gated else FinishKeysParams)(
+        captured = partial(CapturedFinishKeysParams, numbers=numbers)
+        kind = GatedFinishKeysParams if gated else captured if numbers else FinishKeysParams
+        params = kind(
             heads_kv=heads_kv, store=store, scale=scale,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
         )  # fmt: skip
-        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated)
+        defines = hopper_kernels.finish_keys_macros(dtype, dim, gated, numbers > 0)
         return Launch(hopper_kernels.small_kernel(dk.device, "finish_keys", defines), 1, params)
 
     return prepared(
-        ("finish_keys", gated, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make
+        ("finish_keys", gated, numbers, dk.device, dtype, store, scale, heads_kv, dim, dk.stride(), dv.stride()), make
     )

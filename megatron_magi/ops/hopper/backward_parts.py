@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper.params import BackwardPartParams, GatedBackwardPartParams
+from megatron_magi.ops.hopper.params import BackwardPartParams, CapturedBackwardPartParams, GatedBackwardPartParams
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.hopper.support import (
     COUNTER_BYTES,
@@ -53,16 +53,16 @@ def keys_launch(
 
     def make() -> Launch:
         num_heads = q.shape[1] // plan.packed
-        params = _params(inputs, stats_row, options, store, stream)
+        params = _params(inputs, stats_row, options, store, stream, captured=plan.is_static)
         params.num_heads, params.group, params.log2_packed = num_heads, num_heads // k.shape[1], plan.log2_packed
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
-        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, dims, options.softcap > 0)
+        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, dims, options.softcap > 0, plan.is_static)
         maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
         return Launch(kernel, 1, params, maps)
 
     grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-    numbers = _numbers(plan, grid, seen, splits=splits, heads_inner=int(plan.host.heads_inner))
+    numbers = _numbers(plan, grid, seen, splits=splits, heads_inner=int(plan.host.heads_inner), **plan.fields())
     return prepared(_key("backward_keys", inputs, options, plan, store, grads, stream), make), numbers
 
 
@@ -89,28 +89,39 @@ def queries_launch(
     block = hopper_kernels.QUERIES_WIDTH[dims]
 
     def make() -> Launch:
-        params = _params(inputs, stats_row, options, store, stream, bool(arriving))
-        params.counter += COUNTER_BYTES  # the kernel before may not have left its own
+        params = _params(inputs, stats_row, options, store, stream, bool(arriving), plan.is_static)
+        if not plan.is_static:
+            params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
-        kernel = hopper_kernels.backward_queries_kernel(q.device, q.dtype, dims, options.softcap > 0, bool(arriving))
+        kernel = hopper_kernels.backward_queries_kernel(
+            q.device, q.dtype, dims, options.softcap > 0, bool(arriving), plan.is_static
+        )
         of_keys = ((t, block) for t in (k, v, *arriving))
         stored = query_box(grad if grad.dtype == q.dtype else q, 16, plan)
         maps = (query_box(q, 64, plan), *of_keys, query_box(dout, 64, plan), stored)
         return Launch(kernel, 1, params, maps)
 
     work = row_work(plan, q.shape[1], block, k, v, len(arriving[0]) if arriving else 0)
-    numbers = _numbers(plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin), seen, **work)
+    grid = grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin)
+    numbers = _numbers(plan, grid, seen, **work, **plan.fields(second=True))
     name = "gated backward_queries" if arriving else "backward_queries"
     return prepared(_key(name, inputs, options, plan, store, (grad,), stream), make), numbers
 
 
 def _params(
-    inputs: Inputs, stats_row: int, options: AttnOptions, store: int, stream: int, gated: bool = False
-) -> BackwardPartParams | GatedBackwardPartParams:
+    inputs: Inputs,
+    stats_row: int,
+    options: AttnOptions,
+    store: int,
+    stream: int,
+    gated: bool = False,
+    captured: bool = False,
+) -> BackwardPartParams | CapturedBackwardPartParams | GatedBackwardPartParams:
     """What both kernels are told beside a mask's numbers; addresses of tensors come with the launch."""
     softcap, scale = options.softcap, options.softmax_scale
-    return (GatedBackwardPartParams if gated else BackwardPartParams)(
-        counter=work_counter(inputs[0].device, stream).data_ptr(), stats_row=stats_row, store=store,
+    kind = GatedBackwardPartParams if gated else CapturedBackwardPartParams if captured else BackwardPartParams
+    return kind(
+        counter=0 if captured else work_counter(inputs[0].device, stream).data_ptr(), stats_row=stats_row, store=store,
         scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
 
@@ -126,4 +137,4 @@ def _key(name: str, inputs: Inputs, options: AttnOptions, plan: DevicePlan, stor
     q, k, v, _ = inputs
     strides = tuple(t.stride() for t in (*inputs, *grads))
     shapes = q.shape, k.shape[1:], v.shape[1:]
-    return name, q.device, stream, q.dtype, options, plan.packed, store, *shapes, *strides
+    return name, plan.is_static, q.device, stream, q.dtype, options, plan.packed, store, *shapes, *strides

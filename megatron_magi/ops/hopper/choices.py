@@ -97,10 +97,28 @@ def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
     return RowTiles(hopper_kernels.forward_tile(problem.dims, facts.area / problem.num_rows, packed), packed)
 
 
+def row_bytes(problem: Problem) -> int:
+    """Bytes of a row of keys and values of a head."""
+    return 2 * sum(problem.dims)
+
+
+def heads_together(num_keys: int, num_heads_kv: int, row_bytes: int) -> int:
+    """Heads of keys that are worked on together: as many as have keys and values that fit in the L2 cache.
+
+    Args:
+        num_keys, num_heads_kv: that there are.
+        row_bytes: of a row of keys and values of a head.
+    """
+    together = max(1, min(num_heads_kv, tuning.L2_BYTES // (num_keys * row_bytes)))
+    while num_heads_kv % together:
+        together -= 1
+    return together
+
+
 def late_blocks(problem: Problem, num_arriving: int, tile: tuple[int, int], products: float = 2.0) -> float:
     """Blocks that an SM computes until so many keys have arrived; ``products``: matrix products of a block."""
-    row_bytes = 2 * problem.num_heads_kv * sum(problem.dims)
-    us = tuning.ARRIVAL_US + num_arriving * row_bytes / tuning.ARRIVAL_BYTES_PER_US
+    num_bytes = num_arriving * problem.num_heads_kv * row_bytes(problem)
+    us = tuning.ARRIVAL_US + num_bytes / tuning.ARRIVAL_BYTES_PER_US
     return us * tuning.SM_FLOP_PER_US / (products * tile[0] * tile[1] * sum(problem.dims))
 
 

@@ -69,7 +69,12 @@ def _forward_stages(tile: tuple[int, int]) -> int:
 
 
 def forward_macros(
-    dtype: torch.dtype, dims: tuple[int, int], tile: tuple[int, int], softcap: bool, gated: bool = False
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    tile: tuple[int, int],
+    softcap: bool,
+    gated: bool = False,
+    captured: bool = False,
 ) -> tuple[str, ...]:
     """What a forward kernel is compiled for.
 
@@ -78,46 +83,80 @@ def forward_macros(
         tile: one of `FORWARD_TILES`.
         softcap: logits have a cap.
         gated: some keys arrive while it runs.
+        captured: the mask's numbers are read from memory, see `static_plan`.
     """
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"GROUPS={tile[0] // 64}", f"BLOCK_N={tile[1]}",
         f"STAGES={_forward_stages(tile)}",
         f"Q_STAGES={_query_stages(dims)}", f"STAGED={int(_has_room(dims))}",
-        element(dtype), f"SOFTCAP={int(softcap)}", *_if_gated(gated),
+        element(dtype), f"SOFTCAP={int(softcap)}", *_if_gated(gated), *if_captured(captured),
     )  # fmt: skip
 
 
 def backward_macros(
-    dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool, gated: bool = False
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    softcap: bool,
+    adds_dq: bool,
+    gated: bool = False,
+    captured: bool = False,
 ) -> tuple[str, ...]:
-    """What a backward kernel is compiled for; ``gated`` as in `forward_macros`."""
+    """What a backward kernel is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
     return (
         f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
-        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}", *_if_gated(gated),
+        element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
+        f"SPLIT_STATS={int(splits_stats(dtype, dims, softcap, adds_dq))}", *_if_gated(gated),
+        *if_captured(captured),
     )  # fmt: skip
 
 
-def queries_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False) -> tuple[str, ...]:
-    """What a kernel for dq is compiled for; ``gated`` as in `forward_macros`."""
+def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
+    """Whether the backward kernel takes statistics of rows as terms of bf16, 16 bytes a row."""
+    return adds_dq and not softcap and dims == (128, 128) and dtype == torch.bfloat16
+
+
+def queries_macros(
+    dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False, captured: bool = False
+) -> tuple[str, ...]:
+    """What a kernel for dq is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
     stages, stages_v = _QUERIES_STAGES[dims]
     return (
         *_part_defines(dtype, dims, softcap, QUERIES_WIDTH[dims]), f"STAGES={stages}", f"STAGES_V={stages_v}",
-        f"STAGED={int(_has_room(dims))}", *_if_gated(gated),
+        f"STAGED={int(_has_room(dims))}", *_if_gated(gated), *if_captured(captured),
     )  # fmt: skip
+
+
+def if_captured(captured: bool) -> tuple[str, ...]:
+    """Macro of a kernel that reads a mask's numbers from memory."""
+    return ("CAPTURED=1",) if captured else ()
 
 
 def _if_gated(gated: bool) -> tuple[str, ...]:
     return ("GATED=1",) if gated else ()
 
 
-def finish_keys_macros(dtype: torch.dtype, head_dim: int, gated: bool = False) -> tuple[str, ...]:
-    """What a kernel that finishes dk and dv is compiled for; ``gated`` as in `forward_macros`."""
-    return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated))
+def finish_keys_macros(
+    dtype: torch.dtype, head_dim: int, gated: bool = False, captured: bool = False
+) -> tuple[str, ...]:
+    """What a kernel that finishes dk and dv is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated), *if_captured(captured))
 
 
-def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> tuple[str, ...]:
-    """What a kernel for dk and dv of `PART_TILES` is compiled for."""
-    return (*_part_defines(dtype, dims, softcap, PART_TILES[dims][1]), f"STAGES={_STAGES}")
+def finish_dq_macros(dtype: torch.dtype, head_dim: int, beside: bool = False) -> tuple[str, ...]:
+    """What a kernel that finishes dq is compiled for; ``beside``: it runs beside what sends dk and dv."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *(("BESIDE=1",) if beside else ()))
+
+
+def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
+    """What a kernel that prepares rows is compiled for where it computes delta."""
+    return ("DELTA=1", f"HEAD_DIM_V={head_dim_v}", element(dtype))
+
+
+def keys_macros(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, captured: bool = False) -> tuple[str, ...]:
+    """What a kernel for dk and dv of `PART_TILES` is compiled for; ``captured`` as in `forward_macros`."""
+    return (
+        *_part_defines(dtype, dims, softcap, PART_TILES[dims][1]), f"STAGES={_STAGES}", *if_captured(captured)
+    )  # fmt: skip
 
 
 def _has_room(dims: tuple[int, int]) -> bool:
@@ -134,14 +173,19 @@ def common_kernels() -> list[tuple[str, tuple[str, ...]]]:
     """Name and macros of the kernels that most models use, deterministic or not: those that a wheel brings compiled."""
     found: list[tuple[str, tuple[str, ...]]] = [("prepare", ())]
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
-        found += [("forward", forward_macros(dtype, (dim, dim), tile, False)) for tile in FORWARD_TILES[dim, dim]]
+        dims = (dim, dim)
+        for gated in (False, True):
+            found += [("forward", forward_macros(dtype, dims, tile, False, gated)) for tile in FORWARD_TILES[dims]]
+            found += [
+                ("backward", backward_macros(dtype, dims, False, True, gated)),
+                ("backward", backward_macros(dtype, dims, False, False, gated)),
+                ("backward_queries", queries_macros(dtype, dims, False, gated)),
+                ("finish_keys", finish_keys_macros(dtype, dim, gated)),
+                ("finish_dq", finish_dq_macros(dtype, dim, gated)),
+            ]
         found += [
-            ("backward", backward_macros(dtype, (dim, dim), False, True)),
-            ("backward", backward_macros(dtype, (dim, dim), False, False)),
-            ("backward_queries", queries_macros(dtype, (dim, dim), False)),
+            ("prepare", delta_macros(dtype, dim)),
             ("row_delta", (f"HEAD_DIM_V={dim}", element(dtype))),
-            ("finish_dq", (f"HEAD_DIM={dim}", element(dtype))),
-            ("finish_keys", (f"HEAD_DIM={dim}", element(dtype))),
         ]
     return found
 
@@ -159,40 +203,55 @@ def forward_kernel(
     tile: tuple[int, int],
     softcap: bool,
     gated: bool = False,
+    captured: bool = False,
 ) -> Kernel:
     """Attention forward; ``tile``: one of `FORWARD_TILES`."""
     (rows, keys), stages = tile, _forward_stages(tile)
-    defines = forward_macros(dtype, dims, tile, softcap, gated)
+    defines = forward_macros(dtype, dims, tile, softcap, gated, captured)
     tiles = rows * _query_stages(dims) * dims[0] + stages * keys * sum(dims)  # q, k, v
     return _load(device, "forward", defines, 128 + 2 * rows, 2 * tiles + stages * 8 * rows + _SPARE_BYTES)
 
 
 @cache
 def backward_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool, gated: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    softcap: bool,
+    adds_dq: bool,
+    gated: bool = False,
+    captured: bool = False,
 ) -> Kernel:
     """Attention backward: dk and dv, and with ``adds_dq`` dq."""
-    defines = backward_macros(dtype, dims, softcap, adds_dq, gated)
+    defines = backward_macros(dtype, dims, softcap, adds_dq, gated, captured)
     tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
+    shared += (_STAGES * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 
 
 @cache
-def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool) -> Kernel:
+def backward_keys_kernel(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, captured: bool = False
+) -> Kernel:
     """Attention backward of `PART_TILES`: dk and dv."""
     keys, queries = PART_TILES[dims]
-    defines = keys_macros(dtype, dims, softcap)
+    defines = keys_macros(dtype, dims, softcap, captured)
     tiles = (keys + _STAGES * queries) * sum(dims) + keys * queries  # k and v, q and dout, P
     return _load(device, "backward_keys", defines, 384, 2 * tiles + _STAGES * 8 * queries + _SPARE_BYTES)
 
 
 @cache
 def backward_queries_kernel(
-    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: bool, gated: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    softcap: bool,
+    gated: bool = False,
+    captured: bool = False,
 ) -> Kernel:
     """Attention backward: dq."""
-    defines = queries_macros(dtype, dims, softcap, gated)
+    defines = queries_macros(dtype, dims, softcap, gated, captured)
     stages, stages_v = _QUERIES_STAGES[dims]
     tiles = 128 * sum(dims) + QUERIES_WIDTH[dims] * (stages * dims[0] + stages_v * dims[1])
     tiles += 128 * dims[0] if _has_room(dims) else 0  # dq on its way out

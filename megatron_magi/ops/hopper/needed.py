@@ -19,6 +19,7 @@ def needed_kernels(
     deterministic: bool,
     softcap: bool = False,
     gated: bool = False,
+    captured: bool = False,
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Sources and macros of all kernels that `choices` can choose, forward and backward.
 
@@ -29,7 +30,12 @@ def needed_kernels(
         deterministic: every backward is to repeat bit by bit.
         softcap: logits have a cap.
         gated: those over keys that arrive while they run, alone.
+        captured: those that read a mask's numbers from memory, alone.
     """
+    if captured:
+        plain = needed_kernels(dtype, dims, group, deterministic=deterministic, softcap=softcap)
+        same = {source_of("row_delta"), source_of("finish_dq")}
+        return [(source, (*macros, "CAPTURED=1")) for source, macros in plain if source not in same]
     found: list[tuple[str, tuple[str, ...]]] = []
     if not gated:
         found += [("prepare", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
@@ -41,10 +47,11 @@ def needed_kernels(
         for tile in hopper_kernels.FORWARD_TILES[dims]
     ]
     whole = dims in hopper_kernels.WHOLE_DIMS
+    if whole and gated:
+        found.append(("prepare", hopper_kernels.delta_macros(dtype, dims[1])))
     if whole and not deterministic:
         found.append(("backward", hopper_kernels.backward_macros(dtype, dims, softcap, True, gated)))
-        if not gated:
-            found.append(("finish_dq", (f"HEAD_DIM={dims[0]}", element(dtype))))
+        found.append(("finish_dq", hopper_kernels.finish_dq_macros(dtype, dims[0], gated)))
         if group > 1:  # only query heads that share a key head are split
             found.append(("finish_keys", hopper_kernels.finish_keys_macros(dtype, dims[0], gated)))
     packs = math.gcd(group, tuning.MOST_PACKED_HEADS) > 1

@@ -26,8 +26,22 @@ _FORWARD_REST = [
 _PAD = ("pad", ctypes.c_char * 64)
 
 
+_NUMBERS = ("numbers", ctypes.c_void_p)
+
+
+def _with_numbers(fields: list[tuple]) -> list[tuple]:
+    """Fields of a kernel that reads a mask's numbers from memory: at the end of its TilePlan, or of all."""
+    names = [name for name, _ in fields]
+    at = names.index("step") + 1 if "step" in names else len(fields)
+    return [*fields[:at], _NUMBERS, *fields[at:]]
+
+
 class ForwardParams(ctypes.Structure):
     _fields_ = [*_MAPS, *_FORWARD_REST, _PAD]
+
+
+class CapturedForwardParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_with_numbers(_FORWARD_REST), _PAD]
 
 
 class GatedForwardParams(ctypes.Structure):
@@ -58,6 +72,10 @@ class BackwardParams(ctypes.Structure):
     _fields_ = [*_MAPS, *_BACKWARD_REST, _PAD]
 
 
+class CapturedBackwardParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_with_numbers(_BACKWARD_REST), _PAD]
+
+
 class GatedBackwardParams(ctypes.Structure):
     _fields_ = [*_MAPS, *_REMOTE_MAPS, *_BACKWARD_REST, *_OF_REMOTE, _PAD]
 
@@ -82,12 +100,15 @@ class BackwardPartParams(ctypes.Structure):
     _fields_ = [*_MAPS, *_PARTS_REST, _PAD]
 
 
+class CapturedBackwardPartParams(ctypes.Structure):
+    _fields_ = [*_MAPS, *_with_numbers(_PARTS_REST), _PAD]
+
+
 class GatedBackwardPartParams(ctypes.Structure):
     _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("gate", GateParams), _PAD]
 
 
-class PrepareParams(ctypes.Structure):
-    _fields_ = [
+_PREPARE = [
         ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("lse_out", ctypes.c_void_p), ("delta_out", ctypes.c_void_p),
         ("sums", ctypes.c_void_p), ("key_sums", ctypes.c_void_p),
@@ -95,8 +116,24 @@ class PrepareParams(ctypes.Structure):
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),
-        ("log2_packed", ctypes.c_int32), ("pad", ctypes.c_char * 64),
+        ("log2_packed", ctypes.c_int32), ("split", ctypes.c_float),
     ]  # fmt: skip
+
+
+class PrepareParams(ctypes.Structure):
+    _fields_ = [*_PREPARE, _PAD]
+
+
+class PrepareDeltaParams(ctypes.Structure):
+    _fields_ = [
+        *_PREPARE, ("dout", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("dout_row", ctypes.c_int64), ("dout_head", ctypes.c_int64),
+        ("out_row", ctypes.c_int64), ("out_head", ctypes.c_int64), _PAD,
+    ]  # fmt: skip
+
+
+class CapturedPrepareParams(ctypes.Structure):
+    _fields_ = [*_with_numbers(_PREPARE), _PAD]
 
 
 class FinishParams(ctypes.Structure):
@@ -118,6 +155,10 @@ _FINISH_KEYS = [
 
 class FinishKeysParams(ctypes.Structure):
     _fields_ = [*_FINISH_KEYS, _PAD]
+
+
+class CapturedFinishKeysParams(ctypes.Structure):
+    _fields_ = [*_with_numbers(_FINISH_KEYS), _PAD]
 
 
 class GatedFinishKeysParams(ctypes.Structure):

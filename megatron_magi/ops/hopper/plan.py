@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -31,6 +31,36 @@ _digests: FrozenMemo[bytes] = FrozenMemo()
 _facts: LruCache[bytes, MaskFacts] = LruCache(_MAX_BYTES, _MAX_PLANS)
 
 
+class ChangingMask(Protocol):
+    """A mask whose tables in device memory change and stay where they are, see `static_plan`.
+
+    Attributes:
+        digest: stands for it, whatever it is at the time.
+        facts: by which kernels are chosen.
+    """
+
+    digest: bytes
+    facts: MaskFacts
+
+    def plan(self, tiling: Tiling) -> DevicePlan:
+        """Of its tiles."""
+
+
+class StaticBands(np.ndarray):
+    """Stands for the bands of a mask that changes; as an array it is one band of all rows and keys that there are.
+
+    Attributes:
+        mask: whose tables are read; None in arrays that are made of this one.
+    """
+
+    mask: Any = None  # a ChangingMask
+
+
+def is_static(bands: np.ndarray) -> TypeGuard[StaticBands]:
+    """Whether these stand for a mask that changes."""
+    return isinstance(bands, StaticBands) and bands.mask is not None
+
+
 @dataclass(frozen=True, eq=False)
 class HostPlan:
     """A `TilePlan` as it goes to a device.
@@ -55,11 +85,11 @@ class HostPlan:
     heads_inner: bool
     long_tile: int
     packed: int
-    arriving: tuple[int, int, int] | None = None
+    arriving: tuple[int, int, int, int] | None = None
 
     @classmethod
     def of(
-        cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int] | None = None
+        cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int, int] | None = None
     ) -> HostPlan:
         """From a tile plan; ``drift``: of its neighbouring tiles, see `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
@@ -88,7 +118,7 @@ class HostPlan:
         )  # fmt: skip
         if self.arriving is None:
             return made
-        first, _, lead = self.arriving
+        first, *_, lead = self.arriving
         return hopper_schedule.local_first(made, self.costs, group, self.starts < first, lead)
 
 
@@ -111,6 +141,25 @@ class DevicePlan:
     charged_bytes: int | None = None
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
+    is_static: ClassVar[bool] = False  # kernels read the mask's numbers from memory, see `static_plan`
+
+    def make_schedule(self, key: tuple[int, int, int, int]) -> DeviceSchedule:
+        """The schedule of a `schedule_key`."""
+        made = self.host.schedule(*key)
+        return DeviceSchedule(*upload([made.items], self.memory.device), made.num_split)
+
+    def fields(
+        self, *, busy: bool = False, second: bool = False, schedule: DeviceSchedule | None = None
+    ) -> dict[str, int]:
+        """Further parameters of a launch.
+
+        Args:
+            busy: tiles that see nothing are left out.
+            second: it takes the second counter, see `support.work_counter`.
+            schedule: by which it works; None where its items are tiles.
+        """
+        del busy, second, schedule
+        return {}
 
     def hold_for_stream(self) -> None:
         """What the current stream queues from now on finds the tables there, and keeps their memory until it is done.
@@ -182,14 +231,14 @@ class Tiling(NamedTuple):
         num_rows: queries, or keys, that tiles are made of.
         shape: of a tile (rows times packed heads where it is one of queries, 64 to a warpgroup) and of a block.
         packed: query heads counted as one.
-        arriving: where keys arrive while the kernel runs: the first of them, and see `tiles.local_first`.
+        arriving: where keys arrive while the kernel runs: the arguments of `tiles.local_first`.
     """
 
     is_backward: bool
     num_rows: int
     shape: tuple[int, int]
     packed: int = 1
-    arriving: tuple[int, int, int] | None = None
+    arriving: tuple[int, int, int, int] | None = None
 
 
 def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> HostPlan:
@@ -225,6 +274,8 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
 
 def content_digest(bands: np.ndarray) -> bytes:
     """Digest of a table; remembered for tables that cannot be written to."""
+    if is_static(bands):
+        return bands.mask.digest
     digest = _digests.get(bands)
     if digest is None:
         digest = hashlib.blake2b(np.ascontiguousarray(bands).tobytes(), digest_size=16).digest()
@@ -234,6 +285,8 @@ def content_digest(bands: np.ndarray) -> bytes:
 
 def mask_facts(bands: np.ndarray) -> MaskFacts:
     """Facts of a mask, remembered."""
+    if is_static(bands):
+        return bands.mask.facts
     digest = content_digest(bands)
     facts = _facts.get(digest)
     if facts is None:
@@ -250,6 +303,8 @@ def remember(bands: np.ndarray, digest: bytes, facts: MaskFacts) -> None:
 
 def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> DevicePlan:
     """The plan of a mask on a device, made unless it is kept."""
+    if is_static(bands):
+        return bands.mask.plan(tiling)
     key = (content_digest(bands), tiling, device.index)
     plan = _plans.get(key) or _prepared.get(key)
     if plan is None:
@@ -275,8 +330,7 @@ def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_s
     """Items of the backward in one kernel, made unless they are kept; see `HostPlan.schedule`."""
     key = schedule_key(plan.host, heads_kv, group, num_sms, max_split)
     if key not in plan.schedules:
-        made = plan.host.schedule(*key)
-        plan.schedules[key] = DeviceSchedule(*upload([made.items], plan.memory.device), made.num_split)
+        plan.schedules[key] = plan.make_schedule(key)
     return plan.schedules[key]
 
 

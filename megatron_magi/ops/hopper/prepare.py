@@ -89,15 +89,23 @@ class MaskTables:
 
 def masks_meet(masks: Sequence[np.ndarray], problems: Sequence[Problem], deterministic: bool) -> bool:
     """`choices.sums_meet` of backward passes over masks; with ``problems`` of the same queries."""
+    return facts_meet(list(map(hopper_plan.mask_facts, masks)), problems, deterministic)
+
+
+def facts_meet(facts: Sequence[MaskFacts], problems: Sequence[Problem], deterministic: bool) -> bool:
+    """The same of what is known of masks."""
     if not all(p.num_rows for p in problems):
         return False
-    facts = map(hopper_plan.mask_facts, masks)
     chosen = [backward_choice(f, p, deterministic) for f, p in zip(facts, problems, strict=True)]
     return sums_meet(chosen, problems)
 
 
 def make_tables(
-    bands: np.ndarray, problem: Problem, backward: BackwardUse | None, planner: str = "auto"
+    bands: np.ndarray,
+    problem: Problem,
+    backward: BackwardUse | None,
+    planner: str = "auto",
+    facts: MaskFacts | None = None,
 ) -> tuple[MaskTables, list[np.ndarray]]:
     """Tables of a mask, on the CPU.
 
@@ -107,11 +115,12 @@ def make_tables(
         backward: how the backward will be called; None where there is none.
         planner: ``native`` plans tiles in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is
             built.
+        facts: what kernels are chosen by; the mask's own when None.
 
     Returns:
         ``(tables, arrays)``: the arrays are to be copied to the device, and then given to `MaskTables.keep`.
     """
-    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
+    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands) if facts is None else facts
     if not problem.num_rows or not problem.num_keys:
         return MaskTables(digest, facts, (), ()), []
     plans: dict[Tiling, HostPlan] = {}

@@ -3,7 +3,10 @@ part of the queries of one.
 
 Long tiles are worked on head by head: those of one query head together, so that they read the same queries, and add to
 the same gradients of queries, while these are in the L2 cache; each adds its part of dk and dv to sums, for which there
-is room for so many tiles. Other tiles take all query heads of a key head at once, and write dk and dv themselves.
+is room for so many tiles; those for which there is none follow each other key head by key head. The longest are worked
+on in pieces, of all tiles the first before the second: else more queries would be in use than the cache keeps. Tiles
+that are not split, for want of room or as they are short, take all query heads of a key head at once, and write dk and
+dv themselves.
 Where all do so and dq is not added, what counts is that no SM is left with a long one at the end.
 """
 
@@ -94,10 +97,11 @@ def _near_schedule(
     candidates = [long_tile]
     if width < group:
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
+    piece = _piece(costs, heads_kv * group, long_tile) if width < group else 0
     best, shortest = None, float("inf")
     for least in candidates:
-        num_long = min(most, _num_long(costs, least))
-        schedule = _schedule(starts, costs, num_long, heads_kv, group, width, num_sms)
+        num_long = _num_long(costs, least)
+        schedule = _schedule(starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece)
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
         work = _item_costs(schedule.items, costs, group)
@@ -116,27 +120,50 @@ def _num_long(costs: np.ndarray, least: int) -> int:
     return int(less[0]) if len(less) else len(costs)
 
 
+def _piece(costs: np.ndarray, heads: int, long_tile: int) -> int:
+    """Blocks of a piece, 0 where no tile is cut.
+
+    They are cut where neighbours walk over the same queries; later where these are as many, and they walk in step.
+    """
+    limits = {tuning.LONG_BLOCKS_UNEVEN: 5 * tuning.PIECE_BLOCKS // 4, tuning.LONG_BLOCKS: tuning.MOST_BLOCKS_IN_STEP}
+    if costs.max(initial=0) <= limits.get(long_tile, np.inf):
+        return 0
+    return max(tuning.PIECE_BLOCKS, int(costs.sum()) * heads // tuning.MOST_PIECES)
+
+
 def _schedule(
-    starts: np.ndarray, costs: np.ndarray, num_long: int, heads_kv: int, group: int, width: int, num_sms: int
+    starts: np.ndarray,
+    costs: np.ndarray,
+    num_split: int,
+    num_long: int,
+    heads_kv: int,
+    group: int,
+    width: int,
+    num_sms: int,
+    piece: int,
 ) -> Schedule:
     """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
 
-    ``width``: query heads of an item of a long tile.
+    ``width``: query heads of an item of a tile that is split, as the first ``num_split`` of ``num_long`` are;
+    ``piece``: see `_piece`.
     """
     place = np.argsort(starts, kind="stable")
-    long, short = place[place < num_long], place[place >= num_long]
+    split, short = place[place < num_split], place[place >= num_long]
+    unsplit = place[(place >= num_split) & (place < num_long)]
     if not num_long:
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    alone = len(heads) - _heads_together(costs[:num_long], len(heads), num_sms)
+    alone = len(heads) - _heads_together(costs[:num_split], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
-    parts += [_section(long, [head], width) for head in heads[:alone]]
-    parts.append(_section(np.arange(num_long), heads[alone:], width))
+    parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
+    of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
+    parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
+    parts.append(_section(np.arange(num_split), heads[alone:], width))
     items = np.concatenate(parts)
-    if width < group and len(short) == 0:
+    if width < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)
-    return Schedule(items.astype(np.int32), num_long if width < group else 0)
+    return Schedule(items.astype(np.int32), num_split if width < group else 0)
 
 
 def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
@@ -145,6 +172,17 @@ def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
     items = np.zeros((len(tiles) * len(heads), 4), dtype=np.int64)
     items[:, 0], items[:, 1] = np.repeat(tiles, len(heads)), np.tile(heads, len(tiles))
     return items
+
+
+def _pieces(tiles: np.ndarray, costs: np.ndarray, width: int, piece: int) -> np.ndarray:
+    """Items of the first query heads, piece after piece; the last of a tile is up to a quarter longer."""
+    count, found = np.maximum(1, (costs[tiles] - piece // 4 - 1) // piece + 1), []
+    for i in range(count.max(initial=1)):
+        some, is_last = tiles[count > i], count[count > i] == i + 1
+        items = _section(some, [0], width)
+        items[:, 2], items[:, 3] = i * piece, np.where(is_last, costs[some] - i * piece, piece)
+        found.append(items)
+    return np.concatenate(found)
 
 
 def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:

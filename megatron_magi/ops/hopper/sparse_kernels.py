@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_magi.cuda import build, driver
 from megatron_magi.cuda.driver import Kernel
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.kernels import element
 from megatron_magi.ops.hopper.sparse_params import SparseTiles
 from megatron_magi.ops.hopper.support import loadable, work_counter
@@ -17,8 +18,6 @@ from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 DIMS = ((64, 64), (128, 128))
 PIECE = 64
 """Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
-K_STAGES = {False: 2, True: 3}
-"""Stages of keys of the forward, of blocks and of single keys; see docs/kernel_log.md."""
 _BEHIND_ALL = 1 << 30
 
 
@@ -30,28 +29,29 @@ def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: in
 
 def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
     """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
-    defines = (
-        f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", f"K_STAGES={K_STAGES[indexed]}",
-        element(dtype),
-    )  # fmt: skip
+    defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
     # two stages of values, four of queries and keys together
     shared = 2 * dim * 6 * PIECE * groups + 1024
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
-def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool) -> Kernel:
-    """Backward: dq, and of single keys sums of dk and dv."""
-    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", element(dtype)
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool, fixed: bool = False) -> Kernel:
+    """Backward: dq, and of single keys sums of dk and dv; ``fixed``: as integers."""
+    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", f"FIXED={int(fixed)}", element(dtype)
     # q and dout, two stages of k and v, twice P and dS; of blocks three stages and little else
     shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
     return _load(device, "sparse_backward", defines, 384, shared)
 
 
-def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int) -> Kernel:
-    """Backward: dk and dv of blocks of so many keys, by lists of queries."""
-    # k and v, four stages of q and dout; of 64 keys two fp32 tiles that change hands; row statistics
-    shared = 2 * dim * (2 * k_block + 8 * PIECE) + (8 * PIECE * dim if k_block == PIECE else 0) + 4 * 512 + 1024
-    defines = f"HEAD_DIM={dim}", f"K_BLOCK={k_block}", element(dtype)
+def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int, adds_dq: bool) -> Kernel:
+    """Backward: dk and dv of blocks of so many keys, by lists of queries; with ``adds_dq`` sums of dq, of 128 keys."""
+    # k and v, stages of q and dout (three beside dq, else four), row statistics
+    shared = 2 * dim * (2 * k_block + (6 if adds_dq else 8) * PIECE) + 4 * 512 + 1024
+    if adds_dq:  # two buffers of dS of both warpgroups, and dQ of both
+        shared += 2 * 4 * PIECE * PIECE + 4 * PIECE * dim
+    elif k_block == PIECE:  # two fp32 tiles that change hands
+        shared += 8 * PIECE * dim
+    defines = f"HEAD_DIM={dim}", f"K_BLOCK={k_block}", f"ADD_DQ={int(adds_dq)}", element(dtype)
     return _load(device, "sparse_backward_keys", defines, 384, shared)
 
 
@@ -60,9 +60,9 @@ def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ())
     return _load(device, name, defines, 256, 0)
 
 
-def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
-    """Turns sums of dk and dv into gradients."""
-    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", element(dtype)))
+def finish_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
+    """Turns sums of dk and dv, integers if ``fixed``, into gradients."""
+    return small_kernel(device, "sparse_finish", (f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)))
 
 
 def heads_of_tile(group: int, groups: int) -> int:
@@ -103,4 +103,6 @@ def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups:
         num_rows=num_rows, num_keys=k.shape[0],
         reach=k.shape[0] - num_rows + 1 if pattern.causal else _BEHIND_ALL,
         log2_heads=heads.bit_length() - 1,
+        # Where keys and values exceed the L2 cache, SMs that share many of their keys begin together.
+        long_list=k.shape[0] // 64 if k.shape[0] * 2 * k.shape[2] * k.element_size() > tuning.L2_BYTES else _BEHIND_ALL,
     )  # fmt: skip

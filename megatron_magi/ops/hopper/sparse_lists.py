@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper.sparse_kernels import small_kernel
-from megatron_magi.ops.hopper.sparse_params import SparseListsParams, SparseTiles
-from megatron_magi.ops.hopper.support import current_stream
+from megatron_magi.ops.hopper.sparse_params import SparseListsParams, SparseTiles, SparseTurnParams
+from megatron_magi.ops.hopper.support import current_stream, work_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 _LISTS_OF_BLOCK = 8  # of threads
+_MOST_CHUNKS = 264  # about, of all lists: two for each SM
+_COLUMNS_OF_BLOCK = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,26 +79,38 @@ def lists_of_mask(mask: Tensor) -> Lists:
     return made
 
 
-def lists_of_queries(pattern: SparsePattern, num_rows: int, num_keys: int) -> Lists:
-    """For each block of keys the blocks of queries that see it, in rising order, as often as they list it."""
-    if pattern.is_mask:
+def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int, num_keys: int) -> Lists:
+    """For each block of keys the blocks of queries that see it, in rising order, as often as they list it.
+
+    ``lists``: `lists_of` the pattern; None of a mask.
+    """
+    if lists is None or pattern.is_mask:
         return lists_of_mask(pattern.tensors[0].transpose(1, 2))
     rows, columns = num_blocks(num_rows, pattern.q_block), num_blocks(num_keys, pattern.k_block)
-    entries = pattern.tensors[-1].long()
-    if len(pattern.tensors) == 2:
-        # An entry lies in the list of the last offset that is not behind it; behind each head's last is none.
-        offsets = pattern.tensors[0].long()
-        at = torch.arange(entries.shape[0], device=entries.device).expand(offsets.shape[0], -1).contiguous()
-        row = torch.searchsorted(offsets.contiguous(), at, right=True) - 1
-        inside = (row >= 0) & (row < rows)
-        entries = entries.expand_as(row)
-    else:
-        row = torch.arange(rows, device=entries.device)[:, None].expand(entries.shape[1:])
-        row, entries = row.expand(entries.shape).flatten(1), entries.flatten(1)
-        inside = torch.ones_like(entries, dtype=torch.bool)
-    lists = entries.shape[0]
-    head = torch.arange(lists, device=entries.device)[:, None]
-    key = torch.where(inside & (entries >= 0) & (entries < columns), head * columns + entries, lists * columns)
-    key, order = key.flatten().sort(stable=True)
-    offsets = torch.searchsorted(key, torch.arange(lists * columns + 1, device=key.device))
-    return Lists(row.flatten()[order].to(torch.int32), offsets=offsets.to(torch.int32))
+    num_lists, entries, offsets = pattern.num_lists, lists.entries, lists.offsets
+    device, stream = entries.device, current_stream(entries.device)
+    chunk_rows = max(1, num_lists * rows // _MOST_CHUNKS)
+    chunks = num_blocks(rows, chunk_rows)
+    most = num_lists * entries.shape[0] if entries.ndim == 1 else entries.numel()  # lists may share entries
+    sizes = [num_lists * columns + 1, most, num_lists * columns * chunks]
+    starts, turned, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    steps, width = (entries.stride()[:2], entries.shape[-1]) if offsets is None else ((0, 0), 0)
+
+    def make(part: int) -> Launch:
+        params = SparseTurnParams(
+            head_step=steps[0], list_step=steps[1], width=width, num_lists=num_lists,
+            num_rows=rows, num_columns=columns, chunks=chunks, chunk_rows=chunk_rows,
+            counter=work_counter(device, stream).data_ptr(),
+        )  # fmt: skip
+        blocks = num_blocks(num_lists * columns, _COLUMNS_OF_BLOCK) if part == 1 else num_lists * chunks
+        return Launch(small_kernel(device, "sparse_turn", (f"PART={part}",)), blocks, params)
+
+    for part in range(3):
+        key = ("sparse_turn", part, device, stream, num_lists, rows, columns, width, steps)
+        launch = prepared(key, partial(make, part))
+        with launch.lock:
+            params = launch.params
+            params.entries, params.offsets = entries.data_ptr(), 0 if offsets is None else offsets.data_ptr()
+            params.counts, params.starts, params.rows = counts.data_ptr(), starts.data_ptr(), turned.data_ptr()
+            launch.fire(stream, overlaps=part > 0)
+    return Lists(turned, offsets=starts)

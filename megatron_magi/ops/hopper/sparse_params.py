@@ -15,7 +15,7 @@ class SparseTiles(ctypes.Structure):
         ("list_heads", ctypes.c_int32),
         ("query_block", ctypes.c_int32), ("key_block", ctypes.c_int32), ("key_blocks", ctypes.c_int32),
         ("num_rows", ctypes.c_int32), ("num_keys", ctypes.c_int32), ("reach", ctypes.c_int32),
-        ("log2_heads", ctypes.c_int32),
+        ("log2_heads", ctypes.c_int32), ("long_list", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -39,6 +39,7 @@ class SparseBackwardParams(ctypes.Structure):
         ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
         ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p),
+        ("fixed_scales", ctypes.c_void_p),
         ("k_row", ctypes.c_int32), ("v_row", ctypes.c_int32), ("k_head", ctypes.c_int64), ("v_head", ctypes.c_int64),
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
@@ -51,17 +52,20 @@ class SparseKeysParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
         ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
-        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("dq_sums", ctypes.c_void_p),
+        ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("stats_rows", ctypes.c_int64),
-        ("stats_block", ctypes.c_int32), ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float),
+        ("stats_block", ctypes.c_int32), ("units", ctypes.c_int32), ("block_units", ctypes.c_int32),
+        ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 
 
 class SparseFinishParams(ctypes.Structure):
     _fields_ = [
-        ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("dk_sums", ctypes.c_void_p), ("dv_sums", ctypes.c_void_p), ("fixed_scales", ctypes.c_void_p),
+        ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("sum_rows", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("heads", ctypes.c_int32), ("scale", ctypes.c_float),
@@ -74,5 +78,37 @@ class SparseListsParams(ctypes.Structure):
         ("mask", ctypes.c_void_p), ("entries", ctypes.c_void_p), ("counts", ctypes.c_void_p),
         ("head_stride", ctypes.c_int64), ("row_stride", ctypes.c_int64), ("column_stride", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_columns", ctypes.c_int32), ("num_lists", ctypes.c_int32),
+        ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class SparseTurnParams(ctypes.Structure):
+    _fields_ = [
+        ("entries", ctypes.c_void_p), ("offsets", ctypes.c_void_p),
+        ("head_step", ctypes.c_int64), ("list_step", ctypes.c_int64),
+        ("counts", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("rows", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
+        ("width", ctypes.c_int32), ("num_lists", ctypes.c_int32), ("num_rows", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32), ("chunks", ctypes.c_int32), ("chunk_rows", ctypes.c_int32),
+        ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class SparseStatsParams(ctypes.Structure):
+    _fields_ = [
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p),
+        ("lse_out", ctypes.c_void_p), ("delta_out", ctypes.c_void_p), ("sums", ctypes.c_void_p),
+        ("num_sums", ctypes.c_int64), ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
+        ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64), ("count", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32), ("rows", ctypes.c_int32), ("query_block", ctypes.c_int32),
+        ("stats_block", ctypes.c_int32), ("log2_heads", ctypes.c_int32), ("pad", ctypes.c_char * 64),
+    ]  # fmt: skip
+
+
+class SparseFinishDqParams(ctypes.Structure):
+    _fields_ = [
+        ("sums", ctypes.c_void_p), ("dq", ctypes.c_void_p), ("dq_row", ctypes.c_int64), ("dq_head", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32), ("units", ctypes.c_int32), ("block_units", ctypes.c_int32),
+        ("query_block", ctypes.c_int32), ("log2_heads", ctypes.c_int32), ("scale", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
-from megatron_magi.ops.hopper.choices import Problem, make_problem
+from megatron_magi.ops.hopper.choices import Problem, heads_together, make_problem
 from megatron_magi.ops.hopper.kernels import BACKWARD_DIMS, DIM_UNIT, kernel_dims
 from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.options import AttnOptions
@@ -119,9 +119,7 @@ def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tenso
     fit in the L2 cache. SMs that walk over blocks that exceed it begin together. ``num_more``: keys that lie elsewhere.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
-    together = max(1, min(num_kv, tuning.L2_BYTES // ((k.shape[0] + num_more) * row_bytes)))
-    while num_kv % together:
-        together -= 1
+    together = heads_together(k.shape[0] + num_more, num_kv, row_bytes)
     packs = num_heads // plan.packed
     group = packs // num_kv
     return {

@@ -12,6 +12,7 @@ of the transposed mask.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,24 +131,49 @@ def descending(plan: TilePlan) -> TilePlan:
     return replace(plan, passes=out, bounds=np.ascontiguousarray(plan.bounds[order]), step=-plan.block_n)
 
 
-def local_first(plan: TilePlan, first: int, late: int, lead: int) -> TilePlan:
+def local_first(plan: TilePlan, first: int, num_arriving: int, late: int, lead: int) -> TilePlan:
     """The same plan with tiles in front that need not wait for columns which arrive while the kernel runs.
 
-    A tile visits its passes in the order of their columns, so what is there comes first.
+    Columns arrive in their order, and a tile visits its passes in theirs, so what is there comes first.
 
     Args:
         plan: by decreasing cost.
         first: first column that arrives.
+        num_arriving: how many do.
         late: blocks that an SM computes until all have arrived.
-        lead: blocks of tiles that are to be in front.
+        lead: blocks of tiles that all SMs compute meanwhile.
     """
-    there = np.append(0, np.cumsum(np.where(plan.passes[:, 0] < first, plan.passes[:, 1], 0)))
-    own = there[plan.tiles[:, 2]] - there[plan.tiles[:, 1]]
-    waits = (own < plan.costs) & (own < late)
-    leads = ~waits & (plan.costs > 0)
-    leads &= np.cumsum(np.where(leads, plan.costs, 0)) - plan.costs < lead
-    order = np.argsort(~leads, kind="stable")
+    needs = _first_needed(plan, first, num_arriving, late)
+    by_need = np.argsort(needs, kind="stable")
+    by_need = by_need[plan.costs[by_need] > 0].tolist()
+    front: list[int] = []
+    there: list[int] = []  # whose columns have arrived, the longest, which has the least number, first
+    done, at = 0, 0
+    while done < lead and (there or at < len(by_need)):
+        while at < len(by_need) and needs[by_need[at]] * lead <= done * late:
+            heapq.heappush(there, by_need[at])
+            at += 1
+        if not there:
+            there.append(by_need[at])
+            at += 1
+        front.append(heapq.heappop(there))
+        done += int(plan.costs[front[-1]])
+    order = np.append(front, np.delete(np.arange(len(plan.costs)), front)).astype(np.int64)
     return replace(plan, tiles=plan.tiles[order], costs=plan.costs[order])
+
+
+def _first_needed(plan: TilePlan, first: int, num_arriving: int, late: int) -> np.ndarray:
+    """When each tile can begin and need not wait, in blocks of an SM, float64 ``[num_tiles]``."""
+    begin, past = plan.tiles[:, 1].astype(np.int64), plan.tiles[:, 2].astype(np.int64)
+    tile, index = bd.expand(begin, past - begin)
+    column, blocks = (plan.passes[index, i].astype(np.int64) for i in (0, 1))
+    before = np.append(0, np.cumsum(plan.passes[:, 1], dtype=np.int64))
+    before = before[index] - before[begin[tile]]
+    ends = np.stack([np.minimum(blocks, 1), blocks])  # its first block, and all
+    arrived = (column + ends * plan.block_n - first).clip(0, num_arriving) * (late / max(num_arriving, 1))
+    needs = np.zeros(len(begin))
+    np.maximum.at(needs, tile, np.where(column >= first, arrived - (before + ends - 1), 0.0).max(axis=0))
+    return needs
 
 
 def side_by_side(own: TilePlan, arriving: TilePlan, first: int) -> TilePlan:

@@ -64,6 +64,10 @@ ITEM_COST_BLOCKS, PART_COST_BLOCKS = 2, 3
 WHOLE_COST_BLOCKS, SPLIT_COST_BLOCKS = 6, 14
 """The same of the kernel for dk and dv of wide heads, where heads of a group that are split add in fp32 one by one."""
 
+PIECE_BLOCKS, MOST_BLOCKS_IN_STEP, MOST_PIECES = 256, 512, 1 << 20
+"""Blocks of a piece of a tile; of tiles of one size, only those of more blocks are cut; and about how many pieces there
+are at most."""
+
 LAST_ITEMS = 2
 """Items an SM that go by decreasing cost at the end."""
 
@@ -79,3 +83,9 @@ BALANCED = 1.05
 FALLING_COST_GAIN, FALLING_COST_MOST_ITEMS = 0.96, 16
 """Whole tiles go by decreasing cost, wherever they lie, where that takes so much of the time; never with more items an
 SM."""
+
+# ---- sparse attention ----
+
+MOST_SPARSE_DQ_BYTES = 96 << 20
+"""Up to so many bytes of fp32 dq of the heads that share a key head, one kernel for all gradients of blocks of 128 keys
+is faster than two."""

@@ -25,7 +25,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import Parts, backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
-from megatron_magi.ops.hopper.params import ForwardParams
+from megatron_magi.ops.hopper.params import CapturedForwardParams, ForwardParams
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.prepare import masks_meet
 from megatron_magi.ops.hopper.support import (
@@ -164,12 +164,13 @@ class _Pass:
         self._numbers = Numbers(
             plan, grid, (rows, keys, keys),
             tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles, **work,
+            **plan.fields(busy=adds_alone),
         )  # fmt: skip
 
         def make() -> Launch:
             softcap, scale = options.softcap, options.softmax_scale
-            params = ForwardParams(
-                counter=work_counter(q.device, stream).data_ptr(),
+            params = (CapturedForwardParams if plan.is_static else ForwardParams)(
+                counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
                 out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
                 logit_scale=softcap or scale,
                 scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
@@ -177,14 +178,16 @@ class _Pass:
             )  # fmt: skip
             if sink_lse is not None:
                 params.sink_row, params.sink_head = sink_lse.stride()
-            kernel = hopper_kernels.forward_kernel(q.device, q.dtype, problem.dims, tile, softcap > 0)
+            kernel = hopper_kernels.forward_kernel(
+                q.device, q.dtype, problem.dims, tile, softcap > 0, captured=plan.is_static
+            )
             # What is written in 32 bits is written without a map.
             stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
             return Launch(kernel, 1, params, (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored))
 
         key = (
-            "forward", q.device, stream, q.dtype, out.dtype, options, accumulate, tile, packed, q.shape, k.shape[1:],
-            v.shape[1:], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
+            "forward", plan.is_static, q.device, stream, q.dtype, out.dtype, options, accumulate, tile, packed,
+            q.shape, k.shape[1:], v.shape[1:], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
             None if sink_lse is None else sink_lse.stride(),
         )  # fmt: skip
         self._launch = prepared(key, make)

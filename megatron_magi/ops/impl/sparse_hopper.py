@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import sparse_kernels as kernels
-from megatron_magi.ops.hopper.sparse_backward import backward_by_keys, backward_by_tiles
+from megatron_magi.ops.hopper.sparse_backward import backward_by_keys, backward_by_tiles, may_add_dq
 from megatron_magi.ops.hopper.sparse_lists import lists_of
 from megatron_magi.ops.hopper.sparse_params import SparseForwardParams
 from megatron_magi.ops.hopper.support import (
@@ -137,15 +137,15 @@ def backward(
     """``(dq, dk, dv)``; see `sparse_reference.backward`.
 
     Raises:
-        ValueError: the device, dtype or head dims are not supported; deterministic results of lists of single keys.
+        ValueError: the device, dtype or head dims are not supported.
     """
     _check_support(q, v)
-    if deterministic and pattern.k_block == 1:
-        raise ValueError(
-            "deterministic: kernels add gradients of single keys in no fixed order; use impl 'reference', or blocks"
-        )
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     tensors = tuple(kernels.readable(t) for t in (q, k, v, in_dtype(dout, q.dtype)))
-    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, softmax_scale)
-    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, softmax_scale))
+    alone = not deterministic and may_add_dq(q, k, pattern)
+    lists = None if alone and pattern.is_mask else lists_of(pattern)
+    if alone:
+        return backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=True)
+    dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, lists, softmax_scale, deterministic)
+    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=False)[1:])

@@ -1,0 +1,172 @@
+"""What `bench_sparse` measures: patterns of visible keys, and how they are computed here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi import slice_attention
+from megatron_magi.mask import builders
+from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
+from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_mask, lists_of_queries
+from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
+from megatron_magi.ops.sparse_pattern import SparsePattern
+
+DENSITIES = (0.05, 0.1, 0.25, 0.5)
+TOKENS, LIST_TOKENS = (8192, 32768, 131072), (32768, 65536, 131072, 262144, 524288)
+HEADS, VIDEO_HEADS, LIST_HEADS = (64, 8), (24, 24), (128, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: ``attend(q, k, v, **options)`` returns ``(out, meta)``.
+
+    Attributes:
+        shape: queries and keys.
+        heads: of queries and of keys.
+        blocks: tokens of a block of queries and of keys; 0 where they vary.
+        keys_seen: by a query, on average.
+        plan: all that has to be done for a new pattern, on the device.
+        mask: bool ``[num_heads_kv or 1, blocks of queries, blocks of keys]`` for peers.
+        sizes: of these blocks, ``[blocks]`` each.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    heads: tuple[int, int]
+    blocks: tuple[int, int]
+    keys_seen: float
+    attend: Callable
+    plan: Callable | None = None
+    mask: Tensor | None = None
+    sizes: tuple[Tensor, Tensor] | None = None
+
+
+def block_case(name: str, mask: Tensor, tokens: int, heads: tuple[int, int], blocks: tuple[int, int]) -> Case:
+    """A mask of blocks of one size, for a head of keys each or for all."""
+
+    def attend(q, k, v, **options):
+        return block_sparse_attention(q, k, v, mask, q_block_size=blocks[0], k_block_size=blocks[1], **options)
+
+    def plan():
+        lists_of_mask(mask), lists_of_mask(mask.transpose(1, 2))
+
+    seen = float(mask.float().mean()) * tokens
+    sizes = tuple(torch.full((tokens // b,), b, dtype=torch.int32, device="cuda") for b in blocks)
+    return Case(name, (tokens, tokens), heads, blocks, seen, attend, plan, mask, (sizes[0], sizes[1]))
+
+
+def uniform(tokens: int, density: float, k_block: int) -> Case:
+    mask = torch.rand((HEADS[1], tokens // 128, tokens // k_block), device="cuda") < density
+    return block_case(f"uniform {density:.0%}", mask, tokens, HEADS, (128, k_block))
+
+
+def video_tiles(tokens: int) -> Case:
+    """Tiles of 4 x 8 x 4 tokens lie together; each sees the 5 x 5 x 5 tiles around it."""
+    frames = tokens // 1024  # of 32 x 32 tokens
+    grid = torch.tensor(list(itertools.product(range(frames // 4), range(4), range(8))), device="cuda")
+    near = ((grid[:, None] - grid).abs() <= 2).all(-1)
+    return block_case("video tiles", near[None], tokens, VIDEO_HEADS, (128, 128))
+
+
+def ranged(name: str, table: np.ndarray, tokens: int, heads: tuple[int, int]) -> Case:
+    """Slices that are full, as ranges; they are planned on the host when first seen."""
+    q_ranges, k_ranges = (torch.from_numpy(table[:, i : i + 2].astype(np.int32)).cuda() for i in (0, 2))
+
+    def attend(q, k, v, **options):
+        return flex_flash_attn_func(q, k, v, q_ranges, k_ranges, auto_range_merge=True, sparse_load=True, **options)
+
+    area = ((table[:, 1] - table[:, 0]) * (table[:, 3] - table[:, 2])).sum()
+    return Case(name, (tokens, tokens), heads, (0, 0), area / tokens, attend)
+
+
+def video_windows(tokens: int) -> Case:
+    """Rows of 32 tokens, 32 to a frame, one after another; each sees 13 rows around it in the 5 frames around it."""
+    frames = tokens // 1024
+    rows = [
+        (first, first + 32, 1024 * near + 32 * max(0, row - 6), 1024 * near + 32 * min(32, row + 7))
+        for frame, row in itertools.product(range(frames), range(32))
+        for first in [32 * (32 * frame + row)]
+        for near in range(max(0, frame - 2), min(frames, frame + 3))
+    ]
+    return ranged("video windows", np.array(rows), tokens, VIDEO_HEADS)
+
+
+def variable(tokens: int, density: float) -> Case:
+    """Blocks of 32 to 512 tokens, the same for all heads."""
+    rng = np.random.default_rng(0)
+    cuts = []
+    for _ in range(2):
+        sizes = np.exp(rng.uniform(np.log(32), np.log(512), tokens // 32)).astype(np.int64)
+        ends = np.cumsum(sizes)
+        cuts.append(np.concatenate([[0], ends[ends < tokens - 32], [tokens]]))
+    blocks = rng.random((len(cuts[0]) - 1, len(cuts[1]) - 1)) < density
+    steps = np.diff(np.pad(blocks, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    (row, first), (_, past) = np.nonzero(steps == 1), np.nonzero(steps == -1)
+    table = np.stack([cuts[0][row], cuts[0][row + 1], cuts[1][first], cuts[1][past]], axis=1)
+    sizes = tuple(torch.from_numpy(np.diff(c).astype(np.int32)).cuda() for c in cuts)
+    case = ranged(f"variable {density:.0%}", table, tokens, HEADS)
+    return replace(case, mask=torch.from_numpy(blocks).cuda()[None], sizes=(sizes[0], sizes[1]))
+
+
+def listed_blocks(keys: int, k_block: int) -> Case:
+    rows, topk = keys // 64, keys // 8 // k_block
+    lists = torch.rand((1, rows, keys // k_block), device="cuda").argsort(-1)[..., :topk]
+    lists = lists.sort(-1).values.int()
+    pattern = SparsePattern((lists,), 1, k_block, False)
+
+    def attend(q, k, v, **options):
+        return block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, **options)
+
+    def plan():
+        lists_of_queries(pattern, lists_of(pattern), rows, keys)
+
+    return Case("blocks", (rows, keys), LIST_HEADS, (1, k_block), topk * k_block, attend, plan)
+
+
+def listed_keys(keys: int, topk: int | None) -> Case:
+    rows, topk, name = keys // 64, topk or keys // 8, f"index top {topk}" if topk else "index"
+    stretch = keys // topk  # one key of each
+    first = stretch * torch.arange(topk, device="cuda", dtype=torch.int32)
+    indices = first + torch.randint(0, stretch, (rows, 1, topk), device="cuda", dtype=torch.int32)
+
+    def attend(q, k, v, **options):
+        return index_sparse_attention(q, k, v, indices, **options)
+
+    return Case(name, (rows, keys), LIST_HEADS, (1, 1), topk, attend)
+
+
+def dense(tokens: int) -> Case:
+    mask = builders.full(tokens)
+
+    def attend(q, k, v, **options):
+        return slice_attention(q, k, v, mask, **options)
+
+    return Case("dense", (tokens, tokens), HEADS, (0, 0), tokens, attend)
+
+
+def cases(only: list[str], least: int, most: int) -> Iterator[Case]:
+    """Cases whose name begins with one of ``only``, of at least and at most so many keys, each made at its turn."""
+    makers: list[tuple[str, int, Callable[[], Case]]] = []
+    for tokens in TOKENS:
+        makers.append(("dense", tokens, partial(dense, tokens)))
+        makers += [
+            (f"uniform {density:.0%} {k_block}", tokens, partial(uniform, tokens, density, k_block))
+            for density, k_block in itertools.product(DENSITIES, (128, 64))
+        ]
+        makers += [(f"variable {density:.0%}", tokens, partial(variable, tokens, density)) for density in DENSITIES]
+        makers += [("video tiles", tokens, partial(video_tiles, tokens))]
+        makers += [("video windows", tokens, partial(video_windows, tokens))]
+    for keys in LIST_TOKENS:
+        makers += [(f"blocks {k_block}", keys, partial(listed_blocks, keys, k_block)) for k_block in (128, 64)]
+        makers += [(f"index top {topk}", keys, partial(listed_keys, keys, topk)) for topk in (512, 2048)]
+        makers.append(("index eighth", keys, partial(listed_keys, keys, None)))
+    for name, keys, make in makers:
+        if least <= keys <= most and (not only or any(name.startswith(prefix) for prefix in only)):
+            yield make()

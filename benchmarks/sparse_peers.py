@@ -1,0 +1,81 @@
+"""Other implementations that `bench_sparse` measures, each with masks of blocks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from attention_providers import Unavailable
+from sparse_cases import Case
+from torch import Tensor
+
+Pass = Callable[[], Tensor]
+
+
+def flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
+    """FlexAttention in torch, compiled; blocks of 128.
+
+    Raises:
+        Unavailable: it does not take the mask.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if case.mask is None or case.blocks != (128, 128):
+        raise Unavailable("not a mask of blocks of 128")
+    mask = case.mask
+    counts, indices = mask.sum(-1, dtype=torch.int32), mask.int().argsort(-1, descending=True, stable=True).int()
+    group = case.heads[0] // len(mask)
+    counts, indices = (t.repeat_interleave(group, 0)[None] for t in (counts, indices))
+    none = torch.zeros_like(counts)
+    blocks = BlockMask.from_kv_blocks(none, indices, counts, indices, BLOCK_SIZE=128, seq_lengths=case.shape)
+    leaves = tuple(t.detach().transpose(0, 1)[None].requires_grad_() for t in (q, k, v))
+    gqa = case.heads[0] != case.heads[1]
+
+    def attend() -> Tensor:
+        return _compiled_flex()(*leaves, block_mask=blocks, enable_gqa=gqa)
+
+    out = attend()
+    dout = torch.randn_like(out)
+    return (
+        lambda: attend()[0].transpose(0, 1).detach(),
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0],
+    )
+
+
+@cache
+def _compiled_flex() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def flashinfer(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, None]:
+    """FlashInfer's variable block sparse attention, which has no backward.
+
+    Raises:
+        Unavailable: it is not installed, or does not take the mask.
+    """
+    try:
+        from flashinfer.sparse import VariableBlockSparseAttentionWrapper
+    except ImportError as error:
+        raise Unavailable(f"FlashInfer is not installed: {error}") from None
+    if case.mask is None or case.sizes is None:
+        raise Unavailable("not a mask of blocks")
+    heads_kv = case.heads[1]
+    mask = case.mask.expand(heads_kv, -1, -1).contiguous()
+    sizes = [s.expand(heads_kv, -1).contiguous() for s in case.sizes]
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=q.device)
+    wrapper = VariableBlockSparseAttentionWrapper(workspace, backend="fa3")
+    wrapper.plan(mask, *sizes, case.heads[0], heads_kv, q.shape[2], q_data_type=q.dtype)
+    arranged = [t.transpose(0, 1).contiguous() for t in (q, k, v)]
+
+    def attend() -> Tensor:
+        out = wrapper.run(*arranged)
+        return out if out.shape == q.shape else out.transpose(0, 1)
+
+    return attend, None
+
+
+PEERS = {"flex": flex, "flashinfer": flashinfer}
+"""By name: forward, and backward where there is one."""

@@ -1,0 +1,141 @@
+// Turns lists around: for each column the rows whose lists name it, in rising order and as often as they do. A counting
+// sort, whose result does not depend on time. Rows are cut in chunks, one a thread block.
+//
+// Compile-time: PART. 0: counts of the columns of each chunk. 1: of these, for each column, how many of earlier chunks,
+// and where the columns' lists begin. 2: the rows in their places.
+
+#include "../../common/ptx.cuh"
+
+struct SparseTurnParams {
+  const int* entries;        // of the lists: columns; what is none is passed over
+  const int* offsets;        // [lists, rows + 1]: where the list of a row begins; or null: each has `width` entries
+  i64 head_step, list_step;  // without offsets: from a head's lists to the next's; from one list to the next
+  int* counts;               // [lists, chunks, columns]
+  int* starts;               // [lists * columns + 1]
+  int* rows;
+  int* counter;  // two words, zero before and after
+  int width, num_lists, num_rows, num_columns, chunks, chunk_rows;
+};
+
+constexpr int kThreads = 256;
+
+struct Row {
+  const int* entries;
+  int count;
+
+  DEVICE Row(const SparseTurnParams& p, int list, int row) {
+    if (p.offsets) {
+      const int* at = p.offsets + static_cast<i64>(list) * (p.num_rows + 1) + row;
+      entries = p.entries + __ldg(at), count = __ldg(at + 1) - __ldg(at);
+    } else {
+      entries = p.entries + list * p.head_step + row * p.list_step, count = p.width;
+    }
+  }
+  DEVICE int load(int at) const { return at < count ? __ldg(entries + at) : -1; }
+};
+
+// Parts 0 and 2: so many columns at a time.
+constexpr int kWindow = 8192;
+
+DEVICE void count_or_place(const SparseTurnParams& p) {
+  __shared__ int columns[kWindow];
+  const int list = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
+  const int first_row = chunk * p.chunk_rows, past_row = min(p.num_rows, first_row + p.chunk_rows);
+  for (int first = 0; first < p.num_columns; first += kWindow) {
+    const u32 window = min(kWindow, p.num_columns - first);
+    int* counts = p.counts + static_cast<i64>(blockIdx.x) * p.num_columns + first;
+    const int* starts = p.starts + static_cast<i64>(list) * p.num_columns + first;
+    for (int i = threadIdx.x; i < window; i += kThreads) columns[i] = PART ? starts[i] + counts[i] : 0;
+    __syncthreads();
+    if (PART == 0) {  // a warp a row
+      for (int row = first_row + threadIdx.x / 32; row < past_row; row += kThreads / 32) {
+        const Row now(p, list, row);
+#pragma unroll 4
+        for (int i = threadIdx.x % 32; i < now.count; i += 32) {
+          const u32 column = now.load(i) - first;
+          if (column < window) atomicAdd(columns + column, 1);
+        }
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < window; i += kThreads) counts[i] = columns[i];
+    } else if (first_row < past_row) {  // row after row
+      int ahead = Row(p, list, first_row).load(threadIdx.x);
+      for (int row = first_row; row < past_row; ++row) {
+        const Row now(p, list, row);
+        int entry = ahead;
+        if (row + 1 < past_row) ahead = Row(p, list, row + 1).load(threadIdx.x);
+        for (int i = threadIdx.x; i < now.count; i += kThreads) {
+          const u32 column = entry - first;
+          if (column < window) p.rows[atomicAdd(columns + column, 1)] = row;
+          entry = now.load(i + kThreads);
+        }
+        __syncthreads();
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// One block: 32 columns of all lists, in 8 slices of chunks. The last block to be done adds up the columns.
+DEVICE void scan(const SparseTurnParams& p) {
+  __shared__ int sums[kThreads];
+  __shared__ bool last;
+  const int column = blockIdx.x * 32 + threadIdx.x % 32, slice = threadIdx.x / 32, all = p.num_lists * p.num_columns;
+  const int list = column / p.num_columns, per_slice = (p.chunks + 7) / 8;
+  const int first = slice * per_slice, past = min(p.chunks, first + per_slice);
+  int* counts = p.counts + (static_cast<i64>(list) * p.chunks) * p.num_columns + column % p.num_columns;
+  int sum = 0;
+  if (column < all) {
+#pragma unroll 8
+    for (int i = first; i < past; ++i) sum += counts[static_cast<i64>(i) * p.num_columns];
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (column < all) {
+    int before = 0;
+    for (int i = 0; i < slice; ++i) before += sums[32 * i + threadIdx.x % 32];
+    if (slice == 7) p.starts[column + 1] = before + sum;
+#pragma unroll 8
+    for (int i = first; i < past; ++i) {
+      int* at = counts + static_cast<i64>(i) * p.num_columns;
+      const int count = *at;
+      *at = before;
+      before += count;
+    }
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(p.counter, 1) == static_cast<int>(gridDim.x) - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int each = (all + kThreads - 1) / kThreads, begin = threadIdx.x * each, end = min(all, begin + each);
+  sum = 0;
+#pragma unroll 8
+  for (int i = begin; i < end; ++i) sum += __ldcg(p.starts + i + 1);
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (int step = 1; step < kThreads; step *= 2) {
+    const int other = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += other;
+    __syncthreads();
+  }
+  sum = sums[threadIdx.x] - sum;
+#pragma unroll 8
+  for (int i = begin; i < end; ++i) {
+    sum += __ldcg(p.starts + i + 1);
+    p.starts[i + 1] = sum;
+  }
+  if (threadIdx.x == 0) p.starts[0] = 0, *p.counter = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) ffa_sparse_turn(const __grid_constant__ SparseTurnParams p) {
+  await_earlier_kernels();
+  let_next_kernel_start();
+#if PART == 1
+  scan(p);
+#else
+  count_or_place(p);
+#endif
+}

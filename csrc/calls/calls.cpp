@@ -1,0 +1,66 @@
+// Queues prepared kernels one after the other: what megatron_magi/cuda/call_list.py does in Python, sooner. Knows of
+// CUDA no more than the addresses of two functions of its driver.
+
+#include <cstdint>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int64_t kVersion = 1;
+
+// A place that is given the address in a slot, and a distance from it.
+struct Patch {
+  uint64_t at, last;
+  int64_t add;
+  int32_t slot, is_map;
+};
+
+struct Step {
+  uint64_t config, function, pointers;
+};
+
+struct Calls {
+  uint64_t launch, move;  // cuLaunchKernelEx, cuTensorMapReplaceAddress
+  Patch* patches;
+  Step* steps;
+  uint64_t* slots;
+  int64_t num_patches, num_steps;
+  int64_t next, status;  // the step that is next, and why it was not queued
+};
+
+void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
+
+int move_map(const Calls& calls, Patch& patch, uint64_t address) {
+  if (address == patch.last) return 0;
+  const auto move = reinterpret_cast<int (*)(void*, void*)>(calls.move);
+  const int status = move(pointer(patch.at), pointer(address));
+  if (!status) patch.last = address;
+  return status;
+}
+
+}  // namespace
+
+EXPORT int64_t magi_calls_version() { return kVersion; }
+
+// Goes on at the step `next`. Returns 0 when all are queued; else a code of CUDA, kept in `status` too.
+EXPORT int64_t magi_calls_queue(Calls* calls) {
+  if (calls->next == 0)
+    for (int64_t i = 0; i < calls->num_patches; ++i) {
+      Patch& patch = calls->patches[i];
+      const uint64_t address = calls->slots[patch.slot] + patch.add;
+      if (!patch.is_map)
+        *static_cast<uint64_t*>(pointer(patch.at)) = address;
+      else if ((calls->status = move_map(*calls, patch, address)))
+        return calls->status;
+    }
+  const auto launch = reinterpret_cast<int (*)(void*, void*, void**, void**)>(calls->launch);
+  for (; calls->next < calls->num_steps; ++calls->next) {
+    const Step& step = calls->steps[calls->next];
+    calls->status =
+        launch(pointer(step.config), pointer(step.function), static_cast<void**>(pointer(step.pointers)), nullptr);
+    if (calls->status) return calls->status;
+  }
+  calls->next = 0;
+  return 0;
+}

@@ -1,0 +1,377 @@
+// Rows travel straight into the slots of the ranks that need them, and from there to their place, or are added there:
+// some threads of a block write what this rank sends to its peers, the others take what comes as it comes. Writing
+// needs no answer, so few SMs fill the links; what is summed lies in this rank's own memory. NaN where a rank does not
+// come.
+//
+// Compile-time: UNIT (bytes of an access to rows that are sent, or copied), BULK (1: long rows of units of 16 bytes are
+// sent by TMA, through a ring of places in shared memory: an SM has three times as much under way), SUMS (0: rows are
+// copied; 1: they are added, see numbers.cuh).
+
+#include "peers.cuh"
+#include "units.cuh"
+#if SUMS
+#include "numbers.cuh"
+#endif
+
+// What one rank sends and gets, in the order in which it is sent: to one rank after the other; from one after the
+// other.
+struct Route {
+  i64 first[kMaxRanks + 1];  // to rank r go first[r] to first[r + 1] - 1 of what is sent
+  i64 there[kMaxRanks];      // row of the first of them in the slot of rank r
+  i64 comes[kMaxRanks + 1];  // from rank r come rows comes[r] to comes[r + 1] - 1 of the slot
+  i64 num_results;
+};
+
+enum Role : i64 { kSend = 1, kTake = 2 };
+
+struct ExchangeParams {
+  Peers peers;
+  SlotRows from, to;  // to: units of VECTOR elements where rows are added; in the slot they are of type FROM
+  const i64* sent;    // row of `from` of each that is sent; null: as it is numbered
+  const Route* route;
+  const i64* rows;    // row of each result in its tensors; null, where rows are copied: as it is numbered
+  const i64* starts;  // sums: parts of the i-th result are order[starts[i]] to order[starts[i + 1] - 1]
+  const i64* order;   // row of the slot; null: as it is numbered
+  i64 chunk_shift;    // log2 of the rows of a slot that are told of together
+  i64 roles;
+};
+
+constexpr int kThreads = 768, kLoads = 4;
+constexpr int kGroup = BULK ? 32 : 256;        // threads that send a chunk
+constexpr int kSenders = BULK ? 4 : 2;         // such groups of a block, where others take
+constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
+constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
+constexpr int kLag = 3;                        // stores that may be under way when an earlier one is told of
+constexpr int kPieces = 16;                    // at least kDepth + kLag
+
+struct Chunks {
+  Route route;
+  u32 upto[kMaxRanks + 1];  // chunks that go to ranks before this one
+};
+
+// A chunk of what this rank sends: rows `row` to `end` - 1 of a slot.
+struct Chunk {
+  i64 row, end, shift;  // i-th of what is sent: row + shift
+  u64 slot;
+  u32* flag;  // tells of it
+
+  Chunk() = default;
+  DEVICE Chunk(const ExchangeParams& p, const Chunks& c, u32 call, i64 at) {
+    int to = 0;
+    while (at >= c.upto[to + 1]) ++to;
+    const i64 first = c.route.first[to], there = c.route.there[to], past = there + c.route.first[to + 1] - first;
+    const i64 chunk = (there >> p.chunk_shift) + at - c.upto[to];
+    row = max(chunk << p.chunk_shift, there);
+    end = min((chunk + 1) << p.chunk_shift, past);
+    shift = first - there;
+    slot = p.peers.data[to] + call % kSlots * p.peers.slot_bytes;
+    flag = &p.peers.control[to]->published[p.peers.rank][chunk];
+  }
+};
+
+#if BULK
+// Of a group of threads: pieces under way, and the flags that tell of them.
+struct Ring {
+  u64 full[kDepth], to[kPieces];
+  u32 bytes[kPieces];
+  u32* flag[kPieces];  // null but for the last of a chunk
+};
+
+template <int N>
+DEVICE void bulk_wait_but() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+DEVICE void tell(const Ring& ring, u32 piece, u32 call) {
+  u32* flag = ring.flag[piece % kPieces];
+  if (flag == nullptr) return;
+  asm volatile("fence.proxy.async;" ::: "memory");
+  store_release(flag, call);
+}
+
+DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring,
+                 u32 places) {
+  const SlotRows& s = p.from;
+  const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
+  const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
+  const u32 count = c.upto[p.peers.num_ranks], full = smem_address(ring.full);
+  const SideBySide chunks(p.peers, count);
+  if (lane == 0) {
+    for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
+    barrier_init_fence();
+    asm volatile("fence.proxy.async;" ::: "memory");  // of the barriers, and after what others have read of the slots
+  }
+  __syncwarp();
+  Chunk chunk{};
+  int offset = 0;  // into a row that is longer than a piece
+  i64 known = 0, index = 0;
+  u32 j = group, loaded = 0, stored = 0;
+  while (true) {
+    for (; loaded - stored < kDepth - kSpare; ++loaded) {
+      if (chunk.row == chunk.end) {
+        for (; j < chunks.end() && chunks.at(j) >= count; j += num_groups) continue;
+        if (j >= chunks.end()) break;
+        chunk = Chunk(p, c, call, chunks.at(j));
+        j += num_groups;
+        known = -1;
+      }
+      const int rows = static_cast<int>(min(static_cast<i64>(rows_at_once), chunk.end - chunk.row));
+      const int length = min(row_bytes - offset, kPieceBytes), bytes = rows * length, at = loaded % kDepth;
+      const u64 to = chunk.slot + chunk.row * row_bytes + offset;
+      const u32 place = places + at * kPieceBytes;
+      if (lane == 0) {
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kSpare) : "memory");
+        barrier_expect_bytes(full + 8 * at, bytes);
+      }
+      for (int r = 0; r < rows; ++r) {
+        const i64 i = chunk.row + r + chunk.shift;
+        if (p.sent != nullptr && (known < 0 || i - known >= 32)) {
+          known = i;
+          index = i + lane < c.route.first[kMaxRanks] ? p.sent[i + lane] : 0;
+        }
+        const i64 source = p.sent == nullptr ? i : __shfl_sync(~0u, index, static_cast<int>(i - known));
+        if (lane) continue;
+#pragma unroll
+        for (int k = 0; k < kMaxTensors; ++k) {
+          const int begin = s.begin[k] * 16, end = (k + 1 < kMaxTensors ? s.begin[k + 1] : s.units) * 16;
+          const int from = max(begin, offset), past = min(end, offset + length);
+          if (from < past)
+            load_bytes(place + r * length + from - offset,
+                       reinterpret_cast<const void*>(s.rows[k] + source * s.stride[k] + from - begin), past - from,
+                       full + 8 * at);
+        }
+      }
+      offset += length;
+      if (offset == row_bytes) {
+        offset = 0;
+        chunk.row += rows;
+      }
+      if (lane == 0) {
+        ring.to[loaded % kPieces] = to;
+        ring.bytes[loaded % kPieces] = bytes;
+        ring.flag[loaded % kPieces] = chunk.row == chunk.end ? chunk.flag : nullptr;
+      }
+    }
+    if (stored == loaded) break;
+    if (lane == 0) {
+      barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(ring.to[stored % kPieces]),
+                   "r"(places + stored % kDepth * kPieceBytes), "r"(ring.bytes[stored % kPieces])
+                   : "memory");
+      bulk_commit();
+      if (stored >= kLag) {
+        bulk_wait_but<kLag>();
+        tell(ring, stored - kLag, call);
+      }
+    }
+    __syncwarp();
+    ++stored;
+  }
+  if (lane) return;
+  bulk_wait();
+  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) tell(ring, piece, call);
+}
+#else
+DEVICE void send_row(const SlotRows& s, i64 row, u64 to, int lane, int lanes) {
+  Unit* out = reinterpret_cast<Unit*>(to);
+  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
+    Unit value[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (unit + i * lanes < s.units)
+        value[i] = *reinterpret_cast<const Unit*>(address_of(s, row, unit + i * lanes, UNIT));
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (unit + i * lanes < s.units) out[unit + i * lanes] = value[i];
+  }
+}
+
+DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
+  const int thread = threadIdx.x % kGroup, log2_lanes = p.from.log2_lanes, lanes = 1 << log2_lanes;
+  const u32 count = c.upto[p.peers.num_ranks];
+  const SideBySide chunks(p.peers, count);
+  for (u32 j = group; j < chunks.end(); j += num_groups) {
+    const i64 at = chunks.at(j);
+    if (at >= count) continue;
+    const Chunk chunk(p, c, call, at);
+    for (i64 row = chunk.row + (thread >> log2_lanes); row < chunk.end; row += kGroup >> log2_lanes) {
+      const i64 i = row + chunk.shift;
+      send_row(p.from, p.sent == nullptr ? i : p.sent[i], chunk.slot + row * p.from.row_bytes, thread & (lanes - 1),
+               lanes);
+    }
+    named_sync(1 + threadIdx.x / kGroup, kGroup);
+    if (thread == 0) store_release(chunk.flag, call);
+  }
+}
+#endif
+
+// Rows of this rank's slot, as they come.
+struct Arrivals {
+  const Peers& peers;
+  const Route& route;
+  u32 call, shift;
+  u64 slot;
+  i64 row_bytes;
+  int from = 0, seen_from = -1;
+  u32 seen_chunk = ~0u;
+
+  DEVICE Arrivals(const ExchangeParams& p, const Chunks& c, u32 call)
+      : peers(p.peers),
+        route(c.route),
+        call(call),
+        shift(static_cast<u32>(p.chunk_shift)),
+        slot(p.peers.data[p.peers.rank] + call % kSlots * p.peers.slot_bytes),
+        row_bytes(p.to.row_bytes) {}
+
+  // Whether a row has come; false if its rank does not.
+  DEVICE bool await_row(i64 row) {
+    while (row >= route.comes[from + 1]) ++from;
+    while (row < route.comes[from]) --from;
+    const u32 chunk = static_cast<u32>(row >> shift);
+    if (from == seen_from && chunk == seen_chunk) return true;
+    if (!await(peers, &peers.control[peers.rank]->published[from][chunk], from, call, kPull)) return false;
+    seen_from = from;
+    seen_chunk = chunk;
+    return true;
+  }
+  DEVICE u64 address(i64 row) const { return slot + row * row_bytes; }
+};
+
+#if SUMS
+constexpr int kSumLoads = 2;
+using From = Vector<FROM>;
+using Into = Vector<INTO>;
+
+DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
+  const SlotRows& s = p.to;
+  const i64 row = p.rows[i], first = p.starts[i], past = p.starts[i + 1];
+  const bool at_once = lanes == 32 && past - first <= 32;  // a lane for each part: they are awaited side by side
+  i64 own = 0;
+  if (at_once) {
+    const bool has_part = lane < past - first && !failed;
+    if (has_part) own = p.order[first + lane];
+    if (has_part) failed = !arrivals.await_row(own);
+  } else {
+    for (i64 k = first; k < past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
+  }
+  if (lanes == 32) failed = __any_sync(~0u, failed);
+  for (int begin = 0; begin < s.units; begin += kSumLoads * lanes) {
+    const int unit = begin + lane;
+    Sum sum[kSumLoads][VECTOR];
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l)
+      if (unit + l * lanes < s.units) {
+        const Into before = *reinterpret_cast<const Into*>(address_of(s, row, unit + l * lanes, sizeof(Into)));
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(before.at[j]);
+      }
+    for (i64 k = first; k < past && !failed; k += 2) {
+      From part[2][kSumLoads];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        if (k + m < past) {
+          const i64 from = at_once ? __shfl_sync(~0u, own, static_cast<int>(k + m - first)) : p.order[k + m];
+          const From* at = reinterpret_cast<const From*>(arrivals.address(from)) + unit;
+#pragma unroll
+          for (int l = 0; l < kSumLoads; ++l)
+            if (unit + l * lanes < s.units) part[m][l] = at[l * lanes];
+        }
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        if (k + m < past)
+#pragma unroll
+          for (int l = 0; l < kSumLoads; ++l)
+            if (unit + l * lanes < s.units)
+#pragma unroll
+              for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(part[m][l].at[j]);
+    }
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l)
+      if (unit + l * lanes < s.units) {
+        Into after;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j)
+          after.at[j] = Narrow<INTO, Sum>::of(failed ? static_cast<Sum>(__int_as_float(0x7fffffff)) : sum[l][j]);
+        *reinterpret_cast<Into*>(address_of(s, row, unit + l * lanes, sizeof(Into))) = after;
+      }
+  }
+}
+#else
+DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
+  const SlotRows& s = p.to;
+  const i64 row = p.order == nullptr ? i : p.order[i], to = p.rows == nullptr ? i : p.rows[i];
+  failed = failed || !arrivals.await_row(row);
+  const Unit* from = reinterpret_cast<const Unit*>(arrivals.address(row));
+  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
+    Unit value[kLoads];
+#pragma unroll
+    for (int l = 0; l < kLoads; ++l)
+      if (unit + l * lanes < s.units) value[l] = failed ? poison() : from[unit + l * lanes];
+#pragma unroll
+    for (int l = 0; l < kLoads; ++l)
+      if (unit + l * lanes < s.units) *reinterpret_cast<Unit*>(address_of(s, to, unit + l * lanes, UNIT)) = value[l];
+  }
+}
+#endif
+
+DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread, i64 num_threads) {
+  const int log2_lanes = p.to.log2_lanes, lanes = 1 << log2_lanes;
+  const RowWalk walk{thread >> log2_lanes, num_threads >> log2_lanes, static_cast<int>(thread) & (lanes - 1), lanes};
+  const i64 num_rows = c.route.num_results;
+  const int run = length_of_runs(walk, num_rows);
+  const SideBySide runs(p.peers, (num_rows + run - 1) / run);
+  Arrivals arrivals(p, c, call);
+  bool failed = false;
+  for (i64 j = walk.row; j < runs.end(); j += walk.step) {
+    const i64 first = runs.at(static_cast<u32>(j)) * run, end = min(first + run, num_rows);
+    for (i64 i = first; i < end; ++i) take_row(p, arrivals, i, walk.lane, lanes, failed);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __grid_constant__ ExchangeParams p) {
+  let_next_kernel_start();  // where it may run beside this one
+  __shared__ Chunks chunks;
+#if BULK
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ Ring rings[kSenders];
+#endif
+  Control* mine = p.peers.control[p.peers.rank];
+  const u32 thread = threadIdx.x, num_ranks = p.peers.num_ranks;
+  const bool sends = p.roles & kSend, takes = p.roles & kTake;
+  const u32 call = (sends ? mine->calls_published : mine->calls_pulled) + 1;
+  const u32 senders = !sends ? 0 : takes || BULK ? kSenders : kThreads / kGroup;
+  if (thread < sizeof(Route) / sizeof(i64))
+    reinterpret_cast<i64*>(&chunks.route)[thread] = reinterpret_cast<const i64*>(p.route)[thread];
+  bool failed = false;
+  // A slot is free once all have read what came before.
+  if (sends && thread < num_ranks) failed = !await(p.peers, &mine->pulled[thread], thread, call - kSlots, kPublish);
+  failed = __syncthreads_or(failed);
+  if (thread <= num_ranks) {
+    u32 before = 0;
+    for (u32 r = 0; r < thread; ++r) {
+      const i64 there = chunks.route.there[r], count = chunks.route.first[r + 1] - chunks.route.first[r];
+      if (count) before += ((there + count - 1) >> p.chunk_shift) - (there >> p.chunk_shift) + 1;
+    }
+    chunks.upto[thread] = before;
+  }
+  __syncthreads();
+  const u32 group = thread / kGroup;
+  if (group >= senders) {
+    const i64 takers = kThreads - senders * kGroup;
+    if (takes) take(p, chunks, call, blockIdx.x * takers + thread - senders * kGroup, gridDim.x * takers);
+  } else if (!failed) {
+#if BULK
+    send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders, rings[group],
+         smem_address(memory) + group * kDepth * kPieceBytes);
+#else
+    send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
+#endif
+  }
+  if (!is_last_block(takes ? &mine->blocks_pulled : &mine->blocks_published)) return;
+  if (thread == 0) {
+    (takes ? mine->blocks_pulled : mine->blocks_published) = 0;
+    if (sends) mine->calls_published = call;
+    if (takes) mine->calls_pulled = call;
+  }
+  if (takes && thread < num_ranks) store_release(&p.peers.control[thread]->pulled[p.peers.rank], call);
+}

@@ -1,0 +1,175 @@
+"""Plans whose tables stay where they are, for attention that a CUDA graph has captured."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.comm.agreement import start_agreement
+from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
+from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.comm.static_args import StaticArgs
+from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper import static_plan as hopper_static
+from megatron_magi.ops.hopper.static_plan import StaticMask, StaticMemory
+from megatron_magi.plan import RankPlan
+from megatron_magi.plan.schedule import make_schedule
+
+_NOTHING = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
+_NOTHING.setflags(write=False)
+
+
+class StaticPlans:
+    """Plans of a rank by name, such as one for each kind of layer, in device memory that stays.
+
+    `distributed_attention` takes them as other plans, with the Hopper kernels and, on several ranks, where these reach
+    each other's memory (``comm.impl`` ``native``). A CUDA graph that has captured such calls is replayed for another
+    microbatch after `load`; it refers to memory of this object. Kernels and tile shapes are chosen for the first plans;
+    other masks get the same.
+
+    Args:
+        plans: of the first microbatch. On several ranks of one remote stage (``OverlapConfig(degree=1)``), with
+            ``comm.ranks_per_node`` None.
+        device: a Hopper GPU.
+        group: the ranks; None for one.
+        headroom: how many times as long as the first tables those of other masks may be, at least 1, and how many times
+            as many rows may be fetched.
+
+    Attributes:
+        plans: to be attended by, in eager mode or captured; run each call once before it is captured.
+        facts: for `prepare_batch` of later microbatches, so that all tables are there when `load` looks for them.
+
+    Raises:
+        ValueError: an argument, named in the message, is not as above.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[Hashable, RankPlan],
+        device: torch.device | str,
+        group: Group = None,
+        *,
+        headroom: float = 2.0,
+    ) -> None:
+        if not headroom >= 1:
+            raise ValueError(f"headroom: expected at least 1, got {headroom}")
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device, self._group, self._memory = device, group_of(group), StaticMemory(device)
+        made = {name: _StaticPlan(name, plan, device, self._memory, headroom) for name, plan in plans.items()}
+        self._static = made
+        self.plans: dict[Hashable, RankPlan] = {name: static.plan for name, static in made.items()}
+        self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}
+        self._load(plans)
+
+    def load(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
+        """Makes the static plans those of another microbatch, for what is queued on the current stream from now on.
+
+        Copies on the device of tables that are there, if the microbatch was prepared (`PreparedBatch.to`); the host
+        does not wait for them. Call it on the stream on which the graph runs. On several ranks it is collective, and
+        hosts wait for each other: all load, or none.
+
+        Args:
+            plans: by the same names.
+
+        Returns:
+            None; or why they do not fit, a sentence: then nothing has changed, and the step is to run in eager mode.
+
+        Raises:
+            ValueError: names are others.
+            RuntimeError: a rank did not come to an earlier call in time; it is named. Or a graph is being captured.
+        """
+        hopper_static.refuse_capture(self._device)
+        if plans.keys() != self.plans.keys():
+            raise ValueError(f"plans: expected {', '.join(map(repr, self.plans))}, got {', '.join(map(repr, plans))}")
+        reason = next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
+        if self._group is not None and self._group.size() > 1:
+            raise_failure(self._group)
+            fits = start_agreement(int(reason is None), self._group, "static plans").values()
+            if not all(fits):
+                ranks = [rank for rank, fit in enumerate(fits) if not fit]
+                reason = reason or f"no room on ranks {ranks} of the group"
+        if reason is None:
+            self._load(plans)
+        return reason
+
+    def _load(self, plans: Mapping[Hashable, RankPlan]) -> None:
+        tables = [table for name, plan in plans.items() for table in self._static[name].take(plan)]
+        hopper_static.copy(tables)
+        self._memory.send()
+
+
+class _StaticPlan:
+    """One of them.
+
+    Attributes:
+        plan: stands for that of the microbatch that was loaded.
+        masks: of its stages.
+    """
+
+    def __init__(
+        self, name: Hashable, plan: RankPlan, device: torch.device, memory: StaticMemory, headroom: float
+    ) -> None:
+        many = plan.cp_size > 1
+        if many and plan.degree != 1:
+            raise ValueError(f"plans: {name!r} has {plan.degree} remote stages, static plans of several ranks have one")
+        self._device, self._args, most_keys = device, None, [plan.num_rows]
+        runtime: dict = {}
+        if many:
+            (cast,) = plan_casts(plan, device)
+            if not isinstance(cast, GroupCastArgs):
+                raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")
+            self._args = StaticArgs(cast, plan.num_rows, headroom)
+            most_keys.append(self._args.args.num_recv)
+            runtime = {"tail": self._args.tail, str(device): (self._args.args,)}
+        stages = zip(plan.bands, _num_keys(plan), most_keys, strict=True)
+        self.masks = [
+            StaticMask(bands, plan.num_rows, count, most, device, memory, headroom) for bands, count, most in stages
+        ]
+        self.plan = replace(
+            plan,
+            bands=tuple(mask.as_bands() for mask in self.masks),
+            joined=None,
+            one_launch=False,
+            schedule=make_schedule(int(many)),
+            runtime=runtime,
+        )
+
+    def why_not(self, plan: RankPlan) -> str | None:
+        """Why another plan does not fit, if it does not."""
+        if (plan.num_rows, plan.cp_size) != (self.plan.num_rows, self.plan.cp_size):
+            return (
+                f"it has {plan.num_rows} rows, of {plan.cp_size} ranks, not {self.plan.num_rows} of {self.plan.cp_size}"
+            )
+        if plan.degree > self.plan.degree:
+            return f"it has {plan.degree} remote stages, not {self.plan.degree}"
+        reason = None if self._args is None else self._args.why_not(self._cast(plan))
+        reasons = (mask.why_not(*stage) for mask, stage in zip(self.masks, self._stages(plan), strict=True))
+        return reason or next(filter(None, reasons), None)
+
+    def take(self, plan: RankPlan) -> list[hopper_static.Table]:
+        """What is to be copied for a plan that fits."""
+        pairs = zip(self.masks, self._stages(plan), strict=True)
+        tables = [table for mask, stage in pairs for table in mask.take(*stage)]
+        return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
+
+    def _stages(self, plan: RankPlan) -> list[tuple[np.ndarray, int]]:
+        """Bands and keys of each stage, one that fetches nothing included."""
+        stages = list(zip(plan.bands, _num_keys(plan), strict=True))
+        return stages + [(_NOTHING, 0)] * (len(self.masks) - len(stages))
+
+    def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
+        """Of the remote stage; None where nothing is fetched on any rank."""
+        casts = plan_casts(plan, self._device)
+        assert all(isinstance(cast, GroupCastArgs) for cast in casts)
+        return casts[0] if casts else None  # ty: ignore
+
+
+def _num_keys(plan: RankPlan) -> list[int]:
+    """Of each stage."""
+    return [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]

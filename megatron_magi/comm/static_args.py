@@ -1,0 +1,90 @@
+"""Arguments of collectives whose tables change in device memory and stay where they are, for captured launches.
+
+For ranks that reach each other's memory: their kernels take the numbers of rows from tables as well
+(`megatron_magi.comm.impl.native`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.rows import Arrivals
+
+TAIL_ROWS = 256
+"""Rows behind those that come which kernels may read."""
+
+
+class StaticArgs:
+    """Arguments with room for the rows of other microbatches.
+
+    Args:
+        args: of the first microbatch, built with peers; on their device.
+        num_rows: of this rank.
+        headroom: how many times the rows that travel there is room for; never more than the other ranks have.
+
+    Attributes:
+        args: stand for those of the microbatch that was loaded, for impl ``native``. ``num_recv`` rows arrive at most.
+        tail: the numbers of the `TAIL_ROWS` rows behind those that arrive, int64: what lies there is anything.
+    """
+
+    def __init__(self, args: GroupCastArgs, num_rows: int, headroom: float) -> None:
+        assert args.most is not None and args.peers is not None
+
+        def room(count: int) -> int:
+            return min(math.ceil(count * headroom) + TAIL_ROWS, (args.num_ranks - 1) * num_rows)
+
+        most = (num_rows, *(room(count) for count in args.most[1:]))
+        self._num_recv, self._num_send = most[1], room(max(args.num_send, *args.most[1:]))
+        length = max(self._num_recv, self._num_send, num_rows) + TAIL_ROWS
+        self._numbers = torch.arange(length, device=args.device)
+        tables = [torch.zeros_like(self._numbers) for _ in range(6)]
+        bounds = iter(most)
+        peers = [torch.zeros_like(self._numbers) if isinstance(x, Tensor) else next(bounds) for x in args.peers]
+        rest = (0,) * (args.num_ranks - 1)
+        self.args = GroupCastArgs(
+            send_index=tables[0],
+            send_splits=(self._num_send, *rest),
+            recv_splits=(self._num_recv + TAIL_ROWS, *rest),
+            recv_order=tables[1],
+            num_rows_min=num_rows,
+            most=most,
+            host=None,
+            is_static=True,
+        )
+        known = vars(self.args)  # where cached properties keep what they have made
+        known["recv_position"], known["arrivals"] = tables[2], Arrivals(*tables[3:], ())
+        known["peers"] = type(args.peers)(*peers)
+        self.tail = self._numbers[:TAIL_ROWS].clone()
+
+    def why_not(self, args: GroupCastArgs | None) -> str | None:
+        """Why there is no room for other arguments of the group, if there is none."""
+        if args is None:
+            return None
+        assert args.most is not None and self.args.most is not None
+        for count, room in ((args.num_send, self._num_send), *zip(args.most, self.args.most, strict=True)):
+            if count > room:
+                return f"{count} rows travel, there is room for {room}"
+        return None
+
+    def take(self, args: GroupCastArgs | None) -> list[tuple[Tensor, Tensor]]:
+        """What is to be copied for other arguments, as sources and targets; None: no row travels."""
+        count = 0 if args is None else args.num_recv
+        torch.add(self._numbers[:TAIL_ROWS], count, out=self.tail)
+        own = [self.args.send_index, self.args.recv_order, self.args.recv_position, *_arrays(self.args)]
+        if args is None:
+            zeros = torch.zeros_like(self._numbers)
+            return [(zeros, table) for table in own if table is not None]
+        order = self._numbers[:count] if args.recv_order is None else args.recv_order
+        position = self._numbers[:count] if args.recv_position is None else args.recv_position
+        given = [args.send_index, order, position, *_arrays(args)]
+        return [(a, b) for a, b in zip(given, own, strict=True) if b is not None]
+
+
+def _arrays(args: GroupCastArgs) -> list[Tensor]:
+    arrivals, peers = args.arrivals, args.peers
+    assert peers is not None
+    return [arrivals.rows, arrivals.starts, arrivals.sources, *(x for x in peers if isinstance(x, Tensor))]

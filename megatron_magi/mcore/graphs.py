@@ -1,0 +1,183 @@
+"""`--cuda-graph-impl full_iteration`: forward and backward of an iteration are one CUDA graph, for new masks each time.
+
+Megatron captures an iteration after some that warm up, and replays it on tensors that stay. Here these are those of
+microbatches whose plans stay too (`StaticPlans`). A microbatch that does not fit its place makes the iteration an eager
+one, on its own tensors, with a notice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_graph_pool, get_shared_capture_stream
+from megatron.core.tensor_parallel.random import get_all_rng_states
+
+from megatron_magi.attention import StaticPlans
+from megatron_magi.config import MagiConfig
+from megatron_magi.mcore import seams
+from megatron_magi.mcore.arguments import is_magi
+from megatron_magi.mcore.batch import LocalBatch
+from megatron_magi.mcore.carrier import Window
+from megatron_magi.plan import RankPlan
+
+_WRAPPER = "training.training:FullCudaGraphWrapper"
+_log = logging.getLogger(__name__)
+
+
+class ReadBatches(Iterator[LocalBatch]):
+    """Microbatches that have been read and dispatched, in the place of a data iterator."""
+
+    def __init__(self, batches: Sequence[LocalBatch]) -> None:
+        self._left = iter(batches)
+
+    def __next__(self) -> LocalBatch:
+        return next(self._left)
+
+
+class StaticLayerPlans:
+    """`LayerPlans` of a `StaticBatch`."""
+
+    def __init__(self, of_first: Any, static: StaticPlans) -> None:
+        self._first, self._static = of_first, static
+        self.stats, self.dispatch = of_first.stats, of_first.dispatch
+
+    @property
+    def config(self) -> MagiConfig:
+        """How the plans are executed."""
+        return self._first.config
+
+    def for_layer(self, layer_number: int, window: Window) -> RankPlan:
+        """This rank's plan for a layer, counted from 1, that has a window or none.
+
+        Raises:
+            ValueError: the command line does not name the layer's mask.
+        """
+        text = self._first.text_of(layer_number, window)
+        if text not in self._static.plans:
+            raise ValueError(f"cuda_graph_impl: layer {layer_number} has a mask that the command line does not name")
+        return self._static.plans[text]
+
+
+class StaticBatch:
+    """Place of a microbatch in captured iterations.
+
+    Args:
+        batch: the first there.
+        group: the context-parallel ranks.
+
+    Attributes:
+        batch: tensors and plans that stay; those of the microbatch that was loaded.
+    """
+
+    def __init__(self, batch: LocalBatch, group: dist.ProcessGroup) -> None:
+        plans = batch.params.plans
+        device = batch.tokens.device
+        self._static = StaticPlans(plans.named, device, group if group.size() > 1 else None)
+        params = replace(
+            batch.params,
+            plans=StaticLayerPlans(plans, self._static),
+            layout=_copy_of(batch.params.layout),
+            num_loss_tokens=torch.tensor(batch.params.num_loss_tokens, dtype=torch.float32, device=device),
+        )
+        self.batch: LocalBatch = replace(_copy_of(batch), params=params)
+
+    def load(self, batch: LocalBatch) -> str | None:
+        """Makes this the place of another microbatch; None, or why it does not fit. Collective where ranks attend."""
+        static, given = _tensors(self.batch), _tensors(batch)
+        reason = self._static.load(batch.params.plans.named)
+        if {name: x.shape for name, x in static.items()} != {name: x.shape for name, x in given.items()}:
+            reason = reason or "its tensors have other shapes"
+        if batch.params.max_seqlen_q != self.batch.params.max_seqlen_q:
+            reason = reason or f"it has {batch.params.max_seqlen_q} rotary positions"
+        if reason is None:
+            for name, x in static.items():
+                x.copy_(given[name], non_blocking=True)
+            self.batch.params.num_loss_tokens.fill_(batch.params.num_loss_tokens)
+        return reason
+
+
+class GraphedIterations(FullCudaGraphWrapper):
+    """Megatron's wrapper of schedules; iterations and graphs are counted and kept where it keeps them."""
+
+    _places: ClassVar[dict[str, list[StaticBatch]]] = {}
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """As Megatron's training and evaluation call a schedule; without `--attention-backend magi` as it does itself.
+
+        Raises:
+            ValueError: the forward step is not the one of `megatron_magi.mcore.entry`.
+        """
+        from megatron_magi.mcore.forward_step import MagiForwardStep
+
+        if not is_magi():
+            return super().__call__(**kwargs)
+        stage, step = "validation" if kwargs["forward_only"] else "training", kwargs["forward_step_func"]
+        if type(step) is not MagiForwardStep:
+            raise ValueError(
+                "cuda_graph_impl: full_iteration needs the forward step of pretrain_scripts/pretrain_gpt.py"
+            )
+        model, iterator = (x[0] if isinstance(x, list) else x for x in (kwargs["model"], kwargs["data_iterator"]))
+        batches = [step.read(iterator, model) for _ in range(kwargs["num_microbatches"])]
+        places = self._places.setdefault(stage, [])
+        places += [StaticBatch(batch, step.group) for batch in batches[len(places) :]]
+        reason = next(filter(None, (place.load(b) for place, b in zip(places, batches, strict=True))), None)
+        static = {**kwargs, "data_iterator": [ReadBatches([place.batch for place in places])]}
+        if self.curr_iter(stage) == self.cuda_graph_warmup_steps:
+            self._capture(stage, static)
+        self.next_iter(stage)
+        if reason is not None:
+            _log.warning("an iteration runs without its CUDA graph: a microbatch does not fit, %s", reason)
+            return self.forward_backward_func(**{**kwargs, "data_iterator": [ReadBatches(batches)]})
+        graph = FullCudaGraphWrapper.cuda_graph[stage]
+        if graph is None:
+            return self.forward_backward_func(**static)
+        graph.replay()
+        return FullCudaGraphWrapper.result[stage]
+
+    def reset_cuda_graph(self, stage: str | None = None) -> None:
+        """As Megatron's; the microbatches' places go with the graph."""
+        super().reset_cuda_graph(stage)
+        for name in list(self._places) if stage is None else [stage]:
+            self._places.pop(name, None)
+
+    def _capture(self, stage: str, static: Mapping[str, Any]) -> None:
+        """Captures an iteration; nothing of it runs."""
+        graph = torch.cuda.CUDAGraph()
+        for state in get_all_rng_states().values():
+            graph.register_generator_state(state)
+        dist.barrier()
+        torch.cuda.synchronize()
+        pool, stream = get_graph_pool(self.use_single_mempool), get_shared_capture_stream()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            FullCudaGraphWrapper.result[stage] = self.forward_backward_func(**static)
+        FullCudaGraphWrapper.cuda_graph[stage] = graph
+        torch.cuda.synchronize()
+        dist.barrier()
+        _log.info("captured a %s iteration in a CUDA graph", stage)
+
+
+def install() -> None:
+    """Megatron's trainer wraps its schedules for dispatched microbatches. Idempotent."""
+    seams.put(_WRAPPER, GraphedIterations)
+
+
+def _tensors(batch: LocalBatch) -> dict[str, torch.Tensor]:
+    """All tensors of a microbatch but those of its plans."""
+    parts = {"": batch, "layout.": batch.params.layout}
+    return {
+        prefix + f.name: x
+        for prefix, part in parts.items()
+        for f in fields(part)
+        if isinstance(x := getattr(part, f.name), torch.Tensor) and f.name != "documents"
+    }
+
+
+def _copy_of(part: Any) -> Any:
+    """The same with copies of its tensors."""
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    return replace(part, **{name: x.clone() for name, x in values.items() if isinstance(x, torch.Tensor)})

@@ -1,0 +1,275 @@
+"""Masks whose tables change in device memory while their place stays: for launches that a CUDA graph has captured.
+
+A captured launch keeps its parameters. So tables lie in memory with room for masks of more tiles than the first, and
+numbers that depend on the mask, such as that of tiles, are read from memory too (`mask_numbers.cuh` of the kernels).
+`load` brings another mask: copies on the device, of tables that are there as for any call. Kernels and tile shapes are
+those of the first mask: they are right for every mask, and fast for masks like it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.mask import bands as bd
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, StaticBands, Tiling
+from megatron_magi.ops.hopper.support import COUNTER_BYTES
+
+_NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
+"""Of MaskNumbers, in its order."""
+_NUMBERS_WORDS = 8
+_MOST_NUMBERS = 256
+_SPARE_TILES = 64
+"""Room beside what the first mask has, times the headroom: small masks differ by more."""
+
+
+class StaticMemory:
+    """Numbers of masks on a device, and counters of the launches that read them.
+
+    Launches of one memory follow each other: a graph, or graphs that are replayed on one stream.
+
+    Args:
+        device: of the launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = np.zeros((_MOST_NUMBERS, _NUMBERS_WORDS), dtype=np.int32)
+        self._numbers = torch.zeros(_MOST_NUMBERS, _NUMBERS_WORDS, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+        self._num_used = 0
+
+    def take(self) -> int:
+        """A place for the numbers of a launch."""
+        if self._num_used == _MOST_NUMBERS:
+            raise RuntimeError(
+                f"one StaticMemory has numbers of {_MOST_NUMBERS} launches; use another for further masks"
+            )
+        self._num_used += 1
+        return self._num_used - 1
+
+    def fields(self, place: int, second: bool) -> dict[str, int]:
+        """Parameters of a launch that reads the numbers at a place."""
+        return {
+            "numbers": self._numbers.data_ptr() + 4 * _NUMBERS_WORDS * place,
+            "counter": self._counters.data_ptr() + COUNTER_BYTES * second,
+        }
+
+    def set(self, place: int, numbers: Sequence[int]) -> None:
+        """Sets numbers on the host; `send` brings them to the device."""
+        self._host[place, : len(_NUMBERS)] = numbers
+
+    def send(self) -> None:
+        """Queues the copy of all numbers on the current stream."""
+        used = torch.from_numpy(self._host[: self._num_used].copy())
+        if self._numbers.is_cuda:
+            used = used.pin_memory()
+        self._numbers[: self._num_used].copy_(used, non_blocking=True)
+
+
+Table = tuple[Tensor, Tensor]
+"""Where a table of a mask is, and where it goes to, which may be longer."""
+
+
+@dataclass(frozen=True, eq=False)
+class _StaticPlan(DevicePlan):
+    """Tables with room for other masks'.
+
+    Attributes:
+        tiling: of the tiles.
+        mask: whose tables they are.
+        numbers: places of the numbers for all tiles, and for those that see something.
+        of_schedule: likewise of schedules, by their key.
+    """
+
+    is_static: ClassVar[bool] = True
+    tiling: Tiling | None = None
+    mask: weakref.ref[StaticMask] | None = None
+    numbers: tuple[int, int] = (0, 0)
+    of_schedule: dict[tuple, int] = field(default_factory=dict)
+
+    def hold_for_stream(self) -> None:
+        """Nothing: tables are loaded on the stream that reads them, and live as long as this."""
+
+    def fields(self, *, busy: bool = False, second: bool = False, schedule: DeviceSchedule | None = None):
+        place = self.numbers[busy]
+        if schedule is not None:
+            place = next(self.of_schedule[key] for key, known in self.schedules.items() if known is schedule)
+        return self._owner().memory.fields(place, second)
+
+    def make_schedule(self, key: tuple[int, int, int, int]) -> DeviceSchedule:
+        return self._owner().make_schedule(self, key)
+
+    def _owner(self) -> StaticMask:
+        mask = None if self.mask is None else self.mask()
+        assert mask is not None, "whoever holds the bands holds the mask"
+        return mask
+
+
+class StaticMask:
+    """A mask whose tables are at places that stay.
+
+    Launches with `bands` read them. Kernels, and the tables that they need, are found out by the first calls, before a
+    graph is captured.
+
+    Args:
+        bands: int64 ``[n, 6]``, the first mask.
+        num_rows: of every mask.
+        num_keys: of the first mask.
+        most_keys: of every mask; what keys from a mask's number on get as gradients is anything.
+        device: of the tables.
+        memory: for numbers.
+        headroom: how many times the tables of the first mask there is room for, at least 1.
+
+    Attributes:
+        bands: read-only, stands for the mask in calls.
+        digest, facts: see `hopper_plan.ChangingMask`.
+        memory: as given.
+    """
+
+    def __init__(
+        self,
+        bands: np.ndarray,
+        num_rows: int,
+        num_keys: int,
+        most_keys: int,
+        device: torch.device,
+        memory: StaticMemory,
+        headroom: float,
+    ) -> None:
+        self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(bands)
+        self.memory = memory
+        self._now, self._device, self._headroom = (bands, num_keys), device, headroom
+        self._shape = num_rows, most_keys
+        self._plans: dict[Tiling, _StaticPlan] = {}
+
+    def as_bands(self) -> StaticBands:
+        """What stands for the mask in calls; keeps this mask."""
+        num_rows, num_keys = self._shape
+        everything = [[0, num_rows, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]]
+        bands = np.array(everything, dtype=np.int64).view(StaticBands)
+        bands.mask = self
+        bands.setflags(write=False)
+        return bands
+
+    def plan(self, tiling: Tiling) -> DevicePlan:
+        """The tables of a tiling; made when they are first asked for, which is not while a graph is captured."""
+        if tiling not in self._plans:
+            refuse_capture(self._device)
+            source = self._source(tiling, *self._now)
+            places = self.memory.take(), self.memory.take()
+            room = _with_room(source, tiling, self._headroom)
+            made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places)
+            self._plans[tiling] = made
+            self._copy(self._tables(made, source))
+        return self._plans[tiling]
+
+    def make_schedule(self, plan: _StaticPlan, key: tuple[int, int, int, int]) -> DeviceSchedule:
+        """A schedule of a plan with room, for `_StaticPlan`."""
+        refuse_capture(self._device)
+        assert plan.tiling is not None
+        source = self._source(plan.tiling, *self._now)
+        items = hopper_plan.schedule_of(source, *key).items
+        most = math.ceil(len(items) * self._headroom) + _SPARE_TILES * key[0]
+        made = DeviceSchedule(items.new_zeros(most, 4), key[3])
+        plan.schedules[key], plan.of_schedule[key] = made, self.memory.take()
+        self._copy(self._tables(plan, source))
+        return made
+
+    def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
+        """Why there is no room for a mask, if there is none."""
+        for plan, source in self._pairs(bands, num_keys):
+            parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
+            items = (
+                ("items", hopper_plan.schedule_of(source, *key).items.shape[0], room.items.shape[0])
+                for key, room in plan.schedules.items()
+            )
+            for name, length, room in (*parts, *items):
+                if length > room:
+                    return f"its table of {name} is {length} long, there is room for {room}"
+        return None
+
+    def take(self, bands: np.ndarray, num_keys: int) -> list[Table]:
+        """Sets the numbers of a mask for which there is room; what is to be copied for it."""
+        self._now = bands, num_keys
+        tables = []
+        for plan, source in self._pairs(bands, num_keys):
+            source.hold_for_stream()
+            tables += self._tables(plan, source)
+        return tables
+
+    def _pairs(self, bands: np.ndarray, num_keys: int) -> list[tuple[_StaticPlan, DevicePlan]]:
+        return [(plan, self._source(tiling, bands, num_keys)) for tiling, plan in self._plans.items()]
+
+    def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
+        """What is to be at the place of a tiling; tiles of keys are of those that the mask has."""
+        if tiling.is_backward:
+            tiling = tiling._replace(num_rows=max(num_keys, 1))
+        return hopper_plan.device_plan(bands, tiling, self._device)
+
+    def _tables(self, plan: _StaticPlan, source: DevicePlan) -> list[Table]:
+        """Sets the numbers of a plan and its schedules, and returns its tables."""
+        host = source.host
+        common = host.step, int(host.heads_inner)
+        self.memory.set(plan.numbers[0], (host.num_tiles, 0, 0, *common))
+        self.memory.set(plan.numbers[1], (int(np.count_nonzero(host.costs)), 0, 0, *common))
+        tables = list(zip(_parts(source), _parts(plan), strict=True))
+        for key, room in plan.schedules.items():
+            made = hopper_plan.schedule_of(source, *key)
+            self.memory.set(plan.of_schedule[key], (host.num_tiles, len(made.items), made.num_split, *common))
+            tables.append((made.items.view(-1), room.items.view(-1)))
+        return tables
+
+    def _copy(self, tables: Sequence[Table]) -> None:
+        copy(tables)
+        self.memory.send()
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError while a graph is captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
+
+
+def copy(tables: Sequence[Table]) -> None:
+    """Queues the copies on the current stream: one launch or two for all of a dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in tables:
+        if length := source.shape[0]:
+            targets, sources = by_dtype.setdefault(source.dtype, ([], []))
+            targets.append(target[:length])
+            sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles, passes and bounds of a plan, int32 each."""
+    return plan.memory.split(_lengths(plan))
+
+
+def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
+    """Of `_parts`."""
+    _, passes, bounds = (offset // 4 for offset in plan.host.offsets)
+    return passes, bounds - passes, plan.memory.shape[0] - bounds
+
+
+def _with_room(source: DevicePlan, tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
+    """Memory for tables like these and more of them, and their plan on the host."""
+    host, (_, passes, _) = source.host, _lengths(source)
+    most_tiles = math.ceil(host.num_tiles * headroom) + _SPARE_TILES
+    most_passes = math.ceil(passes // 8 * headroom) + 2 * _SPARE_TILES
+    rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
+    sizes = 4 * most_tiles, 8 * most_passes, 2 * rows * most_passes + 4
+    costs = np.ones(most_tiles, dtype=np.int64)
+    costs[: host.num_tiles] = host.costs
+    offsets = (0, 4 * sizes[0], 4 * (sizes[0] + sizes[1]))
+    return replace(host, costs=costs, offsets=offsets), source.memory.new_zeros(sum(sizes))
