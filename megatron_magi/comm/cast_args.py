@@ -205,7 +205,7 @@ class GroupCastArgs:
 
     @cached_property
     def peers(self) -> PeerTables | None:
-        """For ranks that read each other's memory; None where the other side is not known. Made at first use."""
+        """For ranks that reach each other's memory; None where the other side is not known. Made at first use."""
         if self.most is None:
             return None
         assert self.host is not None

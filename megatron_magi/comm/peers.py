@@ -146,7 +146,7 @@ def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
 
 
 def refusal_of_host(meeting: Meeting, device: torch.device, num_groups: int = 0) -> str | None:
-    """Why the ranks of a group cannot read each other's memory, None if they can; the same on all; collective.
+    """Why the ranks of a group cannot reach each other's memory, None if they can; the same on all; collective.
 
     Args:
         num_groups: of this rank's GPU that do so already.

@@ -203,7 +203,7 @@ def test_what_is_told_of_arrivals_is_what_the_kernels_read():
     ("num_ranks", "impl", "expected"),
     [(2, "auto", True), (8, "native", True), (9, "auto", False), (2, "all_to_all", False), (1, "auto", False)],
 )
-def test_one_launch_is_for_ranks_that_read_each_others_memory(num_ranks, impl, expected):
+def test_one_launch_is_for_ranks_that_reach_each_others_memory(num_ranks, impl, expected):
     assert announced.may_announce(num_ranks, impl) is expected
 
 

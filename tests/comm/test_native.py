@@ -1,4 +1,4 @@
-"""Ranks that read each other's rows get the same bits as by any other way, and end when one does not come."""
+"""Ranks that reach each other's memory get the same bits as by any other way, and end when one does not come."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def rank_says(**change):
         ([rank_says(), rank_says(device="GPU-1", groups=16)], "at most 16 groups"),
     ],
 )
-def test_ranks_read_each_others_memory_on_one_host_with_hopper_gpus(said, reason):
+def test_ranks_reach_each_others_memory_on_one_host_with_hopper_gpus(said, reason):
     found = peers.refusal_of(said)
     assert found is None if reason is None else reason in found
 
@@ -227,7 +227,7 @@ def ask_for_native(rank, num_ranks):
     assert len(asked) == 1
 
 
-def test_whether_ranks_read_each_others_memory_is_decided_once(ranks):
+def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
     ranks(2, ask_for_native)
 
 
@@ -289,6 +289,32 @@ def test_rows_of_a_slot_have_their_tensors_side_by_side():
     packed = row_memory.pack_slot_rows([(4096, 512, 256), (8192, 64, 32)], 288, 16, 8)
     address = struct.unpack("4Q4q4i2iq", packed)
     assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
+
+
+class Stream:
+    """That notes nothing."""
+
+    def wait_stream(self, _other) -> None:
+        """Nothing is queued."""
+
+    def wait_event(self, _event) -> None:
+        """Likewise."""
+
+
+def test_a_call_that_was_waited_for_with_all_others_does_not_count_for_a_later_one(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    mover = object.__new__(native.Native)
+    mover._device, mover._side, mover._streams, mover._events = torch.device("cuda", 0), None, {7: Stream()}, []
+    mover._last, mover._joins, mover._beside, mover._sends_beside = 7, 0, 1, False
+    early = native._Done(object(), 0, mover)
+    mover._join(Stream())
+    assert not mover._beside
+    mover._beside = 1  # a call that takes beside
+    late = native._Done(object(), mover._joins, mover)
+    early.wait()
+    assert mover._beside == 1, "what comes next would not wait for the later call"
+    late.wait()
+    assert mover._beside == 0
 
 
 @pytest.mark.parametrize("num_groups", range(1, peers.MOST_GROUPS + 1))

@@ -64,6 +64,7 @@ class Native:
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
         self._sends_beside = False  # some of them send there
+        self._joins = 0  # how often it has been made to wait for all of them
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready, self._started = torch.cuda.Event(), torch.cuda.Event()
@@ -274,12 +275,13 @@ class Native:
             self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
-        return _Done(event, self), tensors if kept else []
+            joins = self._joins
+        return _Done(event, joins, self), tensors if kept else []
 
     def _join(self, current: torch.cuda.Stream) -> None:
         """Makes the current stream wait for all calls."""
         current.wait_stream(self._side)
-        self._beside, self._sends_beside = 0, False
+        self._beside, self._sends_beside, self._joins = 0, False, self._joins + 1
 
     def _take_turn(self, raw: int) -> torch.cuda.Stream:
         """The current stream, of which this is the handle: calls are published one after the other."""
@@ -385,26 +387,32 @@ class Native:
             stream = self._streams[raw] = torch.cuda.current_stream(self._device)
         return stream
 
-    def await_event(self, event: torch.cuda.Event) -> None:
-        """Makes the current stream wait for an event of this object, and takes that back."""
+    def await_event(self, event: torch.cuda.Event, joins: int) -> None:
+        """Makes the current stream wait for an event of this object, and takes that back.
+
+        Args:
+            event: the end of a call.
+            joins: how often all calls had been waited for when that one was made.
+        """
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._stream(raw).wait_event(event)
         self._events.append(event)
-        self._beside -= raw == self._last and self._beside > 0
+        # A call that the stream was made to wait for with all others is not counted any more.
+        self._beside -= raw == self._last and joins == self._joins and self._beside > 0
 
 
 class _Done:
     """The end of a call: a `Work`."""
 
-    def __init__(self, event: torch.cuda.Event, native: Native) -> None:
+    def __init__(self, event: torch.cuda.Event, joins: int, native: Native) -> None:
         self._event: torch.cuda.Event | None = event
-        self._native = native
+        self._joins, self._native = joins, native
 
     def wait(self) -> None:
         """Makes the current stream wait."""
         if self._event is not None:
             event, self._event = self._event, None
-            self._native.await_event(event)
+            self._native.await_event(event, self._joins)
 
     def __del__(self) -> None:
         # Who has been stopped by an error does not wait, but frees memory that is being written.
