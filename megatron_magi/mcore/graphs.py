@@ -1,8 +1,8 @@
 """`--cuda-graph-impl full_iteration`: forward and backward of an iteration are one CUDA graph, for new masks each time.
 
 Megatron captures an iteration after some that warm up, and replays it on tensors that stay. Here these are those of
-microbatches whose plans stay too (`StaticPlans`). A microbatch that does not fit its place makes the iteration an eager
-one, on its own tensors, with a notice.
+microbatches whose plans stay too (`StaticPlans`). A microbatch that does not fit its place, or another number of them,
+as while the batch size ramps up, makes the iteration an eager one, on its own tensors, with a notice.
 """
 
 from __future__ import annotations
@@ -123,21 +123,32 @@ class GraphedIterations(FullCudaGraphWrapper):
             )
         model, iterator = (x[0] if isinstance(x, list) else x for x in (kwargs["model"], kwargs["data_iterator"]))
         batches = [step.read(iterator, model) for _ in range(kwargs["num_microbatches"])]
-        places = self._places.setdefault(stage, [])
-        places += [StaticBatch(batch, step.group) for batch in batches[len(places) :]]
-        reason = next(filter(None, (place.load(b) for place, b in zip(places, batches, strict=True))), None)
+        places = self._places_for(stage, batches, step.group)
+        if len(places) == len(batches):
+            loaded = (place.load(batch) for place, batch in zip(places, batches, strict=True))
+            reason = next((f"a microbatch does not fit, {why}" for why in loaded if why), None)
+        else:
+            reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
         static = {**kwargs, "data_iterator": [ReadBatches([place.batch for place in places])]}
         if self.curr_iter(stage) == self.cuda_graph_warmup_steps:
             self._capture(stage, static)
         self.next_iter(stage)
         if reason is not None:
-            _log.warning("an iteration runs without its CUDA graph: a microbatch does not fit, %s", reason)
+            _log.warning("an iteration runs without its CUDA graph: %s", reason)
             return self.forward_backward_func(**{**kwargs, "data_iterator": [ReadBatches(batches)]})
         graph = FullCudaGraphWrapper.cuda_graph[stage]
         if graph is None:
             return self.forward_backward_func(**static)
         graph.replay()
         return FullCudaGraphWrapper.result[stage]
+
+    def _places_for(self, stage: str, batches: Sequence[LocalBatch], group: dist.ProcessGroup) -> list[StaticBatch]:
+        """Places of an iteration: those of the graph, if there is one, else as many as there are microbatches."""
+        places = self._places.setdefault(stage, [])
+        if FullCudaGraphWrapper.cuda_graph[stage] is None:
+            del places[len(batches) :]
+            places += [StaticBatch(batch, group) for batch in batches[len(places) :]]
+        return places
 
     def reset_cuda_graph(self, stage: str | None = None) -> None:
         """As Megatron's; the microbatches' places go with the graph."""

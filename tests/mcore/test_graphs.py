@@ -80,6 +80,21 @@ def test_iterations_are_replayed_on_what_was_read_and_run_by_themselves_where_it
     assert [iterations.run()[0] for _ in range(2)] == [17, 21] and len(iterations.seen) == 3
 
 
+def test_another_number_of_microbatches_than_the_graph_has_runs_by_itself(iterations, caplog):
+    iterations.named["num_microbatches"] = 1
+    assert iterations.run() == [1]
+    iterations.named["num_microbatches"] = 2
+    assert iterations.run() == [5] and iterations.run() == [9], "captured with two"
+    assert [len(batches) for batches in iterations.seen] == [1, 2]
+    iterations.named["num_microbatches"] = 3
+    assert iterations.run() == [6 + 7 + 100] and iterations.seen[2:] == [[6, 7, 100]]
+    assert "without its CUDA graph: it has 3 microbatches, the graph 2" in caplog.text
+    iterations.named["num_microbatches"] = 1
+    assert iterations.run() == [8] and iterations.seen[3:] == [[8]]
+    iterations.named["num_microbatches"] = 2
+    assert iterations.run() == [19] and len(iterations.seen) == 4, "replayed again"
+
+
 def test_a_reset_drops_the_places_with_the_graph(iterations):
     iterations.run()
     iterations.wrapper.reset_cuda_graph("training")
