@@ -282,9 +282,11 @@ class OneLaunch:
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 
     def _announced(self, group, k: torch.Tensor, v: torch.Tensor, places, num_scratch: int):
-        memory = torch.empty(num_scratch, dtype=torch.uint8, device=k.device)
-        shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
-        into = [_view(memory, at, shape, k.dtype) for (_, at), shape in zip(places, shapes, strict=True)]
+        def into() -> list[torch.Tensor]:
+            memory = torch.empty(num_scratch, dtype=torch.uint8, device=k.device)
+            shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
+            return [_view(memory, at, shape, k.dtype) for (_, at), shape in zip(places, shapes, strict=True)]
+
         return announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places)
 
     def _is_local(self, q: torch.Tensor) -> bool:

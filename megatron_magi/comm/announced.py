@@ -5,7 +5,7 @@ Both are steps of a list of calls, prepared once and queued by `Native.queue`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ def announced_cast(
     args: GroupCastArgs,
     group: dist.ProcessGroup | None,
     impl: str,
-    into: Sequence[torch.Tensor],
+    into: Callable[[], Sequence[torch.Tensor]],
     sources: Sequence[Place],
     places: tuple[Place, Place],
 ) -> tuple[Native, Arriving] | None:
@@ -38,12 +38,13 @@ def announced_cast(
 
     Args:
         tensors, args, group, impl: as in `megatron_magi.comm.group_collective.group_cast`.
-        into, sources, places: as in `Native.arriving`.
+        into: makes them, where rows travel so; as `sources` and `places` in `Native.arriving`.
+        sources, places: see there.
     """
     mover, layout = choose_mover(tensors, args, group, impl)
     if not isinstance(mover, Native):
         return None
-    return mover, mover.arriving(tensors, args, layout, into, sources, places)
+    return mover, mover.arriving(tensors, args, layout, into(), sources, places)
 
 
 @torch.no_grad()
