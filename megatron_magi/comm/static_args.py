@@ -42,8 +42,7 @@ class StaticArgs:
         length = max(self._num_recv, self._num_send, num_rows) + TAIL_ROWS
         self._numbers = torch.arange(length, device=args.device)
         tables = [torch.zeros_like(self._numbers) for _ in range(6)]
-        bounds = iter(most)
-        peers = [torch.zeros_like(self._numbers) if isinstance(x, Tensor) else next(bounds) for x in args.peers]
+        peers = [torch.zeros_like(self._numbers) for _ in args.peers]
         rest = (0,) * (args.num_ranks - 1)
         self.args = GroupCastArgs(
             send_index=tables[0],
@@ -87,4 +86,4 @@ class StaticArgs:
 def _arrays(args: GroupCastArgs) -> list[Tensor]:
     arrivals, peers = args.arrivals, args.peers
     assert peers is not None
-    return [arrivals.rows, arrivals.starts, arrivals.sources, *(x for x in peers if isinstance(x, Tensor))]
+    return [arrivals.rows, arrivals.starts, arrivals.sources, *peers]

@@ -75,7 +75,8 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
     degree = choose_degree(counts.area[0], counts.area[1], received, overlap)
     own, fetched = (_Stage(*(c[place].astype(np.float64) for c in counts[:7])) for place in (0, 1))
     # Kernels wait for rows of their own node only.
-    at_once = overlap.one_launch and overlap.degree != 0 and degree > 0 and not counts.received[1].any()
+    at_once = overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce and degree > 0
+    at_once = at_once and not counts.received[1].any()
     num_stages = 1 if at_once else degree
     steps = _Steps(num_rows, rates, overlap.cost, degree > 0 and not at_once)
     fetch = _transfer_us(counts.received, counts.sent, num_stages, rates, overlap.cost)
