@@ -105,6 +105,10 @@ def test_stages_of_one_launch_are_predicted_as_one() -> None:
     )
     assert at_once.degree == staged.degree == 4
     assert at_once.forward_us < staged.forward_us and at_once.step_us < staged.step_us
+    kept = replace(overlap, hide_tail_reduce=True)  # stages follow each other
+    assert predict.predict(counts, 16384, H100, replace(kept, one_launch=True)) == predict.predict(
+        counts, 16384, H100, replace(kept, one_launch=False)
+    )
     counts = count(mask, bounds, rank, 4, 2)  # between nodes rows come stage by stage
     assert predict.predict(counts, 16384, H100, overlap) == predict.predict(
         counts, 16384, H100, replace(overlap, one_launch=False)
