@@ -37,11 +37,7 @@ def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
     """
     group = q.shape[1] // k.shape[1]
     fills = kernels.heads_of_tile(group, 2) * pattern.q_block >= kernels.PIECE
-    return (
-        pattern.k_block == 2 * kernels.PIECE
-        and fills
-        and 4 * q.numel() <= tuning.MOST_SPARSE_DQ_BYTES
-    )
+    return pattern.k_block == 2 * kernels.PIECE and fills and 4 * q.numel() <= tuning.MOST_SPARSE_DQ_BYTES
 
 
 def backward_by_tiles(
