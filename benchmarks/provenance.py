@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ def provenance() -> dict[str, str]:
     outside a checkout; ``+changes`` marks files that differ from it.
     """
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "commit": os.environ.get("MAGI_COMMIT") or _commit(),
         "device": _device(),
         "software": f"python {platform.python_version()}, torch {torch.__version__}",

@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "exchange": Shape(768, 64, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
+    "exchange": Shape(768, 32, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
     "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
@@ -49,7 +49,9 @@ SHAPES = {
 
 MOST_WAITING = 64
 """Blocks that may wait for what they take or read, and as many to send or publish, of all groups of a GPU together: it
-has 132 SMs, each of which takes one at least, so those that others wait for always find room."""
+has 132 SMs, each of which takes one at least, so those that others wait for always find room. Half as many of
+``exchange``, which take an SM each: NCCL's kernels, in clusters of SMs, must find room beside them on all ranks. Else
+one rank could run NCCL's and another these, each waiting for the other's."""
 
 
 MOST_BESIDE = 24
@@ -59,7 +61,8 @@ MOST_BESIDE = 24
 def blocks_of(name: str, num_groups: int, beside: bool = False) -> int:
     """Blocks of a kernel where so many groups of a GPU may wait at once; ``beside``: other work."""
     most = MOST_BESIDE if beside else SHAPES[name].num_blocks
-    return min(most, MOST_WAITING // num_groups)
+    room = MOST_WAITING // 2 if name == "exchange" else MOST_WAITING
+    return min(most, room // num_groups)
 
 
 class PeerKernel(NamedTuple):

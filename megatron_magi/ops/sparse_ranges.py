@@ -21,6 +21,7 @@ from megatron_magi.ops.sparse_pattern import K_BLOCKS, MAX_Q_BLOCK, SparsePatter
 
 _FEW_SLICES = 64
 _MOST_PAIRS = 1 << 24
+_MOST_PADDING = 4  # of lists of single keys, all as long as the longest: times the keys that are listed
 _DENSE_HEADS, _TILE = 8, 128  # heads that dense kernels pack at most; places of a tile
 
 
@@ -62,8 +63,12 @@ def sparse_pattern_of(
 
 def _is_faster(lists: BlockLists, heads: int, deterministic: bool) -> bool:
     places = lists.q_block * heads
-    if lists.k_block == 1 and (lists.q_block > 1 or heads < _TILE // 2 or deterministic):
-        return False
+    if lists.k_block == 1:
+        if lists.q_block > 1 or heads < _TILE // 2 or deterministic:
+            return False
+        counts = np.diff(lists.offsets)
+        if counts.max() * len(counts) > _MOST_PADDING * len(lists.entries):
+            return False
     return min(places, _TILE) > lists.q_block * min(heads, _DENSE_HEADS)
 
 
@@ -80,12 +85,15 @@ def _pattern(lists: BlockLists, device: torch.device) -> SparsePattern:
 def block_lists(table: np.ndarray, num_rows: int, num_keys: int) -> BlockLists | None:
     """The lists of slices, int64 ``[n, 5]``, that are full and whose ranges begin and end with blocks; else None.
 
-    None too where they are no valid mask: they overlap, or lie outside.
+    None too where they are no valid mask: they overlap, are inverted, or lie outside.
     """
     if table[:, 4].any():
         return None
-    table = table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])]
-    if (table < 0).any() or (table[:, 1] > num_rows).any() or (table[:, 3] > num_keys).any() or not len(table):
+    begin, end = table[:, 0:4:2], table[:, 1:4:2]
+    if (begin < 0).any() or (begin > end).any() or (end > (num_rows, num_keys)).any():
+        return None
+    table = table[(begin < end).all(axis=1)]
+    if not len(table):
         return None
     step = _common_step(table[:, :2], num_rows)
     q_block = next(b for b in range(min(step, MAX_Q_BLOCK), 0, -1) if step % b == 0)

@@ -68,7 +68,7 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
     q, k, v = tensors(128)
     lists = torch.zeros(7, 3, dtype=torch.int32)
     found = []
-    for most in (100 * 4 * 128 * 4, 100 * 4 * 128 * 4 - 1):
+    for most in (100 * 8 * 128 * 4, 100 * 8 * 128 * 4 - 1):
         monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", most)
         out, _ = block_sparse_attention(q, k, v, lists, q_block_size=16, k_block_size=128, impl="ffa")
         launched.clear()

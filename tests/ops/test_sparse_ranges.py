@@ -55,6 +55,8 @@ def test_lists_of_ranges_mean_the_same(num_rows, num_keys, q_block, k_block, see
         [(0, 64, 0, 2000, 0)],
         [(-64, 64, 0, 64, 0)],
         [(64, 64, 0, 64, 0)],
+        [(0, 64, 0, 64, 0), (64, 32, 64, 128, 0)],
+        [(0, 64, 0, 64, 0), (64, 64, 0, 2000, 0)],
     ],
 )
 def test_ranges_that_are_no_mask_of_blocks_are_left_to_others(table):
@@ -91,6 +93,18 @@ def test_sparse_kernels_get_what_fills_their_tiles_better(monkeypatch, heads, q_
     assert sparse_pattern_of(ranges, *tensors, AttnOptions(1.0, **options)) is found  # the same tensors again
     if found is not None:
         assert (found.q_block, found.k_block) == (q_block, k_block)
+
+
+def test_lists_of_single_keys_of_very_different_lengths_are_not_padded(monkeypatch):
+    monkeypatch.setattr(sparse_ranges.sparse_hopper, "is_supported", lambda *_: True)
+    found = []
+    for longest in (30, 1001):
+        mask = np.zeros((200, 1001), dtype=bool)
+        mask[:, :20:2] = mask[0, :longest:2] = True
+        table = block_table(mask, 1, 1, *mask.shape)
+        ranges = HostRanges([table[:, :2], table[:, 2:4]], *mask.shape)
+        found.append(sparse_pattern_of(ranges, like(200, 128), like(1001, 1), like(1001, 1), AttnOptions(1.0)))
+    assert found[0] is not None and found[0].tensors[0].shape == (1, 200, 15) and found[1] is None
 
 
 @pytest.mark.gpu

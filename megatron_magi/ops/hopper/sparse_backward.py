@@ -33,15 +33,11 @@ _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes i
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
     """Whether one kernel computes all gradients, and is faster: of blocks of 128 keys, where blocks of queries fill its
-    tiles and the sums of dq that SMs add to at a time are in the L2 cache, or nearly so.
+    tiles and the sums of dq are in the L2 cache, or nearly so.
     """
     group = q.shape[1] // k.shape[1]
     fills = kernels.heads_of_tile(group, 2) * pattern.q_block >= kernels.PIECE
-    return (
-        pattern.k_block == 2 * kernels.PIECE
-        and fills
-        and 4 * q.shape[0] * group * q.shape[2] <= tuning.MOST_SPARSE_DQ_BYTES
-    )
+    return pattern.k_block == 2 * kernels.PIECE and fills and 4 * q.numel() <= tuning.MOST_SPARSE_DQ_BYTES
 
 
 def backward_by_tiles(
