@@ -254,7 +254,10 @@ DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lan
   } else {
     for (i64 k = first; k < past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
   }
-  if (lanes == 32) failed = __any_sync(~0u, failed);
+  if (lanes == 32) {
+    failed = __any_sync(~0u, failed);
+    __syncwarp();  // what one lane has awaited all may read
+  }
   for (int begin = 0; begin < s.units; begin += kSumLoads * lanes) {
     const int unit = begin + lane;
     Sum sum[kSumLoads][VECTOR];

@@ -397,7 +397,8 @@ def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
     plain = ("reference" if backend == "gloo" else "all_to_all") if impl in ("auto", "native") else impl
     if isinstance(args, LevelArgs):
         groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)
-        near, relay = _way(args.near, groups.near, impl), _way(args.relay, groups.relay, impl)
+        inside = impl if impl == "native" else plain  # `auto` mixes no kernels that wait with NCCL's between the nodes
+        near, relay = _way(args.near, groups.near, inside), _way(args.relay, groups.relay, inside)
         far = _way(args.far, groups.far, plain)
         natives = [way.native for way in (near, relay) if way.native is not None]
         groups.guards.extend(native for native in natives if native not in groups.guards)

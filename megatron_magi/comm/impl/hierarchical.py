@@ -52,7 +52,7 @@ class Hierarchical:
         near = self._near(layout, args.near, False).cast(tensors, args.near, layout, kept, (out, args.near_rows))
         relay = self._relay(layout, args.relay, False)
         relayed = _Next(
-            far, lambda rows: relay.cast(rows, args.relay, layout, True, (out, args.relay_rows)), args.device
+            far, lambda rows: relay.cast(rows, args.relay, layout, False, (out, args.relay_rows)), args.device
         )
 
         def finish() -> list[torch.Tensor]:
