@@ -60,7 +60,7 @@ class UserForwardStep(MagiForwardStep):
         Raises:
             ValueError: the model does not attend by plan.
         """
-        batch = self._next(data_iterator, model)
+        batch = self.read(data_iterator, model)
         options = {"return_schedule_plan": True} if return_schedule_plan else {}
         with _chunk(model).given(batch):
             output, loss = self._step(iter([_fields(batch)]), model, **options)
