@@ -7,8 +7,7 @@
 // sent by TMA, through a ring of places in shared memory: an SM has three times as much under way), SUMS (0: rows are
 // copied; 1: they are added, see numbers.cuh).
 
-#include "peers.cuh"
-#include "units.cuh"
+#include "send_row.cuh"
 #if SUMS
 #include "numbers.cuh"
 #endif
@@ -172,20 +171,6 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) tell(ring, piece, call);
 }
 #else
-DEVICE void send_row(const SlotRows& s, i64 row, u64 to, int lane, int lanes) {
-  Unit* out = reinterpret_cast<Unit*>(to);
-  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
-    Unit value[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      if (unit + i * lanes < s.units)
-        value[i] = *reinterpret_cast<const Unit*>(address_of(s, row, unit + i * lanes, UNIT));
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      if (unit + i * lanes < s.units) out[unit + i * lanes] = value[i];
-  }
-}
-
 DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
   const int thread = threadIdx.x % kGroup, log2_lanes = p.from.log2_lanes, lanes = 1 << log2_lanes;
   const u32 count = c.upto[p.peers.num_ranks];
@@ -196,8 +181,8 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
     const Chunk chunk(p, c, call, at);
     for (i64 row = chunk.row + (thread >> log2_lanes); row < chunk.end; row += kGroup >> log2_lanes) {
       const i64 i = row + chunk.shift;
-      send_row(p.from, p.sent == nullptr ? i : p.sent[i], chunk.slot + row * p.from.row_bytes, thread & (lanes - 1),
-               lanes);
+      send_row<kLoads>(p.from, p.sent == nullptr ? i : p.sent[i], chunk.slot + row * p.from.row_bytes,
+                       thread & (lanes - 1), lanes);
     }
     named_sync(1 + threadIdx.x / kGroup, kGroup);
     if (thread == 0) store_release(chunk.flag, call);

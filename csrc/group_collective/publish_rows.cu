@@ -1,7 +1,6 @@
 // Puts the rows that others need into this rank's slot, each at its own number, and says so chunk by chunk.
 
-#include "peers.cuh"
-#include "units.cuh"
+#include "send_row.cuh"
 
 struct PublishParams {
   Peers peers;
@@ -13,20 +12,6 @@ struct PublishParams {
 };
 
 constexpr int kLog2ChunkRows = 4, kLoads = 8;
-
-DEVICE void publish_row(const SlotRows& s, i64 row, u64 slot, int lane, int lanes) {
-  Unit* to = reinterpret_cast<Unit*>(slot + row * s.row_bytes);
-  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
-    Unit value[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      if (unit + i * lanes < s.units)
-        value[i] = *reinterpret_cast<const Unit*>(address_of(s, row, unit + i * lanes, UNIT));
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      if (unit + i * lanes < s.units) to[unit + i * lanes] = value[i];
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(512, 2) magi_publish_rows(const __grid_constant__ PublishParams p) {
   Control* mine = p.peers.control[p.peers.rank];
@@ -52,8 +37,10 @@ extern "C" __global__ void __launch_bounds__(512, 2) magi_publish_rows(const __g
         begin = p.starts[chunk << more];
         end = p.starts[last < base ? last : base];
       }
-      for (i64 i = begin + (thread >> p.from.log2_lanes); i < end; i += blockDim.x >> p.from.log2_lanes)
-        publish_row(p.from, p.rows == nullptr ? i : p.rows[i], slot, thread & (lanes - 1), lanes);
+      for (i64 i = begin + (thread >> p.from.log2_lanes); i < end; i += blockDim.x >> p.from.log2_lanes) {
+        const i64 row = p.rows == nullptr ? i : p.rows[i];
+        send_row<kLoads>(p.from, row, slot + row * p.from.row_bytes, thread & (lanes - 1), lanes);
+      }
       __syncthreads();
       if (begin < end && thread < p.peers.num_ranks)
         store_release(&p.peers.control[thread]->published[p.peers.rank][chunk], call);

@@ -1,10 +1,17 @@
-"""Calls beside the stream of the caller take turns with those on it: what the host counts, without a GPU."""
+"""Calls beside the stream of the caller: how they take turns with those on it, and are prepared; without a GPU."""
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 
 from megatron_magi.comm.impl import native
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import rows_of
+from tests.comm.random_transfers import Transfers
 
 
 class Stream:
@@ -31,3 +38,29 @@ def test_a_call_that_was_waited_for_with_all_others_does_not_count_for_a_later_o
     assert mover._beside == 1, "what comes next would not wait for the later call"
     late.wait()
     assert mover._beside == 0
+
+
+def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(monkeypatch):
+    rows = [[np.arange(4 * (i != j)) for j in range(2)] for i in range(2)]
+    args = Transfers([4, 4], rows, [None] * 2).args(0, "cpu")
+    mover = object.__new__(native.Native)
+    mover._device, mover._started = torch.device("cuda", 0), SimpleNamespace(cuda_event=3)
+    mover._memory, mover._flags = SimpleNamespace(generation=0, packed=b""), torch.zeros(1)
+    made = []
+    monkeypatch.setattr(native, "kernel_of", lambda name, *_: SimpleNamespace(name=name, loads=4))
+    monkeypatch.setattr(native, "Launch", lambda kernel, *_, **__: made.append(kernel.name) or object())
+    x = [torch.zeros(4, 64) for _ in range(3)]
+    layout = RowLayout.of(x[:1])
+    own, other, out = (rows_of([t], layout.sizes) for t in x)
+
+    def exchange(some, roles):
+        return mover._exchanges(native._CAST, args, layout, some, out, (), roles)
+
+    first = exchange(own, native._BOTH)
+    assert exchange(other, native._BOTH) is first and made == ["exchange"]
+    assert len(exchange(own, native._APART)) == 2 and made == ["exchange"] * 3
+    prepare = functools.partial(mover._prepare_announced, args, layout, own, out)
+    assert len(mover._launches((native._ANNOUNCE,), args, own, out, prepare)) == 2
+    assert made[3:] == ["publish_rows", "pull_bulk"]
+    mover._memory.generation = 1
+    assert exchange(own, native._BOTH) is not first

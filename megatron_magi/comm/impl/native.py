@@ -9,9 +9,10 @@ it waited for is raised by the next call. See ``csrc/group_collective/peers.cuh`
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -151,7 +152,8 @@ class Native:
             sources, places: where they will be.
         """
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
-        publish, pull = self._launches(_ANNOUNCE, args, layout, rows, results, (), (), 0)
+        prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
+        publish, pull = self._launches((_ANNOUNCE,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
         return Arriving(
             into, places, (publish.step(sources), pull.step(places)), control + _CALLS_PUBLISHED,
@@ -174,7 +176,7 @@ class Native:
         types = layout.dtypes[0], into[0].dtype
         sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, sizes)
-        (exchange,) = self._launches(_ADD, args, layout, rows, results, types, _BOTH, 0)
+        (exchange,) = self._exchanges(_ADD, args, layout, rows, results, types, _BOTH)
         return exchange.step(sources, places)
 
     def version(self) -> tuple[int, int, int]:
@@ -258,7 +260,7 @@ class Native:
         kept = kept and not torch.cuda.is_current_stream_capturing()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
-        launches = self._launches(kind, args, layout, rows, results, types, _BOTH if kept else _APART, _address(index))
+        launches = self._exchanges(kind, args, layout, rows, results, types, _BOTH if kept else _APART, _address(index))
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
@@ -294,20 +296,40 @@ class Native:
         self._last = raw
         return current
 
-    def _launches(self, kind: str, args: GroupCastArgs, *how: object) -> tuple[Launch, ...]:
-        """`_prepare`, once for all calls that differ in addresses alone; ``how``: the rest of its arguments."""
-        _, rows, results, *rest = how
+    def _launches(
+        self,
+        kind: tuple,
+        args: GroupCastArgs,
+        rows: list[Rows],
+        results: list[Rows],
+        prepare: Callable[[int], tuple[Launch, ...]],
+    ) -> tuple[Launch, ...]:
+        """What ``prepare`` makes for so many groups, once for calls of a ``kind`` that differ in addresses alone."""
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         num_groups = len(_of_device(self._device))
-        key = (self._memory.generation, num_groups, kind, *rest, *forms)
+        key = (self._memory.generation, num_groups, *kind, *forms)
         known = args.launches.get(self)
         if known is None:
             known = args.launches[self] = {}
         launches = known.get(key)
         if launches is None:
-            prepare = self._prepare_announced if kind == _ANNOUNCE else self._prepare
-            launches = known[key] = prepare(kind, args, *how, num_groups)
+            launches = known[key] = prepare(num_groups)
         return launches
+
+    def _exchanges(
+        self,
+        kind: str,
+        args: GroupCastArgs,
+        layout: RowLayout,
+        rows: list[Rows],
+        results: list[Rows],
+        types: tuple[torch.dtype, ...],
+        roles: tuple[int, ...],
+        index: int = 0,
+    ) -> tuple[Launch, ...]:
+        """`_prepare`, once."""
+        prepare = functools.partial(self._prepare, kind, args, layout, rows, results, types, roles, index)
+        return self._launches((kind, types, roles, index), args, rows, results, prepare)
 
     def _prepare(
         self,
@@ -350,20 +372,11 @@ class Native:
         return tuple(Launch(kernel, num_groups, *parts, role, started=started) for role in roles)
 
     def _prepare_announced(
-        self,
-        kind: str,
-        args: GroupCastArgs,
-        layout: RowLayout,
-        rows: list[Rows],
-        results: list[Rows],
-        types: tuple[torch.dtype, ...],
-        roles: tuple[int, ...],
-        index: int,
-        num_groups: int,
+        self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], num_groups: int
     ) -> tuple[Launch, ...]:
         """The kernel that publishes rows and the one that reads them, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
-        assert tables is not None and kind == _ANNOUNCE and not (types or roles or index)
+        assert tables is not None
         counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), widest(rows)
         publish = kernel_of("publish_rows", (f"UNIT={unit}",), self._device)
         pull = kernel_of("pull_bulk", ("ANNOUNCES=1",), self._device)

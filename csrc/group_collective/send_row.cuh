@@ -1,0 +1,21 @@
+// One row, from the tensors in which it lies into a slot.
+#pragma once
+
+#include "peers.cuh"
+#include "units.cuh"
+
+// `to`: where the row goes; kLoads units of a thread are under way at a time.
+template <int kLoads>
+DEVICE void send_row(const SlotRows& s, i64 row, u64 to, int lane, int lanes) {
+  Unit* out = reinterpret_cast<Unit*>(to);
+  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
+    Unit value[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (unit + i * lanes < s.units)
+        value[i] = *reinterpret_cast<const Unit*>(address_of(s, row, unit + i * lanes, UNIT));
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (unit + i * lanes < s.units) out[unit + i * lanes] = value[i];
+  }
+}
