@@ -6,11 +6,11 @@
     python benchmarks/bench_distributed.py --plot FILE [FILE ...] [--csv FILE] [--chart FILE]    (needs no GPU)
 
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
-``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch; ``alone``, the attention of ``magi``, stage by
-stage, over keys that are all there; the baselines of `baselines`. All take turns in one run, in another order each
-round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead; a
-first call counts only where it takes so long that what is made once is nothing beside it. Rates are of visible pairs for
-each GPU. Zigzag is left out where the default dispatches likewise. ``hidden``: share of the time of communication kernels, which includes their waiting
+``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, unless that is the default's; ``alone``, the
+attention of ``magi``, stage by stage, over keys that are all there; the baselines of `baselines`. All take turns in one
+run, in another order each round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call
+with the host ahead; a first call counts only where it takes so long that what is made once is nothing beside it. Rates
+are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting
 for other ranks, in which others run beside them, of a forward and a backward under the profiler, over all ranks. When
 ``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in several the
 last. Figures that MagiAttention has published of its own are shown beside, and named so.
@@ -57,7 +57,7 @@ PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 4
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
 GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
 _AHEAD_MS, _FIRST_AHEAD_MS = 3.0, 100.0
-"""How long the device waits before a pass for the host that queues it; the first time, when the host makes tables too."""
+"""How long the device waits before a pass for the host that queues it, and that makes tables the first time."""
 _LONG_MS = 300.0
 """Both passes of a way whose first call counts."""
 
