@@ -7,7 +7,7 @@
 
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
 ``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, unless that is the default's; ``alone``, the
-attention of ``magi``, stage by stage, over keys that are all there; the baselines of `baselines`. All take turns in one
+attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All take turns in one
 run, in another order each round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call
 with the host ahead; a first call counts only where it takes so long that what is made once is nothing beside it. Rates
 are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting
