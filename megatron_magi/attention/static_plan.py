@@ -134,7 +134,9 @@ class _StaticPlan:
         runtime: dict = {}
         if cp_size > 1:
             if plan.degree > 1:
-                raise ValueError(f"plans: {name!r} has {plan.degree} remote stages, static plans of several ranks have one")
+                raise ValueError(
+                    f"plans: {name!r} has {plan.degree} remote stages, static plans of several ranks have one"
+                )
             casts = [cast for sample in samples for cast in plan_casts(sample, device)]
             if not all(isinstance(cast, GroupCastArgs) for cast in casts):
                 raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")

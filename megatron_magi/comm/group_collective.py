@@ -305,8 +305,8 @@ def make_room(
         ValueError, RuntimeError: as `group_cast`.
     """
     needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
-    for way, layout, most_rows in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
-        way.mover(layout, most_rows)
+    for way, layout, count in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
+        way.mover(layout, count)
 
 
 def _needs(
@@ -348,7 +348,7 @@ def raise_failure(group: dist.ProcessGroup) -> None:
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
-    """Says, on all ranks, that no CUDA graph is left that has captured calls on the group: its memory may grow again."""
+    """Says, on all ranks, that no CUDA graph that captured calls on the group is left: its memory may grow again."""
     native = present_native(group)
     if native is not None:
         native.forget_graphs()

@@ -144,7 +144,9 @@ class GraphedIterations(FullCudaGraphWrapper):
         reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
         if len(places) == len(batches):
             loaded = ((batch, place.load(batch)) for place, batch in zip(places, batches, strict=True))
-            large, reason = next(((batch, f"a microbatch does not fit, {why}") for batch, why in loaded if why), (None, None))
+            large, reason = next(
+                ((batch, f"a microbatch does not fit, {why}") for batch, why in loaded if why), (None, None)
+            )
             if large is not None and self._has_grown(stage, large, reason):
                 places, reason = self._places_for(stage, batches, step.group), None
         static = {**kwargs, "data_iterator": [ReadBatches([place.batch for place in places])]}
