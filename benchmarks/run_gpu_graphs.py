@@ -5,8 +5,8 @@
 A small GPT on packed documents, a new mask in each microbatch, in bf16 and with deterministic attention; evaluations
 between. In few microbatches tables of the mask find no room, so the graph is captured again (`graph_masks`).
 Ways: ``eager``; ``graph``; ``staged``, eager mode with the plans of the graph, one remote stage and no single launch;
-``one``, eager mode on one rank. Exits non-zero where losses differ from those of the first way, by more than 1e-3, or by
-more than 1e-2 on another number of ranks, which rounds otherwise, or iterations were not captured, captured again and replayed.
+``one``, eager mode on one rank. Exits non-zero where losses differ from those of the first way, by more than 1e-3, or
+on another number of ranks, which rounds otherwise, by more than 1e-2, or where nothing was captured, or not again.
 """
 
 from __future__ import annotations
