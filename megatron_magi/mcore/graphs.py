@@ -1,8 +1,10 @@
 """`--cuda-graph-impl full_iteration`: forward and backward of an iteration are one CUDA graph, for new masks each time.
 
 Megatron captures an iteration after some that warm up, and replays it on tensors that stay. Here these are those of
-microbatches whose plans stay too (`StaticPlans`). A microbatch that does not fit its place, or another number of them,
-as while the batch size ramps up, makes the iteration an eager one, on its own tensors, with a notice.
+microbatches whose plans stay too (`StaticPlans`). One that does not fit its place gets a larger one, and the graph is
+captured again, with a notice. Another number of microbatches, as while the batch size ramps up, makes the iteration an
+eager one, on its own tensors. Context-parallel ranks decide alike; replicas decide for themselves, as what the graphs
+exchange with them is the same in eager mode.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_graph_pool, 
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
 from megatron_magi.attention import StaticPlans
+from megatron_magi.comm.group_collective import forget_graphs
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.arguments import is_magi
@@ -25,6 +28,9 @@ from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.carrier import Window
 from megatron_magi.plan import RankPlan
 
+Plans = Mapping[str, RankPlan]
+_MOST_SAMPLES = 8
+"""Of microbatches that did not fit: how often graphs are captured again."""
 _WRAPPER = "training.training:FullCudaGraphWrapper"
 _log = logging.getLogger(__name__)
 
@@ -69,15 +75,19 @@ class StaticBatch:
     Args:
         batch: the first there.
         group: the context-parallel ranks.
+        samples: plans of other microbatches for which there is to be room.
 
     Attributes:
         batch: tensors and plans that stay; those of the microbatch that was loaded.
+        group: the ranks.
+        has_run: in eager mode, so that it can be captured.
     """
 
-    def __init__(self, batch: LocalBatch, group: dist.ProcessGroup) -> None:
+    def __init__(self, batch: LocalBatch, group: dist.ProcessGroup, samples: Sequence[Plans]) -> None:
         plans = batch.params.plans
         device = batch.tokens.device
-        self._static = StaticPlans(plans.named, device, group if group.size() > 1 else None)
+        self.group, self.has_run = group, False
+        self._static = StaticPlans(plans.named, device, group if group.size() > 1 else None, samples=samples)
         params = replace(
             batch.params,
             plans=StaticLayerPlans(plans, self._static),
@@ -85,6 +95,11 @@ class StaticBatch:
             num_loss_tokens=torch.tensor(batch.params.num_loss_tokens, dtype=torch.float32, device=device),
         )
         self.batch: LocalBatch = replace(_copy_of(batch), params=params)
+
+    @staticmethod
+    def sample_of(batch: LocalBatch) -> Plans:
+        """Plans of a microbatch, without what they keep on a device."""
+        return {name: replace(plan, runtime={}) for name, plan in batch.params.plans.named.items()}
 
     def load(self, batch: LocalBatch) -> str | None:
         """Makes this the place of another microbatch; None, or why it does not fit. Collective where ranks attend."""
@@ -105,6 +120,8 @@ class GraphedIterations(FullCudaGraphWrapper):
     """Megatron's wrapper of schedules; iterations and graphs are counted and kept where it keeps them."""
 
     _places: ClassVar[dict[str, list[StaticBatch]]] = {}
+    _samples: ClassVar[dict[str, list[Plans]]] = {}
+    """Of microbatches that found no room, by stage."""
 
     def __call__(self, **kwargs: Any) -> Any:
         """As Megatron's training and evaluation call a schedule; without `--attention-backend magi` as it does itself.
@@ -124,20 +141,25 @@ class GraphedIterations(FullCudaGraphWrapper):
         model, iterator = (x[0] if isinstance(x, list) else x for x in (kwargs["model"], kwargs["data_iterator"]))
         batches = [step.read(iterator, model) for _ in range(kwargs["num_microbatches"])]
         places = self._places_for(stage, batches, step.group)
+        reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
         if len(places) == len(batches):
-            loaded = (place.load(batch) for place, batch in zip(places, batches, strict=True))
-            reason = next((f"a microbatch does not fit, {why}" for why in loaded if why), None)
-        else:
-            reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
+            loaded = ((batch, place.load(batch)) for place, batch in zip(places, batches, strict=True))
+            large, reason = next(
+                ((batch, f"a microbatch does not fit, {why}") for batch, why in loaded if why), (None, None)
+            )
+            if large is not None and self._has_grown(stage, large, reason):
+                places, reason = self._places_for(stage, batches, step.group), None
         static = {**kwargs, "data_iterator": [ReadBatches([place.batch for place in places])]}
-        if self.curr_iter(stage) == self.cuda_graph_warmup_steps:
-            self._capture(stage, static)
+        graph, can_capture = FullCudaGraphWrapper.cuda_graph[stage], all(place.has_run for place in places)
+        if graph is None and can_capture and self.curr_iter(stage) >= self.cuda_graph_warmup_steps:
+            graph = self._capture(stage, static)
         self.next_iter(stage)
         if reason is not None:
             _log.warning("an iteration runs without its CUDA graph: %s", reason)
             return self.forward_backward_func(**{**kwargs, "data_iterator": [ReadBatches(batches)]})
-        graph = FullCudaGraphWrapper.cuda_graph[stage]
         if graph is None:
+            for place in places:
+                place.has_run = True
             return self.forward_backward_func(**static)
         graph.replay()
         return FullCudaGraphWrapper.result[stage]
@@ -147,29 +169,42 @@ class GraphedIterations(FullCudaGraphWrapper):
         places = self._places.setdefault(stage, [])
         if FullCudaGraphWrapper.cuda_graph[stage] is None:
             del places[len(batches) :]
-            places += [StaticBatch(batch, group) for batch in batches[len(places) :]]
+            samples = self._samples.get(stage, ())
+            places += [StaticBatch(batch, group, samples) for batch in batches[len(places) :]]
         return places
+
+    def _has_grown(self, stage: str, large: LocalBatch, reason: str) -> bool:
+        """Drops places, and their graph, for others with room for a microbatch too; not for ever."""
+        samples = self._samples.setdefault(stage, [])
+        if len(samples) == _MOST_SAMPLES:
+            return False
+        samples.append(StaticBatch.sample_of(large))
+        if FullCudaGraphWrapper.cuda_graph[stage] is not None:
+            _log.warning("the graph of a %s iteration is captured again, with more room: %s", stage, reason)
+        self.reset_cuda_graph(stage)
+        return True
 
     def reset_cuda_graph(self, stage: str | None = None) -> None:
         """As Megatron's; the microbatches' places go with the graph."""
         super().reset_cuda_graph(stage)
-        for name in list(self._places) if stage is None else [stage]:
-            self._places.pop(name, None)
+        gone = [place for name in list(self._places) if stage in (None, name) for place in self._places.pop(name)]
+        if not any(FullCudaGraphWrapper.cuda_graph.values()):
+            for group in {place.group for place in gone}:
+                forget_graphs(group)
 
-    def _capture(self, stage: str, static: Mapping[str, Any]) -> None:
-        """Captures an iteration; nothing of it runs."""
+    def _capture(self, stage: str, static: Mapping[str, Any]) -> torch.cuda.CUDAGraph:
+        """Captures an iteration; nothing of it runs, so no other rank need do the same."""
         graph = torch.cuda.CUDAGraph()
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
-        dist.barrier()
         torch.cuda.synchronize()
         pool, stream = get_graph_pool(self.use_single_mempool), get_shared_capture_stream()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             FullCudaGraphWrapper.result[stage] = self.forward_backward_func(**static)
         FullCudaGraphWrapper.cuda_graph[stage] = graph
         torch.cuda.synchronize()
-        dist.barrier()
         _log.info("captured a %s iteration in a CUDA graph", stage)
+        return graph
 
 
 def install() -> None:

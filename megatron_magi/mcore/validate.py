@@ -132,8 +132,6 @@ def _check_cuda_graphs(args: Namespace) -> None:
 
 def _check_full_iteration(args: Namespace) -> None:
     unfit = {
-        # Evaluations ask for room after the capture, when it cannot grow; and nobody has trained so.
-        "context_parallel_size": args.context_parallel_size > 1,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size > 1,
         "num_experts": args.num_experts,
         "mtp_num_layers": args.mtp_num_layers,
