@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import bench_distributed
 import numpy as np
 import pytest
@@ -58,6 +60,29 @@ def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
     some = [*rows[:2], *rows[3:]]
     assert all(float(r["forward_ms"]) > 0 and float(r["backward_ms"]) > 0 and not r["note"] for r in some)
     assert rows[2]["forward_ms"] == "" and "2 ranks" in rows[2]["note"]
+
+
+def takes(rank: int, num_ranks: int, long_ms: float) -> int:
+    del rank
+    made, take = [], bench_distributed.Turns.take
+    bench_distributed._LONG_MS = long_ms
+    bench_distributed.Turns.take = lambda *args: made.append(args) or take(*args)
+    case = bench_distributed.CASES["window"](96 * num_ranks)
+    bench_distributed.measure(case, Cluster(), torch.device("cpu"), ("magi",), "torch", most_rounds=1)
+    return len(made)
+
+
+@pytest.mark.parametrize(("long_ms", "count"), [(0.0, 1), (1e9, 2)])
+def test_a_first_call_counts_only_where_it_is_long(ranks, long_ms, count):
+    assert ranks(2, takes, long_ms) == [count, count]
+
+
+def test_zigzag_is_left_out_where_it_is_the_default():
+    cluster = SimpleNamespace(rank=0, num_ranks=2)
+    case = bench_distributed.CASES["causal"](1 << 14)
+    with pytest.raises(Unsupported, match="likewise"):
+        bench_distributed.make_way("magi_zigzag", case, cluster, "torch")
+    bench_distributed.make_way("magi_zigzag", bench_distributed.CASES["documents_8"](1 << 14), cluster, "torch")
 
 
 @pytest.mark.parametrize("degree", [1, 3])
