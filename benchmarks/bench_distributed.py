@@ -9,11 +9,10 @@ Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the defaul
 ``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, unless that is the default's; ``alone``, the
 attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All take turns in one
 run, in another order each round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call
-with the host ahead; a first call counts only where it takes so long that what is made once is nothing beside it. Rates
-are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting
-for other ranks, in which others run beside them, of a forward and a backward under the profiler, over all ranks. When
-``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in several the
-last. Figures that MagiAttention has published of its own are shown beside, and named so.
+with the host ahead; rates are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels,
+which includes their waiting for other ranks, in which others run beside them, of a forward and a backward under the
+profiler, over all ranks. When ``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a
+row that is in several the last. Figures that MagiAttention has published of its own are shown beside, and named so.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ ALL_WAYS = (*WAYS, *ONE_LAUNCH, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
 GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
-_AHEAD_MS, _FIRST_AHEAD_MS = 3.0, 100.0
-"""How long the device waits before a pass for the host that queues it, and that makes tables the first time."""
-_LONG_MS = 300.0
-"""Both passes of a way whose first call counts."""
+_AHEAD_MS = 3.0
 
 
 def _packed(count: int) -> Callable[[int], Case]:
@@ -141,7 +137,7 @@ class Turns:
         """A forward and a backward."""
         torch.autograd.grad(self._attend(*self._leaves), self._leaves, self._dout)
 
-    def take(self, ahead_ms: float = _AHEAD_MS) -> tuple[float, float]:
+    def take(self) -> tuple[float, float]:
         """Milliseconds of a forward and of a backward, on the slowest rank; noted too."""
         out = None
 
@@ -151,8 +147,8 @@ class Turns:
 
         device = self._dout.device
         times = [
-            _time_ms(forward, device, ahead_ms),
-            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device, ahead_ms),
+            _time_ms(forward, device),
+            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device),
         ]
         slowest = torch.tensor(times, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -160,7 +156,7 @@ class Turns:
         return self.times[-1]
 
 
-def _time_ms(run: Callable[[], object], device: torch.device, ahead_ms: float) -> float:
+def _time_ms(run: Callable[[], object], device: torch.device) -> float:
     """Of this rank, from where its device begins to where it is done; the host queues the work before."""
     if device.type == "cpu":
         dist.barrier()
@@ -170,7 +166,7 @@ def _time_ms(run: Callable[[], object], device: torch.device, ahead_ms: float) -
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     dist.barrier()
-    torch.cuda._sleep(int(ahead_ms * 2e6))
+    torch.cuda._sleep(int(_AHEAD_MS * 2e6))
     start.record()
     run()
     end.record()
@@ -199,11 +195,11 @@ def measure(
     for name in ways:
         try:
             ready[name] = Turns(make_way(name, case, cluster, impl), device)
-            if sum(ready[name].take(_FIRST_AHEAD_MS)) < _LONG_MS:
-                ready[name].times.clear()
+            ready[name].take()  # compiles kernels, makes communicators
+            ready[name].times.clear()
         except Unsupported as reason:
             notes[name] = str(reason)
-    once = sum(sum(turns.times[0] if turns.times else turns.take()) for turns in ready.values())
+    once = sum(map(sum, (turns.take() for turns in ready.values())))
     shuffled = random.Random(0)
     for _ in range(int(np.clip(1e3 * seconds / once, 1, most_rounds)) - 1):
         for name in shuffled.sample(list(ready), len(ready)):

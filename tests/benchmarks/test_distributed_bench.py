@@ -62,21 +62,6 @@ def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
     assert rows[2]["forward_ms"] == "" and "2 ranks" in rows[2]["note"]
 
 
-def takes(rank: int, num_ranks: int, long_ms: float) -> int:
-    del rank
-    made, take = [], bench_distributed.Turns.take
-    bench_distributed._LONG_MS = long_ms
-    bench_distributed.Turns.take = lambda *args: made.append(args) or take(*args)
-    case = bench_distributed.CASES["window"](96 * num_ranks)
-    bench_distributed.measure(case, Cluster(), torch.device("cpu"), ("magi",), "torch", most_rounds=1)
-    return len(made)
-
-
-@pytest.mark.parametrize(("long_ms", "count"), [(0.0, 1), (1e9, 2)])
-def test_a_first_call_counts_only_where_it_is_long(ranks, long_ms, count):
-    assert ranks(2, takes, long_ms) == [count, count]
-
-
 def test_zigzag_is_left_out_where_it_is_the_default():
     cluster = SimpleNamespace(rank=0, num_ranks=2)
     case = bench_distributed.CASES["causal"](1 << 14)
