@@ -65,7 +65,7 @@ def on_ranks(rank, num_ranks):
     cube = init_device_mesh("cpu", (1, 1, num_ranks), mesh_dim_names=("pp", "dp", "cp"))
     without_names = init_device_mesh("cpu", (1, num_ranks))
     messages = []
-    for wrong in (cube, without_names, "cp"):
+    for wrong in (cube, without_names, "cp", dist.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises(ValueError) as error:
             group_of(wrong, "cp_group_or_mesh")
         messages.append(str(error.value))
@@ -74,6 +74,7 @@ def on_ranks(rank, num_ranks):
 
 def test_a_mesh_is_its_group_everywhere(ranks):
     for messages in ranks(2, on_ranks):
-        for message, said in zip(messages, ("one or two dimensions", "mesh_dim_names", "got str"), strict=True):
+        expected = ("one or two dimensions", "mesh_dim_names", "got str", "this rank is not in the group")
+        for message, said in zip(messages, expected, strict=True):
             assert message.startswith("cp_group_or_mesh: ")
             assert said in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 
@@ -98,6 +99,12 @@ def _check_schedule(args: Namespace) -> None:
         raise ValueError(
             "overlap_moe_expert_parallel_comm: Megatron runs multi-token prediction without the plan of the "
             "microbatch there; drop it or --mtp-num-layers"
+        )
+    sizes, cp_size = args.hierarchical_context_parallel_sizes, args.context_parallel_size
+    if sizes and math.prod(sizes) != cp_size:
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes: expected sizes whose product is context_parallel_size={cp_size}, "
+            f"got {' '.join(map(str, sizes))}"
         )
     if args.hybrid_context_parallel:
         raise ValueError("hybrid_context_parallel: dispatch balances every microbatch already; drop it")

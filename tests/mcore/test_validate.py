@@ -56,6 +56,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
     [
         (["--attention-dropout", "0.1"], "attention_dropout"),
         (["--tensor-model-parallel-size", "3"], "num_attention_heads"),
+        (["--hierarchical-context-parallel-sizes", "2", "2"], "hierarchical_context_parallel_sizes"),
         (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
