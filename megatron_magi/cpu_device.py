@@ -87,11 +87,6 @@ def install(*, force: bool = False) -> bool:
     return True
 
 
-def is_installed() -> bool:
-    """Whether this process runs Megatron on the CPU through `install`."""
-    return _installed
-
-
 class CpuStream:
     """A stream of a device that finishes each operation before the next begins."""
 
