@@ -33,11 +33,13 @@ def settle_arguments(args: Namespace) -> list[str]:
     """Turns off, in place, optimizations that do not fit dispatched tokens.
 
     Returns:
-        One notice for each option that was changed.
+        One notice for each option that was changed or has no effect.
     """
     # Masks are made from documents, never as tensors of seqlen^2.
     args.create_attention_mask_in_dataloader = False
     notices = []
+    if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
+        notices.append("cp_comm_type: no effect with --attention-backend magi, which sends what its plan says")
     reason = None
     if args.multi_latent_attention:
         reason = "multi-latent attention"

@@ -155,6 +155,12 @@ def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
     assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
 
 
+def test_a_way_of_communicating_that_is_not_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (notice,) = settle_arguments(_parse(monkeypatch, "--cp-comm-type", "a2a"))
+    assert notice.startswith("cp_comm_type: no effect")
+    assert settle_arguments(_parse(monkeypatch)) == []
+
+
 @pytest.mark.parametrize("positions", ["yarn", "learned_absolute"])
 def test_rope_fusion_that_megatron_gives_up_by_itself_gets_no_notice(
     monkeypatch: pytest.MonkeyPatch, positions: str
