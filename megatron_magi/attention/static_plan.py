@@ -38,7 +38,8 @@ class StaticPlans:
         group: the ranks; None for one.
         headroom: how many times as long as the longest tables of ``plans`` and ``samples`` those of other masks may be,
             at least 1, and how many times as many rows may be fetched.
-        samples: plans of other microbatches for which there is to be room. The same ones on all ranks.
+        samples: plans of other microbatches for which there is to be room, the same ones on all ranks. Kernels are
+            chosen for the first of them, if there is one.
 
     Attributes:
         plans: to be attended by, in eager mode or captured; run each call once before it is captured.
@@ -66,7 +67,7 @@ class StaticPlans:
         for sample in samples:
             _check_names(plans, sample)
         made = {
-            name: _StaticPlan(name, [of[name] for of in (plans, *samples)], device, self._memory, headroom)
+            name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, self._memory, headroom)
             for name in plans
         }
         self._static = made

@@ -29,8 +29,8 @@ from megatron_magi.mcore.carrier import Window
 from megatron_magi.plan import RankPlan
 
 Plans = Mapping[str, RankPlan]
-_MOST_SAMPLES = 8
-"""Of microbatches that did not fit: how often graphs are captured again."""
+_MOST_CAPTURES = 8
+"""How often the graph of a stage gives way to one with more room."""
 _WRAPPER = "training.training:FullCudaGraphWrapper"
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class GraphedIterations(FullCudaGraphWrapper):
 
     _places: ClassVar[dict[str, list[StaticBatch]]] = {}
     _samples: ClassVar[dict[str, list[Plans]]] = {}
-    """Of microbatches that found no room, by stage."""
+    """By stage: of the first microbatch, for which kernels are chosen, and of those that found no room."""
 
     def __call__(self, **kwargs: Any) -> Any:
         """As Megatron's training and evaluation call a schedule; without `--attention-backend magi` as it does itself.
@@ -169,14 +169,14 @@ class GraphedIterations(FullCudaGraphWrapper):
         places = self._places.setdefault(stage, [])
         if FullCudaGraphWrapper.cuda_graph[stage] is None:
             del places[len(batches) :]
-            samples = self._samples.get(stage, ())
+            samples = self._samples.setdefault(stage, [StaticBatch.sample_of(batches[0])])
             places += [StaticBatch(batch, group, samples) for batch in batches[len(places) :]]
         return places
 
     def _has_grown(self, stage: str, large: LocalBatch, reason: str) -> bool:
         """Drops places, and their graph, for others with room for a microbatch too; not for ever."""
-        samples = self._samples.setdefault(stage, [])
-        if len(samples) == _MOST_SAMPLES:
+        samples = self._samples[stage]
+        if len(samples) > _MOST_CAPTURES:
             return False
         samples.append(StaticBatch.sample_of(large))
         if FullCudaGraphWrapper.cuda_graph[stage] is not None:
