@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi import api
-from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
+from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, load_together, prepare_batch
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.comm import group_collective
 from megatron_magi.comm.impl.native import Native
@@ -268,6 +268,29 @@ def test_there_is_room_for_the_tables_of_samples(monkeypatch):
         attend(inputs, static.plans[0])
         for mask in (many, documents(1, 4, 8192), first):
             assert static.load({0: plan_of(mask)}) is None
+
+
+def load_two(rank: int, num_ranks: int) -> list:
+    group = dist.group.WORLD
+    causal, window = (shards_of(m)[rank] for m in (builders.causal(1024), builders.sliding_window(1024, 30, 0)))
+    statics = [StaticPlans({0: causal}, CPU, group) for _ in range(2)]
+
+    def rows_now() -> list[int]:
+        return [int(static.plans[0].runtime["tail"][0]) for static in statics]
+
+    found = [rows_now(), load_together([(static, {0: window}) for static in statics]), rows_now()]
+    last = causal if rank == 0 else plan_of(builders.causal(64))
+    found += [load_together([(statics[0], {0: causal}), (statics[1], {0: last})]), rows_now()]
+    return [*found, causal.transfers[0].num_recv, window.transfers[0].num_recv]
+
+
+def test_several_are_loaded_together_on_all_ranks_or_none_is(ranks):
+    found = ranks(2, load_two)
+    for before, first, between, _, after, causal, window in found:
+        assert before == [causal] * 2 and first is None and between == after == [window] * 2
+    assert any(causal != window for *_, causal, window in found)
+    assert found[0][3] == (1, "no room on ranks [1] of the group")
+    assert found[1][3] == (1, "it has 64 rows, of 1 ranks, not 512 of 2")
 
 
 class Slots:
