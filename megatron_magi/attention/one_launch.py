@@ -277,7 +277,9 @@ class OneLaunch:
             delta=delta, sends=bool(back), stream=stream,
         )  # fmt: skip
         publish, pull = arriving.steps
-        queued = [publish, *steps.before, pull, *steps.keys, *back, *steps.rest]
+        # Who waits for keys looks at the number of the call that was published last: nothing is sent before its end.
+        ends = (*steps.rest, *back) if steps.rest_waits else (*back, *steps.rest)
+        queued = [publish, *steps.before, pull, *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 
