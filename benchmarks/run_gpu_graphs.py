@@ -1,12 +1,18 @@
-"""Training with `--cuda-graph-impl full_iteration`: losses and time of an iteration beside those without a graph.
+"""Training with CUDA graphs: losses and time of an iteration beside those without a graph.
 
     python benchmarks/run_gpu_graphs.py --out DIR [--cp-size N] [--iters N] [--ways eager graph one]
 
 A small GPT on packed documents, a new mask in each microbatch, in bf16 and with deterministic attention; evaluations
-between. In few microbatches tables of the mask find no room, so the graph is captured again (`graph_masks`).
-Ways: ``eager``; ``graph``; ``staged``, eager mode with the plans of the graph, one remote stage and no single launch;
-``one``, eager mode on one rank. Exits non-zero where losses differ from those of the first way, by more than 1e-3, or
-on another number of ranks, which rounds otherwise, by more than 1e-2, or where nothing was captured, or not again.
+between. In few microbatches tables of the mask find no room, so the graph is captured again (`graph_masks`). The first
+way is what others are compared with:
+
+- ``graph``: ``--cuda-graph-impl full_iteration``; ``eager``: without; ``staged``: eager mode with the plans of the
+  graph, one remote stage and no single launch; ``one``: eager mode on one rank;
+- ``te``: layers of Transformer Engine, every second one with experts; ``te_modules``: its graphs of modules without
+  attention; ``te_local``: Megatron's.
+
+Exits non-zero where losses differ by more than 1e-3, or on another number of ranks, which rounds otherwise, by more
+than 1e-2, or where nothing was captured, or not again.
 """
 
 from __future__ import annotations
@@ -25,7 +31,16 @@ from megatron_magi.testing.megatron_launch import RunResult, launch, tiny_gpt_ar
 HEADER = ["way", "ranks", "layers", "tokens_a_gpu", "microbatches", "iterations", "first_loss", "last_loss",
           "eval_losses", "difference", "iteration_ms", "captured", "captured_again", "eager_iterations"]  # fmt: skip
 WARM_UP = 6
-GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker"]
+TE = ["--transformer-impl", "transformer_engine", "--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq",
+      "([0,1]*8)", "--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "1e-2"]  # fmt: skip
+ROUTER = ["moe_router", "moe_preprocess"]
+WAYS = {
+    "eager": [], "staged": [], "one": [], "te": TE,
+    "graph": ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker"],
+    "te_modules": [*TE, "--te-rng-tracker", "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp",
+                   *ROUTER],
+    "te_local": [*TE, "--te-rng-tracker", "--cuda-graph-impl", "local", "--cuda-graph-modules", *ROUTER],
+}  # fmt: skip
 MICROBATCHES = 2
 MASK = f"{Path(__file__).resolve().parent / 'graph_masks.py'}:documents_rarely_stripes"
 
@@ -33,14 +48,14 @@ MASK = f"{Path(__file__).resolve().parent / 'graph_masks.py'}:documents_rarely_s
 def train(
     data: Path, work: Path, name: str, cp_size: int, layers: int, tokens: int, iters: int, timeout_s: float
 ) -> RunResult:
-    """A run, with a graph where it is named so."""
+    """A run of a way."""
     sizes = ["--num-layers", str(layers), "--hidden-size", "1024", "--ffn-hidden-size", "2816"]
     heads = ["--num-attention-heads", "8", "--num-query-groups", "2"]
     ranks = 1 if name == "one" else cp_size
     args = tiny_gpt_args(
         data, *sizes, *heads, "--bf16", "--log-interval", "1", "--attention-backend", "magi", "--magi-mask", MASK,
         "--no-check-for-nan-in-loss-and-grad", "--context-parallel-size", str(ranks),
-        *(GRAPH if name == "graph" else []), "--split", "90,10,0",
+        *WAYS[name], "--split", "90,10,0",
         "--eval-interval", "8", "--eval-iters", "3", "--logging-level", "20", "--num-workers", "1",
         seq_length=tokens * cp_size, train_iters=iters, global_batch_size=MICROBATCHES,
     )  # fmt: skip
@@ -63,7 +78,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="a GPU")
     parser.add_argument("--iters", type=int, default=24)
     parser.add_argument(
-        "--ways", nargs="+", default=["eager", "graph"], help="the first is what others are compared with"
+        "--ways", nargs="+", choices=WAYS, default=["eager", "graph"], help="the first is what others are compared with"
     )
     parser.add_argument("--timeout", type=float, default=100, help="seconds of a run")
     options = parser.parse_args()
@@ -90,6 +105,10 @@ def main() -> None:
         ])  # fmt: skip
         if difference > (1e-2 if name == "one" else 1e-3):
             faults.append(f"{name}: other losses than {options.ways[0]}")
+        if name in ("te_modules", "te_local") and not re.search(
+            "CUDA Graphs? capture|Creating .* CUDA graphs", run.stdout
+        ):
+            faults.append(f"{name}: nothing captured")
         if name == "graph" and (captured != again + 1 or not again or eager):
             faults.append("graph: not captured as it should be")
         print("  ".join(f"{h}={v}" for h, v in zip(HEADER, rows[-1], strict=True)), flush=True)

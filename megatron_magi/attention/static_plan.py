@@ -38,7 +38,8 @@ class StaticPlans:
         group: the ranks; None for one.
         headroom: how many times as long as the longest tables of ``plans`` and ``samples`` those of other masks may be,
             at least 1, and how many times as many rows may be fetched.
-        samples: plans of other microbatches for which there is to be room. The same ones on all ranks.
+        samples: plans of other microbatches for which there is to be room, the same ones on all ranks. Kernels are
+            chosen for the first of them, if there is one.
 
     Attributes:
         plans: to be attended by, in eager mode or captured; run each call once before it is captured.
@@ -66,7 +67,7 @@ class StaticPlans:
         for sample in samples:
             _check_names(plans, sample)
         made = {
-            name: _StaticPlan(name, [of[name] for of in (plans, *samples)], device, self._memory, headroom)
+            name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, self._memory, headroom)
             for name in plans
         }
         self._static = made
@@ -91,23 +92,43 @@ class StaticPlans:
             ValueError: names are others.
             RuntimeError: a rank did not come to an earlier call in time; it is named. Or a graph is being captured.
         """
+        large = load_together([(self, plans)])
+        return None if large is None else large[1]
+
+    def _why_not(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
+        """Why plans do not fit on this rank, if they do not."""
         hopper_static.refuse_capture(self._device)
         _check_names(self.plans, plans)
-        reason = next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
-        if self._group is not None and self._group.size() > 1:
-            raise_failure(self._group)
-            fits = start_agreement(int(reason is None), self._group, "static plans").values()
-            if not all(fits):
-                ranks = [rank for rank, fit in enumerate(fits) if not fit]
-                reason = reason or f"no room on ranks {ranks} of the group"
-        if reason is None:
-            self._load(plans)
-        return reason
+        return next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
 
     def _load(self, plans: Mapping[Hashable, RankPlan]) -> None:
         tables = [table for name, plan in plans.items() for table in self._static[name].take(plan)]
         hopper_static.copy(tables)
         self._memory.send()
+
+
+def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Hashable, RankPlan]]]) -> tuple[int, str] | None:
+    """`StaticPlans.load` of several of one group, at least one, with what is to be loaded: all, or none.
+
+    Returns:
+        None; or the number of a pair that does not fit, the same on all ranks, and why.
+
+    Raises:
+        ValueError, RuntimeError: as `StaticPlans.load`.
+    """
+    group, reasons = pairs[0][0]._group, [static._why_not(plans) for static, plans in pairs]
+    first = next((number for number, reason in enumerate(reasons) if reason), len(pairs))
+    ranks: list[int] = []
+    if group is not None and group.size() > 1:
+        raise_failure(group)
+        found = start_agreement(first, group, "static plans").values()
+        first = min(found)
+        ranks = [rank for rank, number in enumerate(found) if number == first]
+    if first < len(pairs):
+        return first, reasons[first] or f"no room on ranks {ranks} of the group"
+    for static, plans in pairs:
+        static._load(plans)
+    return None
 
 
 class _StaticPlan:

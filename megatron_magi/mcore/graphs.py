@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_graph_pool, get_shared_capture_stream
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
-from megatron_magi.attention import StaticPlans
+from megatron_magi.attention import StaticPlans, load_together
 from megatron_magi.comm.group_collective import forget_graphs
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import seams
@@ -29,8 +29,8 @@ from megatron_magi.mcore.carrier import Window
 from megatron_magi.plan import RankPlan
 
 Plans = Mapping[str, RankPlan]
-_MOST_SAMPLES = 8
-"""Of microbatches that did not fit: how often graphs are captured again."""
+_MOST_CAPTURES = 8
+"""How often the graph of a stage gives way to one with more room."""
 _WRAPPER = "training.training:FullCudaGraphWrapper"
 _log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class StaticBatch:
 
     Attributes:
         batch: tensors and plans that stay; those of the microbatch that was loaded.
+        static: the plans.
         group: the ranks.
         has_run: in eager mode, so that it can be captured.
     """
@@ -87,10 +88,10 @@ class StaticBatch:
         plans = batch.params.plans
         device = batch.tokens.device
         self.group, self.has_run = group, False
-        self._static = StaticPlans(plans.named, device, group if group.size() > 1 else None, samples=samples)
+        self.static = StaticPlans(plans.named, device, group if group.size() > 1 else None, samples=samples)
         params = replace(
             batch.params,
-            plans=StaticLayerPlans(plans, self._static),
+            plans=StaticLayerPlans(plans, self.static),
             layout=_copy_of(batch.params.layout),
             num_loss_tokens=torch.tensor(batch.params.num_loss_tokens, dtype=torch.float32, device=device),
         )
@@ -101,19 +102,34 @@ class StaticBatch:
         """Plans of a microbatch, without what they keep on a device."""
         return {name: replace(plan, runtime={}) for name, plan in batch.params.plans.named.items()}
 
-    def load(self, batch: LocalBatch) -> str | None:
-        """Makes this the place of another microbatch; None, or why it does not fit. Collective where ranks attend."""
+    def differs(self, batch: LocalBatch) -> str | None:
+        """Why this cannot be the place of a microbatch, beside its plans, if it cannot; the same on all ranks."""
         static, given = _tensors(self.batch), _tensors(batch)
-        reason = self._static.load(batch.params.plans.named)
         if {name: x.shape for name, x in static.items()} != {name: x.shape for name, x in given.items()}:
-            reason = reason or "its tensors have other shapes"
+            return "its tensors have other shapes"
         if batch.params.max_seqlen_q != self.batch.params.max_seqlen_q:
-            reason = reason or f"it has {batch.params.max_seqlen_q} rotary positions"
-        if reason is None:
-            for name, x in static.items():
-                x.copy_(given[name], non_blocking=True)
-            self.batch.params.num_loss_tokens.fill_(batch.params.num_loss_tokens)
-        return reason
+            return f"it has {batch.params.max_seqlen_q} rotary positions"
+        return None
+
+    def take(self, batch: LocalBatch) -> None:
+        """Makes this the place of another microbatch, all but its plans."""
+        given = _tensors(batch)
+        for name, x in _tensors(self.batch).items():
+            x.copy_(given[name], non_blocking=True)
+        self.batch.params.num_loss_tokens.fill_(batch.params.num_loss_tokens)
+
+    @staticmethod
+    def load(places: Sequence[StaticBatch], batches: Sequence[LocalBatch]) -> tuple[LocalBatch, str] | None:
+        """Makes places those of other microbatches, all or none; which one does not fit, and why. Collective."""
+        for place, batch in zip(places, batches, strict=True):
+            if reason := place.differs(batch):
+                return batch, reason
+        pairs = [(place.static, batch.params.plans.named) for place, batch in zip(places, batches, strict=True)]
+        if large := load_together(pairs):
+            return batches[large[0]], large[1]
+        for place, batch in zip(places, batches, strict=True):
+            place.take(batch)
+        return None
 
 
 class GraphedIterations(FullCudaGraphWrapper):
@@ -121,7 +137,7 @@ class GraphedIterations(FullCudaGraphWrapper):
 
     _places: ClassVar[dict[str, list[StaticBatch]]] = {}
     _samples: ClassVar[dict[str, list[Plans]]] = {}
-    """Of microbatches that found no room, by stage."""
+    """By stage: of the first microbatch, for which kernels are chosen, and of those that found no room."""
 
     def __call__(self, **kwargs: Any) -> Any:
         """As Megatron's training and evaluation call a schedule; without `--attention-backend magi` as it does itself.
@@ -141,13 +157,12 @@ class GraphedIterations(FullCudaGraphWrapper):
         model, iterator = (x[0] if isinstance(x, list) else x for x in (kwargs["model"], kwargs["data_iterator"]))
         batches = [step.read(iterator, model) for _ in range(kwargs["num_microbatches"])]
         places = self._places_for(stage, batches, step.group)
-        reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
-        if len(places) == len(batches):
-            loaded = ((batch, place.load(batch)) for place, batch in zip(places, batches, strict=True))
-            large, reason = next(
-                ((batch, f"a microbatch does not fit, {why}") for batch, why in loaded if why), (None, None)
-            )
-            if large is not None and self._has_grown(stage, large, reason):
+        reason = None
+        if len(places) != len(batches):
+            reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
+        elif large := StaticBatch.load(places, batches):
+            reason = f"a microbatch does not fit, {large[1]}"
+            if self._has_grown(stage, large[0], reason):
                 places, reason = self._places_for(stage, batches, step.group), None
         static = {**kwargs, "data_iterator": [ReadBatches([place.batch for place in places])]}
         graph, can_capture = FullCudaGraphWrapper.cuda_graph[stage], all(place.has_run for place in places)
@@ -169,14 +184,14 @@ class GraphedIterations(FullCudaGraphWrapper):
         places = self._places.setdefault(stage, [])
         if FullCudaGraphWrapper.cuda_graph[stage] is None:
             del places[len(batches) :]
-            samples = self._samples.get(stage, ())
+            samples = self._samples.setdefault(stage, [StaticBatch.sample_of(batches[0])])
             places += [StaticBatch(batch, group, samples) for batch in batches[len(places) :]]
         return places
 
     def _has_grown(self, stage: str, large: LocalBatch, reason: str) -> bool:
         """Drops places, and their graph, for others with room for a microbatch too; not for ever."""
-        samples = self._samples.setdefault(stage, [])
-        if len(samples) == _MOST_SAMPLES:
+        samples = self._samples[stage]
+        if len(samples) > _MOST_CAPTURES:
             return False
         samples.append(StaticBatch.sample_of(large))
         if FullCudaGraphWrapper.cuda_graph[stage] is not None:

@@ -27,10 +27,13 @@ class Place:
     def sample_of(batch: int) -> int:
         return batch
 
-    def load(self, batch: int) -> str | None:
-        if len(str(batch)) > self._room:
-            return "it is large"
-        self.batch[0] = batch
+    @staticmethod
+    def load(places: Sequence[Place], batches: Sequence[int]) -> tuple[int, str] | None:
+        for place, batch in zip(places, batches, strict=True):
+            if len(str(batch)) > place._room:
+                return batch, "it is large"
+        for place, batch in zip(places, batches, strict=True):
+            place.batch[0] = batch
         return None
 
 

@@ -38,7 +38,8 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         [],
         ["--overlap-moe-expert-parallel-comm"],
         ["--mtp-num-layers", "1"],
-        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "mlp", "moe_router"],
+        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_preprocess", "moe_router"],
+        ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "moe_router"],
         FULL_ITERATION,
         ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
         ["--bf16", "--qk-clip"],
@@ -55,9 +56,13 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
     [
         (["--attention-dropout", "0.1"], "attention_dropout"),
         (["--tensor-model-parallel-size", "3"], "num_attention_heads"),
+        (["--hierarchical-context-parallel-sizes", "2", "2"], "hierarchical_context_parallel_sizes"),
         (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "mamba"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_router", "mlp"], "cuda_graph_modules"),
+        (["--external-cuda-graph"], "cuda_graph_modules"),
         ([*FULL_ITERATION, "--pipeline-model-parallel-size", "2"], "cuda_graph_impl"),
         ([*FULL_ITERATION, "--qk-clip", "--bf16"], "cuda_graph_impl"),
         ([*FULL_ITERATION, "--mtp-num-layers", "1"], "cuda_graph_impl"),
@@ -151,6 +156,12 @@ def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
     assert args.apply_rope_fusion == is_kept
     assert bool(notices) != is_kept
     assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
+
+
+def test_a_way_of_communicating_that_is_not_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (notice,) = settle_arguments(_parse(monkeypatch, "--cp-comm-type", "a2a"))
+    assert notice.startswith("cp_comm_type: no effect")
+    assert settle_arguments(_parse(monkeypatch)) == []
 
 
 @pytest.mark.parametrize("positions", ["yarn", "learned_absolute"])

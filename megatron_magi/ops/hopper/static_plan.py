@@ -121,8 +121,8 @@ class StaticMask:
     graph is captured.
 
     Args:
-        samples: bands, int64 ``[n, 6]``, and number of keys of masks that must have room. The first is loaded,
-            kernels are chosen for the first that sees a key.
+        samples: bands, int64 ``[n, 6]``, and number of keys of masks for which there is to be room. Kernels are
+            chosen for the first that sees a key.
         num_rows: of every mask.
         most_keys: of every mask; what keys from a mask's number on get as gradients is anything.
         device: of the tables.
