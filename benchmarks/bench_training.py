@@ -18,7 +18,7 @@ pads nothing. Where TE cannot do a mask its nearest equivalent runs, and the col
 
 - window with sink: p2p and a2a+p2p have neither windows nor sinks (full attention runs), all-gather has no sinks.
 
-`--profile` adds one step under torch's profiler to each run, after those that are timed: where its time goes, and how
+`--profile` adds one step under torch's profiler to runs, after those that are timed: where its time goes, and how
 long the device has nothing to do; rank 0 keeps its trace.
 """
 
@@ -351,14 +351,16 @@ def bench(options: argparse.Namespace) -> list[Run]:
             continue
         steps = options.steps
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * _world_size()
-        args = model_args(seq_length, data, steps + options.profile, run.model)
+        profiles = options.profile is not None and (not options.profile or run.provider in options.profile)
+        args = model_args(seq_length, data, steps + profiles, run.model)
         trace = options.out / f"trace_{run.mask}_{run.tokens_per_gpu}_{run.provider}.json.gz" if _main_rank() else None
-        profile = Profile(steps + 1, trace) if options.profile else None
+        profile = Profile(steps + 1, trace) if profiles else None
         try:
             run.training = session.run(
                 [*args, *run_args(run)], around_step=profile.around if profile else lambda step: nullcontext()
             )
             del run.training.step_ms[steps:]
+            run.training.losses.pop(steps + 1, None)
             run.kernels = profile.by_group() if profile else {}
         except Exception:  # noqa: BLE001  (the other runs are to be measured; all ranks fail alike)
             run.error = traceback.format_exc()
@@ -449,7 +451,7 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=list(MODELS), default="llama_1b")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", nargs="*", choices=list(PROVIDERS), help="these, or all if none is named")
     parser.add_argument(
         "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"
     )
