@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
+_ROUTER = "moe_router", "moe_preprocess"
+_GRAPH_MODULES = {"local": _ROUTER, "transformer_engine": ("mlp", *_ROUTER)}
+"""What graphs of layers may hold. Megatron's own are of a whole layer for each other module that is named."""
+
 
 def validate_arguments(args: Namespace) -> None:
     """Checks a parsed command line, before Megatron checks it.
@@ -123,8 +127,10 @@ def _check_schedule(args: Namespace) -> None:
 
 def _check_cuda_graphs(args: Namespace) -> None:
     impl = args.cuda_graph_impl
-    if getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
+    if getattr(args, "enable_cuda_graph", False):
         impl = "local"
+    if getattr(args, "external_cuda_graph", False):
+        impl = "transformer_engine"
     if impl == "none":
         return
     if impl == "full_iteration":
@@ -132,17 +138,17 @@ def _check_cuda_graphs(args: Namespace) -> None:
         return
     modules = [str(getattr(m, "name", m)) for m in (args.cuda_graph_modules or [])]
     modules = [name for entry in modules for name in entry.split(",")]
-    if not modules or {"full", "full_iteration", "attn"} & set(modules):
+    allowed = _GRAPH_MODULES[impl]
+    if not modules or not set(modules) <= set(allowed):
         raise ValueError(
-            "cuda_graph_modules: graphs of layers take no packed sequences, as which plans travel; name modules "
-            "without attention, such as --cuda-graph-modules mlp moe_router, or give --cuda-graph-impl full_iteration"
+            f"cuda_graph_modules: graphs of layers take no packed sequences, as which plans travel; with "
+            f"--cuda-graph-impl {impl} these have no attention in them: {' '.join(allowed)}; got "
+            f"{' '.join(modules) or 'none, which means whole layers'}; or give --cuda-graph-impl full_iteration"
         )
 
 
 def _check_full_iteration(args: Namespace) -> None:
     unfit = {
-        # Evaluations ask for room after the capture, when it cannot grow; and nobody has trained so.
-        "context_parallel_size": args.context_parallel_size > 1,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size > 1,
         "num_experts": args.num_experts,
         "mtp_num_layers": args.mtp_num_layers,

@@ -20,7 +20,6 @@ from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
 FULL_ITERATION = ["--cuda-graph-impl", "full_iteration"]
-ALONE = [*FULL_ITERATION, "--context-parallel-size", "1"]
 
 
 def _parse(monkeypatch: pytest.MonkeyPatch, *extra: str, without: tuple[str, ...] = ()) -> Namespace:
@@ -39,8 +38,9 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         [],
         ["--overlap-moe-expert-parallel-comm"],
         ["--mtp-num-layers", "1"],
-        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "mlp", "moe_router"],
-        ALONE,
+        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_preprocess", "moe_router"],
+        ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "moe_router"],
+        FULL_ITERATION,
         ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
         ["--bf16", "--qk-clip"],
         ["--fp8-format", "hybrid"],
@@ -60,10 +60,13 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
-        (FULL_ITERATION, "cuda_graph_impl"),
-        ([*ALONE, "--qk-clip", "--bf16"], "cuda_graph_impl"),
-        ([*ALONE, "--mtp-num-layers", "1"], "cuda_graph_impl"),
-        ([*ALONE, *EXPERTS], "cuda_graph_impl"),
+        (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "mamba"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_router", "mlp"], "cuda_graph_modules"),
+        (["--external-cuda-graph"], "cuda_graph_modules"),
+        ([*FULL_ITERATION, "--pipeline-model-parallel-size", "2"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, "--qk-clip", "--bf16"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, "--mtp-num-layers", "1"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
         (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
