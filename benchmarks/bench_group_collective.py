@@ -7,7 +7,8 @@ with tensors that are kept, as attention calls it, on the few SMs that it takes 
 ``nccl_all_to_all`` and ``nccl_all_gather`` on bytes that lie packed already, and where a reduction is meant without it.
 Bytes are those that a rank receives of the others, or gets back. Times are of the slowest rank: on the device, the host
 being ahead (median of some, each the mean of a few calls), and of a call that the host waits for. With N neighbours
-taken for a node the same exchange in two levels is measured too, as ``two_levels_N``; ``far_bytes`` are those that a
+taken for a node the same exchange in two levels is measured too, when the group of the other ways is gone and has left
+its SMs, as ``two_levels_N``, and as ``two_levels_native_N`` with `native` inside nodes; ``far_bytes`` are those that a
 rank sends to other nodes of the first N, checked to be those of each row once to each node. On one machine these go
 over the same links as the others.
 """
@@ -15,6 +16,7 @@ over the same links as the others.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 
@@ -103,9 +105,9 @@ def measure(run: Callable[[], object], num_bytes: int) -> tuple[float, float, fl
 
 
 def ways(
-    rank: int, num_ranks: int, num_bytes: int, ranks_per_node: list[int]
+    rank: int, num_ranks: int, num_bytes: int, group: dist.ProcessGroup | None, per_node: int = 0
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """What is measured, by operation and way."""
+    """What is measured, by operation and way; in two levels with ``per_node``."""
     num_rows = num_bytes // ROW_BYTES // (num_ranks - 1)
     args = exchange_args(rank, num_ranks, num_rows)
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -118,21 +120,23 @@ def ways(
     packed, received = (torch.empty(args.num_recv * ROW_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     splits = [n * ROW_BYTES for n in args.recv_splits]
     result: dict[tuple[str, str], Callable[[], object]] = {}
+    if per_node:
+        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, per_node)
+        for way, impl in ((f"two_levels_{per_node}", "auto"), (f"two_levels_native_{per_node}", "native")):
+            how = {"args": levels, "impl": impl, "kept": True}
+            result["cast", way] = lambda how=how: group_cast([k, v], **how).wait()
+            result["reduce", way] = lambda how=how: group_reduce([dk, dv], into=into, **how).wait()
+            handle = group_cast([k, v], **how)
+            assert handle.far_sent_bytes == far_bytes(way, len(sent) * (num_ranks - 1), num_ranks, per_node)
+            handle.wait()
+        return result
     for way, impl, kept in WAYS:
-        how = {"impl": impl, "kept": kept}
+        how = {"impl": impl, "kept": kept, "group": group}
         result["cast", way] = lambda how=how: group_cast([k, v], args, **how).wait()
         result["reduce", way] = lambda how=how: group_reduce([dk, dv], args, into=into, at_once=True, **how).wait()
-    result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, into=into, impl="native").wait()
+    result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, group, into=into, impl="native").wait()
     result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
     result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
-    for per_node in ranks_per_node:
-        way = f"two_levels_{per_node}"
-        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, per_node)
-        result["cast", way] = lambda a=levels: group_cast([k, v], a, kept=True).wait()
-        result["reduce", way] = lambda a=levels: group_reduce([dk, dv], a, into=into, kept=True).wait()
-        handle = group_cast([k, v], levels)
-        assert handle.far_sent_bytes == far_bytes(way, len(sent) * (num_ranks - 1), num_ranks, per_node)
-        handle.wait()
     return result
 
 
@@ -144,17 +148,21 @@ def far_bytes(way: str, num_bytes: int, num_ranks: int, ranks_per_node: int) -> 
 
 def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: list[int]) -> list[list]:
     """Rows of the table, equal on all ranks."""
-    rows = []
-    for num_bytes in sizes:
-        for (operation, way), run in ways(rank, num_ranks, num_bytes, ranks_per_node).items():
-            device, call, host = measure(run, num_bytes)
-            rate = num_bytes / device / 1e3
-            times = [f"{x:.1f}" for x in (device, rate, call, host)]
-            per_node = int(way.rpartition("_")[2]) if "levels" in way else [*ranks_per_node, num_ranks][0]
-            far = far_bytes(way, num_bytes, num_ranks, per_node)
-            rows.append([operation, way, num_ranks, num_bytes, *times, far])
-            if rank == 0:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+    rows, group = [], dist.new_group()
+    for per_node in (0, *ranks_per_node):
+        for num_bytes in sizes:
+            for (operation, way), run in ways(rank, num_ranks, num_bytes, group, per_node).items():
+                device, call, host = measure(run, num_bytes)
+                times = [f"{x:.1f}" for x in (device, num_bytes / device / 1e3, call, host)]
+                far = far_bytes(way, num_bytes, num_ranks, per_node or [*ranks_per_node, num_ranks][0])
+                rows.append([operation, way, num_ranks, num_bytes, *times, far])
+                if rank == 0:
+                    print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+            del run
+        if group is not None:
+            dist.destroy_process_group(group)
+            group = None
+            gc.collect()
     return rows
 
 

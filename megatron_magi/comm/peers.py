@@ -230,7 +230,7 @@ class PeerMemory:
     def grow(self, slot_bytes: int) -> str | None:
         """Other slots of so many bytes; why not, None when they are there. Collective; waits for all that is queued."""
         torch.cuda.synchronize(self._device)
-        self._meeting.gather(None)  # nobody reads the old ones any more
+        slot_bytes = max(self._meeting.gather(slot_bytes))  # nobody reads the old ones any more
         if self._data is not None:
             before, self._owned.data = self._data, None
             self._data, self.slot_bytes = None, 0
