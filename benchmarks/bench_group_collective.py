@@ -19,6 +19,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -146,8 +147,8 @@ def far_bytes(way: str, num_bytes: int, num_ranks: int, ranks_per_node: int) -> 
     return num_bytes // (num_ranks - 1) * others
 
 
-def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: list[int]) -> list[list]:
-    """Rows of the table, equal on all ranks."""
+def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: list[int], path: str | None) -> None:
+    """Rows of the table; rank 0 prints them and writes them to a file as they come."""
     rows, group = [], dist.new_group()
     for per_node in (0, *ranks_per_node):
         for num_bytes in sizes:
@@ -158,12 +159,13 @@ def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: lis
                 rows.append([operation, way, num_ranks, num_bytes, *times, far])
                 if rank == 0:
                     print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+            if rank == 0 and path:
+                write_csv(path, HEADER, rows)
             del run
         if group is not None:
             dist.destroy_process_group(group)
             group = None
             gc.collect()
-    return rows
 
 
 def main() -> None:
@@ -176,9 +178,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     num_ranks = torch.cuda.device_count()
-    rows = run_ranks(measure_all, num_ranks, options.sizes, options.ranks_per_node, timeout_s=300.0, backend="nccl")[0]
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+    arguments = options.sizes, options.ranks_per_node, options.csv and str(Path(options.csv).resolve())
+    run_ranks(measure_all, num_ranks, *arguments, timeout_s=300.0, backend="nccl")
 
 
 if __name__ == "__main__":
