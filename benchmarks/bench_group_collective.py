@@ -1,6 +1,7 @@
 """group_cast and group_reduce on the GPUs of one machine: rows of keys and values that every rank needs of every other.
 
     python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...] [--ranks-per-node N ...]
+    python benchmarks/bench_group_collective.py --csv FILE --chart FILE    (draws; needs no GPU)
 
 Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; ``native_beside``
 with tensors that are kept, as attention calls it, on the few SMs that it takes beside other work. Beside them NCCL's
@@ -24,6 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from attention_charts import read_results
+from collective_charts import draw
 from provenance import write_csv
 
 from megatron_magi.attention.runtime import cast_tables
@@ -176,7 +179,12 @@ def main() -> None:
     parser.add_argument(
         "--ranks-per-node", type=int, nargs="*", default=[], help="also in two levels, with so many GPUs for a node"
     )
+    parser.add_argument("--chart", help="draw the file of --csv to this PNG; measure nothing")
     options = parser.parse_args()
+    if options.chart:
+        notes, rows = read_results(options.csv)
+        draw(options.chart, ", ".join(notes.get(name, "") for name in ("device", "commit", "date")), rows)
+        return
     num_ranks = torch.cuda.device_count()
     arguments = options.sizes, options.ranks_per_node, options.csv and str(Path(options.csv).resolve())
     run_ranks(measure_all, num_ranks, *arguments, timeout_s=300.0, backend="nccl")
