@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.group_collective import group_cast
+from megatron_magi.comm.impl import native
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import Transfers
 
@@ -69,3 +71,12 @@ def call_beside_each_other(rank, num_ranks, num_calls, timeout_s):
 )
 def test_groups_that_wait_beside_each_other_and_nccl_do_not_keep_each_other_from_running(num_ranks):
     assert run_ranks(call_beside_each_other, num_ranks, 600, 10, backend="nccl", timeout_s=60) == [0] * num_ranks
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_who_decides_on_a_group_knows_the_others_of_the_gpu_and_whether_graphs_hold_their_calls(monkeypatch, captured):
+    others, told = [SimpleNamespace(is_captured=lambda held=held: held) for held in (False, captured)], []
+    monkeypatch.setattr(native, "_of_device", lambda _: others)
+    monkeypatch.setattr(native, "Meeting", lambda group: None)
+    monkeypatch.setattr(native, "refusal_of_host", lambda meeting, device, *rest: told.append(rest) or "no")
+    assert native._decide(None, torch.device("cuda", 0)) == (None, "no") and told == [(2, captured)]
