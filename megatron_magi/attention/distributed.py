@@ -137,6 +137,9 @@ def distributed_attention(
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = _DEFAULTS if config is None else config
+    if not isinstance(rank_plan, RankPlan):
+        found = type(rank_plan).__name__
+        raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")
     group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)

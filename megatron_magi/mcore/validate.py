@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 _ROUTER = "moe_router", "moe_preprocess"
@@ -36,11 +37,13 @@ def settle_arguments(args: Namespace) -> list[str]:
     """Turns off, in place, optimizations that do not fit dispatched tokens.
 
     Returns:
-        One notice for each option that was changed.
+        One notice for each option that was changed or has no effect.
     """
     # Masks are made from documents, never as tensors of seqlen^2.
     args.create_attention_mask_in_dataloader = False
     notices = []
+    if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
+        notices.append("cp_comm_type: no effect with --attention-backend magi, which sends what its plan says")
     reason = None
     if args.multi_latent_attention:
         reason = "multi-latent attention"
@@ -102,6 +105,12 @@ def _check_schedule(args: Namespace) -> None:
         raise ValueError(
             "overlap_moe_expert_parallel_comm: Megatron runs multi-token prediction without the plan of the "
             "microbatch there; drop it or --mtp-num-layers"
+        )
+    sizes, cp_size = args.hierarchical_context_parallel_sizes, args.context_parallel_size
+    if sizes and math.prod(sizes) != cp_size:
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes: expected sizes whose product is context_parallel_size={cp_size}, "
+            f"got {' '.join(map(str, sizes))}"
         )
     if args.hybrid_context_parallel:
         raise ValueError("hybrid_context_parallel: dispatch balances every microbatch already; drop it")

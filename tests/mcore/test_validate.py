@@ -56,6 +56,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
     [
         (["--attention-dropout", "0.1"], "attention_dropout"),
         (["--tensor-model-parallel-size", "3"], "num_attention_heads"),
+        (["--hierarchical-context-parallel-sizes", "2", "2"], "hierarchical_context_parallel_sizes"),
         (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
@@ -155,6 +156,12 @@ def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
     assert args.apply_rope_fusion == is_kept
     assert bool(notices) != is_kept
     assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
+
+
+def test_a_way_of_communicating_that_is_not_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (notice,) = settle_arguments(_parse(monkeypatch, "--cp-comm-type", "a2a"))
+    assert notice.startswith("cp_comm_type: no effect")
+    assert settle_arguments(_parse(monkeypatch)) == []
 
 
 @pytest.mark.parametrize("positions", ["yarn", "learned_absolute"])
