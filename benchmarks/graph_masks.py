@@ -30,9 +30,24 @@ def documents_rarely_stripes(batch: Microbatch) -> AttnMask:
 
 
 def take_turn(workdir: Path) -> None:
-    """Imports what takes long, and waits for the turn of this run."""
-    if torch.cuda.is_available():  # else Megatron's calls of CUDA are answered first
-        import megatron_magi.mcore.entry  # noqa: F401
+    """Has the first microbatch wait for the turn of this run: ranks import and build their models side by side."""
+    if not torch.cuda.is_available():  # Megatron's calls of CUDA are answered before it is imported
+        await_turn(workdir)
+        return
+    from megatron_magi.mcore.forward_step import MagiForwardStep
+
+    read = MagiForwardStep.read
+
+    def read_in_turn(self: MagiForwardStep, data_iterator: object, model: torch.nn.Module) -> object:
+        await_turn(workdir)
+        MagiForwardStep.read = read
+        return read(self, data_iterator, model)
+
+    MagiForwardStep.read = read_in_turn
+
+
+def await_turn(workdir: Path) -> None:
+    """Until the file is there."""
     while not (workdir / TURN).exists():
         time.sleep(0.05)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_graph_pool, get_shared_capture_stream
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_shared_capture_stream
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
 from megatron_magi.attention import StaticPlans, load_together
@@ -217,7 +217,10 @@ class GraphedIterations(FullCudaGraphWrapper):
             graph.register_generator_state(state)
         dist.barrier()
         torch.cuda.synchronize()
-        pool, stream = get_graph_pool(self.use_single_mempool), get_shared_capture_stream()
+        # Not Megatron's own pool: torch lets nobody into one that all graphs have left.
+        others = [known for known in FullCudaGraphWrapper.cuda_graph.values() if known is not None]
+        shared = self.use_single_mempool and bool(others)
+        pool, stream = others[0].pool() if shared else torch.cuda.graph_pool_handle(), get_shared_capture_stream()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             FullCudaGraphWrapper.result[stage] = self.forward_backward_func(**static)
         FullCudaGraphWrapper.cuda_graph[stage] = graph

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -199,3 +201,36 @@ def test_a_loss_is_scaled_alike_by_a_number_and_by_a_tensor(monkeypatch):
         loss, *_ = microbatch_loss(mask, losses, num_loss_tokens=count, cp_size=2)
         other, *_ = microbatch_loss(mask, losses, num_loss_tokens=torch.tensor(count), cp_size=2)
         assert other.dtype == loss.dtype and torch.allclose(loss, other, rtol=1e-6)
+
+
+def test_a_graph_shares_the_memory_of_another_but_takes_none_that_all_graphs_have_left(monkeypatch):
+    class Captured:
+        def register_generator_state(self, _state: object) -> None:
+            pass
+
+        def pool(self) -> int:
+            return self.memory
+
+    def capturing(graph: Captured, pool: int, **_: object) -> contextlib.AbstractContextManager:
+        graph.memory = pool
+        return contextlib.nullcontext()
+
+    handles = itertools.count(1)
+    for name, value in {
+        "CUDAGraph": Captured, "graph": capturing, "graph_pool_handle": lambda: next(handles),
+        "synchronize": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs.dist, "barrier", lambda: None)
+    monkeypatch.setattr(graphs, "get_all_rng_states", dict)
+    monkeypatch.setattr(graphs, "get_shared_capture_stream", lambda: None)
+    for name, value in {"cuda_graph": None, "result": None, "curr_iteration": 0}.items():
+        monkeypatch.setattr(FullCudaGraphWrapper, name, dict.fromkeys(("training", "validation"), value))
+    wrapper = GraphedIterations(lambda: "done", use_single_mempool=True)
+    assert [wrapper._capture(stage, {}).memory for stage in ("training", "validation")] == [1, 1]
+    wrapper.reset_cuda_graph("training")
+    assert wrapper._capture("training", {}).memory == 1
+    wrapper.reset_cuda_graph()
+    assert wrapper._capture("training", {}).memory == 2
+    wrapper.use_single_mempool = False
+    assert wrapper._capture("validation", {}).memory == 3
