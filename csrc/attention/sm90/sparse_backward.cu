@@ -49,7 +49,7 @@ struct Shared {
   u64 rows_full, rows_empty;
   u64 full[kStages], empty[kStages];
   StepInfo info[kStages];
-  int index[kStages][kStep];  // INDEXED: numbers of keys, -1 for none
+  alignas(16) int index[kStages][kStep];  // INDEXED: numbers of keys in the order of the list, -1 for none
 };
 
 constexpr u32 kBytesRows = sizeof(Shared::q) / kGroups;
@@ -105,19 +105,18 @@ struct Loader {
     const u32 bits = __ballot_sync(0xffffffffu, seen);
     const u32 bar = smem_address(&s.full[ring.index]);
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
-    if (lane % kChunks < kUnitKeys)
-      s.index[ring.index][warp * kUnits / 4 + lane / kChunks + lane % kChunks * kUnits] = seen ? index : -1;
-    __syncwarp();
+    share_numbers(s.index[ring.index], warp, lane, seen ? index : -1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags);
       s.info[ring.index].keys[warp] = static_cast<int>(bits);
       barrier_arrive(bar);
     }
-    index = seen ? index : 0;
     const u32 place = gather_place(warp, lane);
-    const int column = lane % kChunks * 8;
-    gather_rows(smem_address(s.k[ring.index]) + place, p.keys + tile.head_kv * p.k_head + column, p.k_row, index);
-    gather_rows(smem_address(s.v[ring.index]) + place, p.values + tile.head_kv * p.v_head + column, p.v_row, index);
+    const int column = lane % kChunks * 8, (&numbers)[kStep] = s.index[ring.index];
+    gather_rows(smem_address(s.k[ring.index]) + place, p.keys + tile.head_kv * p.k_head + column, p.k_row, numbers,
+                warp, lane);
+    gather_rows(smem_address(s.v[ring.index]) + place, p.values + tile.head_kv * p.v_head + column, p.v_row, numbers,
+                warp, lane);
     copies_arrive(bar);
     ring.advance();
   }
@@ -260,7 +259,8 @@ struct Consumer {
 
   // Keys of the two rows that this thread has of a part; negative for none.
   DEVICE int2 keys_of(int stage) const {
-    return make_int2(s.index[stage][row_of_warpgroup], s.index[stage][row_of_warpgroup + 8]);
+    return make_int2(s.index[stage][entry_of_row(row_of_warpgroup)],
+                     s.index[stage][entry_of_row(row_of_warpgroup + 8)]);
   }
 
   DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {

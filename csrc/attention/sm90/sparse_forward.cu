@@ -37,6 +37,7 @@ struct Shared {
   u64 q_full[kStages], q_empty[kStages];
   u64 k_full[kKStages], k_empty[kKStages], v_full[kStages], v_empty[kStages];
   alignas(16) StepInfo info[kKStages];
+  int numbers[INDEXED ? 2 : 1][kStep];  // of the keys of this step and of the one before
 };
 
 constexpr u32 kBytesQ = sizeof(Shared::q) / (kStages * kGroups);
@@ -52,7 +53,7 @@ struct Loader {
   Ring<kStages> rq, rv;
   // Values follow the keys of the next step, be it of the next item, for they are used after them.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
-  int earlier_index = 0, earlier_head = -1;
+  int earlier_head = -1, slot = 0;       // slot: of the numbers
 
   DEVICE void queries(const Tile& tile) {
     if (warp == 0 && lane == 0) {
@@ -104,29 +105,30 @@ struct Loader {
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
     const u32 bits = __ballot_sync(0xffffffffu, seen), bar = smem_address(&s.k_full[rk.index]);
-    index = seen ? index : 0;
+    share_numbers(s.numbers[slot], warp, lane, seen ? index : -1);
     barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags, earlier);
       s.info[rk.index].keys[warp] = static_cast<int>(bits);
       barrier_arrive(bar);
     }
-    gather(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, bar);
+    gather(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, slot, bar);
     rk.advance();
     gather_values();
-    earlier_index = index, earlier_head = tile.head_kv;
+    slot ^= 1;
+    earlier_head = tile.head_kv;
   }
 
   DEVICE void gather_values() {
     if (earlier_head < 0) return;
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    gather(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, earlier_index,
+    gather(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, slot ^ 1,
            smem_address(&s.v_full[rv.index]));
     rv.advance();
   }
 
-  DEVICE void gather(u32 smem, const u16* rows, int row_stride, int index, u32 bar) const {
-    gather_rows(smem + gather_place(warp, lane), rows + lane % kChunks * 8, row_stride, index);
+  DEVICE void gather(u32 smem, const u16* rows, int row_stride, int slot, u32 bar) const {
+    gather_rows(smem + gather_place(warp, lane), rows + lane % kChunks * 8, row_stride, s.numbers[slot], warp, lane);
     copies_arrive(bar);
   }
 

@@ -214,26 +214,31 @@ DEVICE int gathered_entry(int warp, int lane) {
   return (warp * kUnits / 4 + lane / kChunks) * kUnitKeys + lane % kUnitKeys;
 }
 
+// The entry of a step whose row it is.
+DEVICE int entry_of_row(int row) { return row % kUnits * kUnitKeys + row / kUnits; }
+
 // Where a lane's copies of the first row of its unit go, in a buffer of swizzled panels.
 DEVICE u32 gather_place(int warp, int lane) {
   const int unit = warp * kUnits / 4 + lane / kChunks, chunk = lane % kChunks;
   return (chunk / 8 * kStep + unit) * 128 + ((chunk % 8 ^ unit % 8) << 4);
 }
 
-// Rows of keys or values of a step. `to`: gather_place() in their buffer; `column`: of this lane, of row 0; lane i of
-// the unit holds the number of key i.
-DEVICE void gather_rows(u32 to, const u16* column, int row_stride, int index) {
-  constexpr int kBatch = kUnitKeys < 8 ? kUnitKeys : 8;
+// Lets the lanes of a unit read each other's numbers, -1 for none.
+DEVICE void share_numbers(int (&numbers)[kStep], int warp, int lane, int index) {
+  if (lane % kChunks < kUnitKeys) numbers[gathered_entry(warp, lane)] = index;
+  __syncwarp();
+}
+
+// Rows of keys or values of a step. `to`: gather_place() in their buffer; `column`: of this lane, of row 0.
+DEVICE void gather_rows(u32 to, const u16* column, int row_stride, const int (&numbers)[kStep], int warp, int lane) {
+  const int4* four = reinterpret_cast<const int4*>(numbers + (warp * kUnits / 4 + lane / kChunks) * kUnitKeys);
 #pragma unroll
-  for (int first = 0; first < kUnitKeys; first += kBatch) {
-    const void* from[kBatch];  // in registers of their own: no copy waits until the one before has read its address
+  for (int i = 0; i < kUnitKeys; i += 4) {
+    const int4 rows = four[i / 4];
+    const int row[4] = {rows.x, rows.y, rows.z, rows.w};
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const u32 row = __shfl_sync(0xffffffffu, index, first + i, kUnitKeys);
-      asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(from[i]) : "r"(row), "r"(2u * row_stride), "l"(column));
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) copy_async(to + (first + i) * kUnits * 128, from[i]);
+    for (int j = 0; j < 4; ++j)
+      copy_async(to + (i + j) * kUnits * 128, column + static_cast<i64>(max(row[j], 0)) * row_stride);
   }
 }
 

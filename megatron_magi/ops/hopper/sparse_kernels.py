@@ -32,7 +32,7 @@ def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: i
     """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
     defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
     # two stages of queries, of keys, of values; of single keys a third
-    shared = 2 * dim * (6 + indexed) * PIECE * groups + 1024
+    shared = (2 * dim * (6 + indexed) * PIECE + 1024) * groups
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
