@@ -1,6 +1,6 @@
 // Sparse attention backward for sm_90a: one work item is a tile of 128 places (sparse_tiles.cuh), which goes over the
-// keys of its list in steps of 64. dQ of the tile stays in registers; what the tile adds to dK and dV of a step is
-// computed at once, and added to fp32 sums in device memory.
+// keys of its list in steps of 64 single keys, or of 128 keys of blocks. dQ of the tile stays in registers; what the
+// tile adds to dK and dV of a step is computed at once, and added to fp32 sums in device memory.
 //
 // A consumer warpgroup owns 64 places: S, dP, and dQ += dS K with dS from registers. P and dS of all 128 places also go
 // through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q, which the second does.
