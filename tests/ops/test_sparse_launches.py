@@ -77,6 +77,23 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
     assert found == [True, False]
 
 
+def test_lists_of_queries_begin_together_only_where_those_of_a_key_head_exceed_the_cache(launched, monkeypatch):
+    q, k, v = tensors(128)
+    found, make = [], sparse_backward.Launch
+
+    def keep(kernel, num_blocks, params, maps=()):
+        found.extend([params.tiles.long_list] if kernel.handle == "sparse_backward_keys" else [])
+        return make(kernel, num_blocks, params, maps)
+
+    monkeypatch.setattr(sparse_backward, "Launch", keep)
+    for k_block, most in ((64, 4 * 100 * 4 * 128), (128, 4 * 100 * 4 * 128 - 1)):
+        monkeypatch.setattr(tuning, "SPARSE_QUERY_BYTES", most)
+        lists = torch.zeros(100, 3, dtype=torch.int32)
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, impl="ffa")
+        out.sum().backward()
+    assert found == [sparse_kernels.BEHIND_ALL, 100 // 64]
+
+
 @pytest.mark.parametrize("dim", [32, 96, 256])
 def test_head_dims_of_other_kernels_are_refused_by_name_and_left_to_the_definition(launched, caplog, dim):
     with pytest.raises(ValueError, match=rf"^q, v: .* 64 and 128, got {dim} .* use 'reference'"):
