@@ -77,7 +77,7 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
     assert found == [True, False]
 
 
-def test_lists_of_queries_begin_together_only_where_those_of_a_key_head_exceed_the_cache(launched, monkeypatch):
+def test_lists_of_queries_begin_together_only_for_blocks_of_64_keys_and_where_those_of_a_key_head_are_large(launched, monkeypatch):
     q, k, v = tensors(128)
     found, make = [], sparse_backward.Launch
 
@@ -86,12 +86,12 @@ def test_lists_of_queries_begin_together_only_where_those_of_a_key_head_exceed_t
         return make(kernel, num_blocks, params, maps)
 
     monkeypatch.setattr(sparse_backward, "Launch", keep)
-    for k_block, most in ((64, 4 * 100 * 4 * 128), (128, 4 * 100 * 4 * 128 - 1)):
+    for k_block, q_block, most in ((64, 1, 4 * 100 * 4 * 128 - 1), (64, 2, 4 * 100 * 4 * 128), (128, 1, 0)):
         monkeypatch.setattr(tuning, "SPARSE_QUERY_BYTES", most)
-        lists = torch.zeros(100, 3, dtype=torch.int32)
-        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, impl="ffa")
+        lists = torch.zeros(100 // q_block, 3, dtype=torch.int32)
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=q_block, k_block_size=k_block, impl="ffa")
         out.sum().backward()
-    assert found == [sparse_kernels.BEHIND_ALL, 100 // 64]
+    assert found == [100 // 64, sparse_kernels.BEHIND_ALL, sparse_kernels.BEHIND_ALL]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])

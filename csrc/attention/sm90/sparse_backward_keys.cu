@@ -139,7 +139,7 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     int left = t.offsets ? __ldg(t.offsets + list + 1) - __ldg(t.offsets + list) : __ldg(t.counts + list);
     loader.keys(piece, head_kv);
     s.item = make_int2(piece, head_kv);
-    if (left >= t.long_list)  // as begin_together() of tiles of queries; about 10 % of the time
+    if (left >= t.long_list)  // for at most a tenth of the time that they take
       keep_together(t.counter, item, t.num_items, left * t.packs * (t.query_block << t.log2_heads) / (kPlaces / 4));
     for (; left > 0; --left) {
       const int block = __ldg(at++);

@@ -105,11 +105,6 @@ DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
   return tile.list_head * p.head_step + tile.query_block * p.list_step;
 }
 
-// SMs begin long lists together, but wait no longer than about 2 % of the time that a list takes.
-DEVICE void begin_together(const SparseTiles& p, int item, int keys) {
-  if (keys >= p.long_list) keep_together(p.counter, item, p.num_items, keys / 64);
-}
-
 // ---- lists of blocks: a warp reads them ----
 
 struct Pieces {
@@ -174,7 +169,9 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
     if (tile.first_row < tile.past_row) {
       loader.queries(tile);
       pieces.open(tile);
-      if (lane == 0) begin_together(p, item, pieces.count * p.key_block);
+      const int keys_listed = pieces.count * p.key_block;
+      if (lane == 0 && keys_listed >= p.long_list)  // for at most 2 % of the time that they take
+        keep_together(p.counter, item, p.num_items, keys_listed / 64);
       const int all_see = min(p.num_keys, tile.first_row + p.reach);
       int ahead = pieces.next();
       bool last = false;
@@ -267,11 +264,6 @@ DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lan
       return at < count ? __ldg(list + at) : -1;
     };
     loader.queries(tile);
-    if (warp == 0 && lane == 0) {
-      atomicAdd(p.counter, 1);
-      begin_together(p, item, count);
-    }
-    __syncwarp();
     const int steps = max(1, (count + kStep - 1) / kStep);
     int index = load(0);
     for (int n = 0; n < steps; ++n) {
@@ -281,5 +273,4 @@ DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lan
     }
   }
   loader.end();
-  if (warp == 0 && lane == 0) leave(p.counter);
 }
