@@ -77,7 +77,7 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
     assert found == [True, False]
 
 
-def test_lists_of_queries_begin_together_only_for_blocks_of_64_keys_and_where_those_of_a_key_head_are_large(launched, monkeypatch):
+def test_lists_of_queries_begin_together_for_blocks_of_64_keys_and_where_a_key_head_has_many(launched, monkeypatch):
     q, k, v = tensors(128)
     found, make = [], sparse_backward.Launch
 
