@@ -150,7 +150,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cp-size", type=int, default=1)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4096, help="a GPU")
-    parser.add_argument("--iters", type=int, default=24, help="20 or more for `graph`")
+    parser.add_argument("--iters", type=int, default=24, help="18 or more for `graph`")
     parser.add_argument("--timeout", type=float, default=100, help="seconds of a run")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=["eager", "graph"], help="the first is what others are compared with"
