@@ -270,7 +270,7 @@ def interval_ends(mask: AttnMask) -> np.ndarray:
 
 
 def document_ends(case: Case) -> np.ndarray:
-    """The same where queries see their document from its first key on, counted from there, int32 ``[1, num_tokens]``."""
+    """The same where queries see their document from its first key on, counted from there, int32 ``[1, n]``."""
     starts = np.cumsum(case.doc_lengths) - case.doc_lengths
     return interval_ends(case.mask)[-1:] - np.repeat(starts, case.doc_lengths).astype(np.int32)
 
