@@ -84,12 +84,13 @@ class Steps(NamedTuple):
         before: those before the keys arrive.
         keys: the one that waits for keys, and what finishes their gradients.
         rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs beside it.
+            runs beside it; or behind, where ``rest_waits`` for keys, as `Gate` of arrivals.cuh wants it.
     """
 
     before: tuple[Step, ...]
     keys: tuple[Step, ...]
     rest: tuple[Step, ...]
+    rest_waits: bool
 
 
 class Pass:
@@ -195,4 +196,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,))
+        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
