@@ -16,7 +16,6 @@ from megatron_magi.ops.hopper.schedule import (
 )
 from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, drift, plan_tiles, transpose
 from megatron_magi.ops.hopper.tuning import (
-    HEADS_AN_ITEM,
     LONG_BLOCKS,
     LONG_BLOCKS_MOVING,
     LONG_BLOCKS_UNEVEN,
@@ -92,9 +91,9 @@ def assert_complete(schedule: Schedule, costs: np.ndarray, heads_kv: int, group:
     seen = set()
     for tile, heads, block, blocks in schedule.items.tolist():
         first, count = heads & 0xFFFF, heads >> 16
-        assert count in (1, HEADS_AN_ITEM, group) and first % count == 0
+        assert count in (1, group) and first % count == 0
         assert (count < group) == (tile < schedule.num_split)
-        assert blocks == 0 or count == 1 < group, "pieces add to sums"
+        assert blocks == 0 or count < group, "pieces add to sums"
         assert block + blocks <= costs[tile]
         met[tile][first : first + count, block : block + (blocks or costs[tile])] += 1
         seen |= {(tile, head) for head in range(first, first + count)}

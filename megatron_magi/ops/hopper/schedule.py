@@ -13,7 +13,6 @@ Where all do so and dq is not added, what counts is that no SM is left with a lo
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -116,12 +115,10 @@ def _near_schedule(
 
 
 def _heads_an_item(costs: np.ndarray, group: int) -> int:
-    """Query heads of an item of a tile that is split: with several fewer sums of dk and dv are added. Not where their
-    queries would leave the L2 cache, or all tiles are as long and the last items can be cut.
+    """Query heads of an item of a tile that is split, one after the other: fewer sums of dk and dv are added, and the
+    queries of so many stay in the L2 cache.
     """
-    width, longest = math.gcd(tuning.HEADS_AN_ITEM, group), costs.max(initial=0)
-    several = width < group and longest <= tuning.SEVERAL_HEADS_BLOCKS and (costs < longest).any()
-    return width if several else 1
+    return 1 if costs.max(initial=0) > tuning.SEVERAL_HEADS_BLOCKS else max(1, min(tuning.HEADS_AN_ITEM, group // 2))
 
 
 def _num_long(costs: np.ndarray, least: int) -> int:
@@ -163,14 +160,14 @@ def _schedule(
     if not num_long:
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
-    least = 1 if width < group else width  # heads of an item at the end
-    heads, step = range(0, heads_kv * group, least), width // least
-    alone = (len(heads) - _heads_together(costs[:num_split], len(heads), num_sms)) // step * step
+    heads = range(0, heads_kv * group, width)
+    alone = len(heads) - _heads_together(costs[:num_split], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
     parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
-    parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone:step]]
-    parts.append(_section(np.arange(num_split), heads[alone:], least))
+    parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
+    last = range(heads[alone], heads_kv * group) if width < group and alone < len(heads) else heads[alone:]
+    parts.append(_section(np.arange(num_split), last, min(width, 1) if width < group else width))
     items = np.concatenate(parts)
     if width == 1 < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)
