@@ -92,12 +92,12 @@ def _near_schedule(
     starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_split: int, long_tile: int
 ) -> Schedule:
     """Items in an order in which those that share queries are near each other."""
-    width = _heads_an_item(costs, group) if max_split or group == 1 else group
+    width = 1 if max_split or group == 1 else group
     most = max_split if width < group else len(costs)
     candidates = [long_tile]
     if width < group:
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
-    piece = _piece(costs, heads_kv * group, long_tile) if width == 1 < group else 0
+    piece = _piece(costs, heads_kv * group, long_tile) if width < group else 0
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = _num_long(costs, least)
@@ -112,13 +112,6 @@ def _near_schedule(
             break
     assert best is not None
     return best
-
-
-def _heads_an_item(costs: np.ndarray, group: int) -> int:
-    """Query heads of an item of a tile that is split, one after the other: fewer sums of dk and dv are added, and the
-    queries of so many stay in the L2 cache.
-    """
-    return 1 if costs.max(initial=0) > tuning.SEVERAL_HEADS_BLOCKS else max(1, min(tuning.HEADS_AN_ITEM, group // 2))
 
 
 def _num_long(costs: np.ndarray, least: int) -> int:
@@ -166,10 +159,9 @@ def _schedule(
     parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
-    last = range(heads[alone], heads_kv * group) if width < group and alone < len(heads) else heads[alone:]
-    parts.append(_section(np.arange(num_split), last, min(width, 1) if width < group else width))
+    parts.append(_section(np.arange(num_split), heads[alone:], width))
     items = np.concatenate(parts)
-    if width == 1 < group and num_split == len(place) and not piece:
+    if width < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)
     return Schedule(items.astype(np.int32), num_split if width < group else 0)
 

@@ -64,9 +64,6 @@ ITEM_COST_BLOCKS, PART_COST_BLOCKS = 2, 3
 WHOLE_COST_BLOCKS, SPLIT_COST_BLOCKS = 6, 14
 """The same of the kernel for dk and dv of wide heads, where heads of a group that are split add in fp32 one by one."""
 
-HEADS_AN_ITEM, SEVERAL_HEADS_BLOCKS = 1, 128
-"""Query heads of an item, and blocks of the longest tile up to which that is so."""
-
 PIECE_BLOCKS, MOST_BLOCKS_IN_STEP, MOST_PIECES = 256, 512, 1 << 20
 """Blocks of a piece of a tile; of tiles of one size, only those of more blocks are cut; and about how many pieces there
 are at most."""
