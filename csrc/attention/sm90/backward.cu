@@ -41,7 +41,7 @@ constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr u32 kPieceFloats = kDqColumns * 16;         // sums of 16 rows and half the columns: those of one warp
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they use the same registers in alternation
 constexpr bool kSplit = SPLIT_STATS;
-constexpr bool kHold = kHeadDim == 64;  // operands in registers
+constexpr bool kHold = kHeadDim == 64 && ADD_DQ;  // operands in registers
 static_assert(kHeadDim == kHeadDimV && !(kSplit && SOFTCAP));
 using T = DTYPE;
 
@@ -384,8 +384,7 @@ struct Consumer {
     }
     const u32 turned = smem_address(s.k) + (right * 8 + at) * 128 + (((2 * warp + low) ^ at) << 4);
 #pragma unroll
-    for (int i = 0; i < kTileKeys / 16; ++i)
-      if (ADD_DQ) load_transposed_x4(turned + i * 16 * 128, held.k_turned + 4 * i);
+    for (int i = 0; i < kTileKeys / 16; ++i) load_transposed_x4(turned + i * 16 * 128, held.k_turned + 4 * i);
   }
 
   DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], const float2 (&lse)[8], const BlockInfo& info) {
