@@ -13,7 +13,7 @@ from distributed_charts import draw, read_rows, write_rows
 from provenance import write_csv
 from trace_overlap import is_communication, overlap, union
 
-from megatron_magi.config import MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import make_plan
 
@@ -46,6 +46,15 @@ def measured(rank: int, num_ranks: int) -> list[list]:
     case = bench_distributed.CASES["short_documents"](96 * num_ranks)
     ways = ("magi", "ring", "double_ring", "magi_one_launch", "alone")
     return bench_distributed.measure(case, Cluster(), torch.device("cpu"), ways, "torch")
+
+
+def test_in_two_levels_fewer_rows_cross_of_a_mask_that_several_ranks_of_a_node_see():
+    mask = bench_distributed.CASES["full"](64 * 4).mask
+    crossing = []
+    for per_node in (None, 2):
+        plan = make_plan(mask, MagiConfig(comm=CommConfig(ranks_per_node=per_node)), 4)
+        crossing.append(sum(bench_distributed.rows_that_cross(plan.for_rank(r), r, 2) for r in range(4)))
+    assert crossing == [4 * 64 * 2, 4 * 64]  # each row to both ranks of the other node, or once
 
 
 def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
