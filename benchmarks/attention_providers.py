@@ -156,11 +156,7 @@ class FlashAttention3(Provider):
         self._call = module.flash_attn_func
         if case.doc_lengths is not None:
             self._call = module.flash_attn_varlen_func
-            cumulative = np.concatenate([[0], np.cumsum(case.doc_lengths)])
-            starts = torch.tensor(cumulative, dtype=torch.int32, device=self.problem.q.device)
-            longest = max(case.doc_lengths)
-            self._options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-            self._options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            self._options |= variable_lengths(case.doc_lengths, self.problem.q.device)
 
     def _arrange(self, t: Tensor) -> Tensor:
         return t if self.problem.case.doc_lengths is not None else t[None]
@@ -194,20 +190,22 @@ class MagiAttention(Provider):
 
 
 class CuDNNFlex(Provider):
-    """cuDNN frontend's flexible attention: any mask of key intervals, planned once."""
+    """cuDNN frontend's flexible attention: any mask of key intervals, documents as variable lengths; planned once."""
 
     def _prepare(self, case: Case) -> None:
         module = _import_one(("cudnn.flex_attention",))
         self._call = module.flex_attn_func
         q, k, v = (self._arrange(t).contiguous() for t in (self.problem.q, self.problem.k, self.problem.v))
-        ends = torch.from_numpy(interval_ends(case.mask)[None]).to(q.device)
-        self._plan = module.create_mask_plan(ends, q, k, v, build_backward=True)
+        packed = case.doc_lengths is not None
+        ends = torch.from_numpy((document_ends(case) if packed else interval_ends(case.mask))[None]).to(q.device)
+        options = variable_lengths(case.doc_lengths, q.device) if packed else {}
+        self._plan = module.create_mask_plan(ends, q, k, v, build_backward=True, **options)
 
     def _arrange(self, t: Tensor) -> Tensor:
-        return t[None]
+        return t if self.problem.case.doc_lengths is not None else t[None]
 
     def _restore(self, t: Tensor) -> Tensor:
-        return t[0]
+        return t if self.problem.case.doc_lengths is not None else t[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._call(q, k, v, mask_plan=self._plan)
@@ -269,6 +267,19 @@ def interval_ends(mask: AttnMask) -> np.ndarray:
     ends[2 * place, row] = spans[:, 1]
     ends[2 * place[~at_zero] - 1, row[~at_zero]] = spans[~at_zero, 0]
     return np.maximum.accumulate(ends, axis=0)  # intervals that a row does not have are empty
+
+
+def document_ends(case: Case) -> np.ndarray:
+    """The same where queries see their document from its first key on, counted from there, int32 ``[1, n]``."""
+    starts = np.cumsum(case.doc_lengths) - case.doc_lengths
+    return interval_ends(case.mask)[-1:] - np.repeat(starts, case.doc_lengths).astype(np.int32)
+
+
+def variable_lengths(doc_lengths: tuple[int, ...], device: torch.device) -> dict[str, Tensor | int]:
+    """Arguments by which variable-length interfaces are told of documents."""
+    starts = torch.tensor([0, *np.cumsum(doc_lengths)], dtype=torch.int32, device=device)
+    longest = max(doc_lengths)
+    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 def visibility(case: Case, device: torch.device | str) -> Callable[..., Tensor]:

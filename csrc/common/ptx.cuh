@@ -262,6 +262,21 @@ DEVICE void store_transposed_x4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
+// The reverse of both: a[0] to a[3] become the matrices.
+DEVICE void load_matrices_x4(u32 smem, u32* a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(smem)
+               : "memory");
+}
+
+DEVICE void load_transposed_x4(u32 smem, u32* a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(smem)
+               : "memory");
+}
+
 DEVICE void add_global_v2(float* p, float a, float b) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
 }

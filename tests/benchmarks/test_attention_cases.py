@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import MASKS, NUM_SLICES, Shape, documents, equal_documents, log_uniform_lengths, short_documents
-from attention_providers import interval_ends, visibility
+from attention_providers import document_ends, interval_ends, visibility
 
 from megatron_magi.mask.dense import dense_mask
 
@@ -67,6 +67,15 @@ def test_intervals_of_each_query_are_what_the_mask_shows_it(name):
     assert np.array_equal(seen, dense_mask(mask))
     most = {"full": 1, "causal": 1, "distant_ranges": 9, "prefix_tree": 5}.get(name, 3)
     assert len(ends) == most
+
+
+@pytest.mark.parametrize("name", [n for n in MASKS if MASKS[n](2048).doc_lengths is not None])
+def test_ends_inside_documents_are_what_the_mask_shows_each_query(name):
+    case = MASKS[name](2048)
+    first = np.repeat(np.cumsum(case.doc_lengths) - case.doc_lengths, case.doc_lengths)[:, None]
+    keys = np.arange(2048)
+    seen = (keys >= first) & (keys < first + document_ends(case)[0][:, None])
+    assert np.array_equal(seen, dense_mask(case.mask))
 
 
 @pytest.mark.parametrize("length", [32768, 131072])

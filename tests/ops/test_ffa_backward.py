@@ -53,8 +53,7 @@ def check(x: Inputs) -> None:
         assert bool((got[unseen] == 0).all()), f"{name} of tokens in no pair is not zero"
 
 
-# 64/64 is the kernel of 128/128 with other numbers.
-KERNEL_DIMS = [(128, 128), *hopper_kernels.PART_TILES]
+KERNEL_DIMS = list(hopper_kernels.BACKWARD_DIMS)
 
 
 def all_ways(all_dims):

@@ -17,6 +17,9 @@
 // dP have besides those of Q and dO, and meet ones. Else each warp reads them, for its own rows, from shared memory,
 // which is what the kernel waits for.
 //
+// Heads of 64 leave registers for the operands that are the item's for good: keys for S, values for dP, and keys,
+// transposed, for dQ, of which a warpgroup then computes, transposed too, half the queries.
+//
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
 // order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on lie
 // elsewhere, arrive while the kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1:
@@ -38,6 +41,7 @@ constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr u32 kPieceFloats = kDqColumns * 16;         // sums of 16 rows and half the columns: those of one warp
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they use the same registers in alternation
 constexpr bool kSplit = SPLIT_STATS;
+constexpr bool kHold = kHeadDim == 64 && ADD_DQ;  // operands in registers
 static_assert(kHeadDim == kHeadDimV && !(kSplit && SOFTCAP));
 using T = DTYPE;
 
@@ -45,7 +49,8 @@ using T = DTYPE;
 // there, two that alternate.
 constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
-// Sums lie in pieces: 16 rows and half the columns as a warp's accumulators lie in registers.
+// Sums lie in pieces: 16 rows and half the columns as a warp's accumulators lie in registers. With kHold those of dQ
+// are turned: of every 16 queries four pieces of 16 columns.
 struct BackwardParams {
   TensorMap q, k, v;
 #if GATED
@@ -177,7 +182,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
       const int4 range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
       const int row = range.x + n * STEP_OF(p.plan), head = item.head + h;
       const int masked = (n < range.z || n >= range.w ? 1 : 0) | (n < more.x || n >= more.y ? 2 : 0);
-      int4 info = make_int4(row, 2 * head * p.units + row / 16, 4 * pass + masked, 0);
+      int4 info = make_int4(row, 2 * head * p.units + (kHold ? 2 : 1) * (row / 16), 4 * pass + masked, 0);
       if (!OF_MASK(p, heads_inner) || ++h == item.heads) {
         if (OF_MASK(p, heads_inner)) h = 0;
         if (++n == range.y) {
@@ -259,6 +264,16 @@ DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a
   wgmma_commit();
 }
 
+// The same of an operand in registers.
+template <int kColumns>
+DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const u32 (&a)[kColumns / 4], const Operand& b) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; ++i)
+    Wgmma<T, kQueries>::template rs<0>(acc, a + 4 * i, b.at((i / 4) * kQueries * 128 + (i % 4) * 32), i > 0);
+  wgmma_commit();
+}
+
 // acc[64 keys, kColumns] += a[64 keys, 64 queries] * b[64 queries, kColumns]
 template <int kColumns>
 DEVICE void issue_key_gradient(float (&acc)[kColumns / 2], const u32 (&a)[kQueries / 4], const Operand& b) {
@@ -277,6 +292,20 @@ DEVICE void issue_dq(float (&acc)[kDqColumns / 2], const Operand& a, const Opera
                                             i > 0);
   wgmma_commit();
 }
+
+// acc[64 columns, half the queries] = a[64 columns, 128 keys] * ds[half the queries, 128 keys]^T; for heads of 64
+DEVICE void issue_turned_dq(float (&acc)[kDqColumns / 2], const u32 (&a)[kTileKeys / 4], const Operand& ds) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kTileKeys / 16; ++i)
+    Wgmma<T, kDqColumns>::template rs<0>(acc, a + 4 * i, ds.at((i / 4) * kQueries * 128 + (i % 4) * 32), i > 0);
+  wgmma_commit();
+}
+
+// Operands of the item in registers.
+struct Held {
+  u32 k[kHeadDim / 4], v[kHeadDimV / 4], k_turned[kTileKeys / 4];
+};
 
 struct Consumer {
   const BackwardParams& p;
@@ -315,14 +344,47 @@ struct Consumer {
     return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
   }
 
-  DEVICE void issue_s(float (&x)[32]) {
-    issue_transposed_logits<kHeadDim>(x, Operand(smem_address(s.k) + warpgroup * kKeys * 128),
-                                      Operand(smem_address(s.q[ring.index])), s.ones[0], s.stats[ring.index]);
+  DEVICE void issue_s(float (&x)[32], const Held& held) {
+    const Operand q(smem_address(s.q[ring.index]));
+    if constexpr (kHold)
+      issue_transposed_logits<kHeadDim>(x, held.k, q);
+    else
+      issue_transposed_logits<kHeadDim>(x, Operand(smem_address(s.k) + warpgroup * kKeys * 128), q, s.ones[0],
+                                        s.stats[ring.index]);
   }
 
-  DEVICE void issue_dp(float (&y)[32]) {
-    issue_transposed_logits<kHeadDimV>(y, Operand(smem_address(s.v) + warpgroup * kKeys * 128),
-                                       Operand(smem_address(s.dout[ring.index])), s.ones[1], s.stats[ring.index]);
+  DEVICE void issue_dp(float (&y)[32], const Held& held) {
+    const Operand dout(smem_address(s.dout[ring.index]));
+    if constexpr (kHold)
+      issue_transposed_logits<kHeadDimV>(y, held.v, dout);
+    else
+      issue_transposed_logits<kHeadDimV>(y, Operand(smem_address(s.v) + warpgroup * kKeys * 128), dout, s.ones[1],
+                                         s.stats[ring.index]);
+  }
+
+  // Of dS in such a buffer.
+  DEVICE void issue_dq_of(float (&dq)[kDqColumns / 2], int index, const Held& held) {
+    const u32 ds = smem_address(s.ds[index]);
+    if constexpr (kHold)
+      issue_turned_dq(dq, held.k_turned, Operand(ds + warpgroup * (kQueries / 2) * 128));
+    else
+      issue_dq(dq, Operand(ds), k_half);
+  }
+
+  // ldmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are the lower rows of an operand,
+  // 2 and 3 its right columns.
+  DEVICE void hold_operands(Held& held) {
+    const int low = lane / 8 % 2, right = lane / 16, at = lane % 8, warp = threadIdx.x % 128 / 32;
+    const u32 own = (warpgroup * kKeys + warp * 16 + low * 8 + at) * 128;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      const u32 column = ((2 * i + right) ^ at) << 4;
+      load_matrices_x4(smem_address(s.k) + own + column, held.k + 4 * i);
+      load_matrices_x4(smem_address(s.v) + own + column, held.v + 4 * i);
+    }
+    const u32 turned = smem_address(s.k) + (right * 8 + at) * 128 + (((2 * warp + low) ^ at) << 4);
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 16; ++i) load_transposed_x4(turned + i * 16 * 128, held.k_turned + 4 * i);
   }
 
   DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], const float2 (&lse)[8], const BlockInfo& info) {
@@ -371,15 +433,16 @@ struct Consumer {
       store_transposed_x4(base + i * 16 * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
   }
 
-  // Accumulators of half the columns, from kFirst on, go to sums in device memory.
-  template <int kFirst, int N>
+  // Accumulators of half the columns, from kFirst on, go to sums in device memory; kTurned: those of dQ, turned.
+  template <int kFirst, bool kTurned = false, int N>
   DEVICE void hand_over(const float (&acc)[N], const Parcel& parcel) {
     named_sync(kPlaceFree + warpgroup, 160);
-    const u32 place = smem_address(s.place[warpgroup]) + threadIdx.x % 128 / 32 * (kPieceFloats * 4) + lane * 16;
+    constexpr u32 kWarpBytes = kTurned ? 1024 : kPieceFloats * 4;
+    const u32 place = smem_address(s.place[warpgroup]) + threadIdx.x % 128 / 32 * kWarpBytes + lane * 16;
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
-      store_shared_v4(place + i * 512, acc[kFirst + 4 * i], acc[kFirst + 4 * i + 1], acc[kFirst + 4 * i + 2],
-                      acc[kFirst + 4 * i + 3]);
+      store_shared_v4(place + (kTurned ? i / 2 * 4096 + i % 2 * 512 : i * 512), acc[kFirst + 4 * i],
+                      acc[kFirst + 4 * i + 1], acc[kFirst + 4 * i + 2], acc[kFirst + 4 * i + 3]);
     if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = parcel;
     fence_async_proxy();
     named_arrive(kPlaceFull + warpgroup, 160);
@@ -392,19 +455,19 @@ struct Consumer {
 
   // One query block. dQ lags a block behind, so that the warpgroups need not march in step. Returns whether there is a
   // next block.
-  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Parcel& previous) {
+  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], const Held& held, Parcel& previous) {
     const int now = ring.index;
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
-    issue_s(x);
+    issue_s(x, held);
     const BlockInfo info = block_info();
     const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
     float2 lse[8];
     if (!kSplit) load_values(lse, values);
     barrier_wait(smem_address(&s.dout_full[now]), ring.parity);
-    issue_dp(y);
+    issue_dp(y, held);
     wgmma_wait<1>();  // S
     pin(x);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
@@ -417,12 +480,12 @@ struct Consumer {
     form_ds(x, y, delta, values, ds);
     if constexpr (ADD_DQ) {
       if (previous.piece >= 0) wait_ds();
-      const Operand ds_before(smem_address(s.ds[buffer.index]));
+      const int before = buffer.index;
       buffer.advance();
       store_ds(ds);
       // Of the first block this is computed of whatever lies there, and not used: a product on one side of a branch
       // would serialise all of them.
-      issue_dq(dq, ds_before, k_half);
+      issue_dq_of(dq, before, held);
     }
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
     if constexpr (ADD_DQ) fence_async_proxy();
@@ -433,8 +496,8 @@ struct Consumer {
     if constexpr (ADD_DQ) {
       pin(dq);
       announce_ds();
-      if (previous.piece >= 0) hand_over<0>(dq, previous);
-      previous = {info.piece + warpgroup * p.units, 0};
+      if (previous.piece >= 0) hand_over<0, kHold>(dq, previous);
+      previous = {info.piece + warpgroup * (kHold ? 4 : p.units), 0};
     }
     wgmma_wait<0>();  // dK
     pin(ds);
@@ -448,18 +511,23 @@ struct Consumer {
   DEVICE void accumulate(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
     barrier_wait(smem_address(&s.kv_full), kv_parity);
     kv_parity ^= 1;
+    Held held;
+    if constexpr (kHold) {
+      hold_operands(held);
+      release(s.kv_empty, lane);
+    }
     Parcel previous = {-1, 0};
-    while (step(dk, dv, previous)) {
+    while (step(dk, dv, held, previous)) {
     }
     float dq[kDqColumns / 2];
     if constexpr (ADD_DQ) {
       wait_ds();
-      issue_dq(dq, Operand(smem_address(s.ds[buffer.index])), k_half);
+      issue_dq_of(dq, buffer.index, held);
       wgmma_wait<0>();
       pin(dq);
     }
-    release(s.kv_empty, lane);
-    if constexpr (ADD_DQ) hand_over<0>(dq, previous);
+    if (!kHold) release(s.kv_empty, lane);
+    if constexpr (ADD_DQ) hand_over<0, kHold>(dq, previous);
   }
 
   // dK and dV of one query head of several.

@@ -11,7 +11,7 @@
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
 
 struct FinishParams {
-  const float4* sums;  // [num_heads, 2 halves, units] pieces
+  const float4* sums;  // [num_heads, 2 halves, units] pieces; or turned, see backward.cu
   void* dq;
   i64 dq_row, dq_head;  // strides, elements
   int num_rows, blocks, units, store;
@@ -24,11 +24,30 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_con
   let_next_kernel_start();
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / 128;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
-  const i64 piece = (2 * static_cast<i64>(head) + half) * p.units + 4 * block + warp;
   const int row = block * 64 + warp * 16 + lane / 4;
   const bool valid[2] = {row < p.num_rows, row + 8 < p.num_rows};
-  finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), p.dq,
-                                row * p.dq_row + head * p.dq_head + half * kColumns, p.dq_row, valid, p.store, p.scale,
+  const i64 at = row * p.dq_row + head * p.dq_head + half * kColumns;
+#if HEAD_DIM == 64
+  __shared__ float rows[64][65];
+  const float4* sums = p.sums + (static_cast<i64>(head) * p.units + 4 * block) * 256;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 x = __ldcs(sums + 256 * i + threadIdx.x);
+    const int query = 16 * i + threadIdx.x / 32 % 2 * 8 + lane % 4 * 2, column = threadIdx.x / 64 * 16 + lane / 4;
+    rows[query][column] = x.x, rows[query + 1][column] = x.y;
+    rows[query][column + 8] = x.z, rows[query + 1][column + 8] = x.w;
+  }
+  __syncthreads();
+  auto sums_of = [&](int i) {
+    const float* first = rows[warp * 16 + lane / 4] + half * kColumns + 8 * i + lane % 4 * 2;
+    const float* second = first + 8 * 65;
+    return make_float4(first[0], first[1], second[0], second[1]);
+  };
+  finish_rows<DTYPE, kColumns>(sums_of, p.dq, at, p.dq_row, valid, p.store, p.scale, lane);
+#else
+  const i64 piece = (2 * static_cast<i64>(head) + half) * p.units + 4 * block + warp;
+  finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), p.dq, at, p.dq_row, valid, p.store, p.scale,
                                 lane);
+#endif
   if (BESIDE && blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough, and the others make room
 }

@@ -57,18 +57,18 @@ DEVICE void store_gradient(int store, void* to, i64 offset, i64 step, const bool
     store_gradient_as<T, kColumns, kAddHalf>(to, offset, step, valid, acc, factor, lane);
 }
 
-// Sums lie in pieces, 16 rows and kColumns columns as a warp's accumulators lie in registers. A warp turns one into
-// rows of a gradient. `at`: element of its first column of row lane / 4; the other row of this thread is 8 below. Piece
-// and gradient are read and written once.
-template <typename T, int kColumns>
-DEVICE void finish_piece(const float4* piece, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
-                         float scale, int lane) {
+// A warp turns sums of 16 rows and kColumns columns into rows of a gradient. `sums`: of every 8 columns those of this
+// thread, as accumulators lie in registers. `at`: element of its first column of row lane / 4; the other row of this
+// thread is 8 below.
+template <typename T, int kColumns, typename Sums>
+DEVICE void finish_rows(const Sums& sums, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
+                        float scale, int lane) {
   const bool add = store >= kAddFloat, wide = store == kStoreFloat || store == kAddFloat;
 #pragma unroll
   for (int g = 0; g < kColumns / 32; ++g) {
     float4 x[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[j] = __ldcs(piece + (4 * g + j) * 32 + lane);
+    for (int j = 0; j < 4; ++j) x[j] = sums(4 * g + j);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const i64 first = at + 8 * r * row_stride + 32 * g;
@@ -95,4 +95,13 @@ DEVICE void finish_piece(const float4* piece, void* to, i64 at, i64 row_stride, 
             make_uint4(word[0], word[1], word[2], word[3]);
     }
   }
+}
+
+// The same of sums that lie in pieces, as a warp's accumulators lie in registers. Piece and gradient are read and
+// written once.
+template <typename T, int kColumns>
+DEVICE void finish_piece(const float4* piece, void* to, i64 at, i64 row_stride, const bool (&valid)[2], int store,
+                         float scale, int lane) {
+  finish_rows<T, kColumns>([&](int i) { return __ldcs(piece + i * 32 + lane); }, to, at, row_stride, valid, store,
+                           scale, lane);
 }
