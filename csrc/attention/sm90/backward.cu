@@ -455,7 +455,7 @@ struct Consumer {
 
   // One query block. dQ lags a block behind, so that the warpgroups need not march in step. Returns whether there is a
   // next block.
-  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], const Held& held, Parcel& previous) {
+  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Held& held, Parcel& previous) {
     const int now = ring.index;
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
@@ -470,6 +470,7 @@ struct Consumer {
     issue_dp(y, held);
     wgmma_wait<1>();  // S
     pin(x);
+    if constexpr (kHold) pin(held.k);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
     if (info.piece >= 0) form_probs(x, probs, lse, info);
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
@@ -477,6 +478,7 @@ struct Consumer {
     if (!kSplit) load_values(delta, values + sizeof(Shared::lse));
     wgmma_wait<1>();  // dP
     pin(y);
+    if constexpr (kHold) pin(held.v);
     form_ds(x, y, delta, values, ds);
     if constexpr (ADD_DQ) {
       if (previous.piece >= 0) wait_ds();
@@ -495,6 +497,7 @@ struct Consumer {
     release(s.dout_empty[now], lane);
     if constexpr (ADD_DQ) {
       pin(dq);
+      if constexpr (kHold) pin(held.k_turned);
       announce_ds();
       if (previous.piece >= 0) hand_over<0, kHold>(dq, previous);
       previous = {info.piece + warpgroup * (kHold ? 4 : p.units), 0};
@@ -525,6 +528,7 @@ struct Consumer {
       issue_dq_of(dq, buffer.index, held);
       wgmma_wait<0>();
       pin(dq);
+      if constexpr (kHold) pin(held.k_turned);
     }
     if (!kHold) release(s.kv_empty, lane);
     if constexpr (ADD_DQ) hand_over<0, kHold>(dq, previous);
