@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
@@ -21,6 +21,7 @@ from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, 
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -42,6 +43,7 @@ class _Call:
     runs. Nor does it keep the group, which may end before the plan.
 
     Attributes:
+        kind: what calls of other masks share with it.
         record, backward_record: what other ranks must mean too.
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
@@ -51,6 +53,7 @@ class _Call:
         sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
 
+    kind: _Kind
     schedule: Schedule
     bands: tuple[np.ndarray, ...]
     casts: tuple[Args, ...]
@@ -88,6 +91,37 @@ class _Call:
     def accumulates(self) -> bool:
         """Whether several stages' partial results meet, and are kept wide until the end."""
         return bool(self.casts)
+
+    def _memos(self) -> Iterator[tuple[int | None, int, MutableMapping, np.ndarray, int]]:
+        """Where passes are remembered: stage and pass as in `_Kind.made`, what they are over, and how many keys."""
+        own, of_keys = self.kind.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
+        for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
+            for which in (0, 1):
+                if self.hints[stage]:
+                    yield stage, which, self.hints[stage][which]["memo"], bands, count
+        if self.one_launch is not None and not self.one_launch.cast.num_recv:
+            for which, memo in enumerate((self.one_launch.own_memo, self.one_launch.own_backward_memo)):
+                yield None, which, memo, self.one_launch.bands, own
+
+    def note_made(self) -> None:
+        """Tells the kind what calls of this mask have found out."""
+        for stage, which, memo, *_ in self._memos():
+            for layout, known in memo.items():
+                self.kind.made[stage, which, layout] = known.make
+        if self.one_launch is not None:
+            for layout, walk in self.one_launch.walks.items():
+                self.kind.made["walk", 0, layout] = walk.make
+
+    def make_ready(self) -> None:
+        """Makes what calls of other masks have found out for this one."""
+        one_launch, made = self.one_launch, list(self.kind.made.items())
+        for stage, which, memo, bands, count in self._memos():
+            for (of, passes, layout), make in made:
+                if (of, passes) == (stage, which) and count:
+                    memo[layout] = make(bands, count)
+        for (of, _, layout), make in made:
+            if of == "walk" and one_launch is not None:
+                one_launch.make(layout, self.group, make)
 
 
 @torch.compiler.disable
@@ -146,9 +180,10 @@ def distributed_attention(
         if call is None:
             check_inputs(q, k, v, rank_plan, group)
             check_sinks(sink, sink_layout, q)
-            call = _make_call(
-                q, k, v, sink, rank_plan, group, config, sink_layout, softmax_scale, softcap, return_max_logits
-            )
+            kind = _make_kind(
+                q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits
+            )  # fmt: skip
+            call = _make_call(kind, rank_plan)
             if len(known) >= _MOST_CALLS:
                 known.clear()
             if key is not None:
@@ -187,48 +222,79 @@ def _no_group() -> None:
     """Stands for a reference to the group of one rank."""
 
 
-def _make_call(
+class _Kind(NamedTuple):
+    """What calls of one kind share, whatever their mask.
+
+    Attributes:
+        layouts: of q, k and v.
+        made: of earlier masks, by stage (None: all in one launch, of own keys alone), pass and layout: what makes the
+            kernels of another mask. Calls of later masks add to it.
+    """
+
+    layouts: tuple[Layout, Layout, Layout]
+    group_ref: Callable[[], dist.ProcessGroup | None]
+    config: MagiConfig
+    module: ModuleType
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+    sink_layout: str
+    return_max_logits: bool
+    record: AttentionCall
+    made: dict[tuple, Callable]
+
+
+def _make_kind(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    plan: RankPlan,
     group: dist.ProcessGroup | None,
     config: MagiConfig,
     sink_layout: str,
     softmax_scale: float | None,
     softcap: float,
     return_max_logits: bool,
-) -> _Call:
+) -> _Kind:
+    options = make_options(q, softmax_scale, softcap, config.attend.deterministic, 0)
+    record = AttentionCall.of(
+        "attention", q, k, v, sink,
+        sink_layout=sink_layout, softmax_scale=options.softmax_scale, softcap=options.softcap,
+        max_logits=return_max_logits, sanity_check=config.attend.sanity_check,
+    )  # fmt: skip
+    return _Kind(
+        (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
+        resolve_impl(config.attend.impl, q, v, options.deterministic), options.softmax_scale, options.softcap,
+        options.deterministic, sink_layout, return_max_logits, record, {},
+    )  # fmt: skip
+
+
+def _make_call(kind: _Kind, plan: RankPlan) -> _Call:
+    (q, k, v), config, module = kind.layouts, kind.config, kind.module
     attend = config.attend
     # Where nothing is fetched, no collective runs beside attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
-    options = [make_options(q, softmax_scale, softcap, attend.deterministic, margin) for margin in margins]
-    module = resolve_impl(attend.impl, q, v, options[0].deterministic)
-    record = AttentionCall.of(
-        "attention", q, k, v, sink,
-        sink_layout=sink_layout, softmax_scale=options[0].softmax_scale, softcap=options[0].softcap,
-        max_logits=return_max_logits, sanity_check=attend.sanity_check,
-    )  # fmt: skip
+    options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
     check_static(plan, module, attend.sanity_check)
     one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
+        kind=kind,
         schedule=plan.schedule,
         bands=plan.bands,
         casts=casts,
         plan_hash=plan.plan_hash,
         cp_size=plan.cp_size,
-        group_ref=_no_group if group is None else ref(group),
+        group_ref=kind.group_ref,
         config=config,
         module=module,
         forward_options=options[0],
         backward_options=options[1],
-        sink_layout=sink_layout,
-        return_max_logits=return_max_logits,
-        record=record,
-        backward_record=record._replace(operation="attention backward", gradient=False),
+        sink_layout=kind.sink_layout,
+        return_max_logits=kind.return_max_logits,
+        record=kind.record,
+        backward_record=kind.record._replace(operation="attention backward", gradient=False),
         # Weak: what is remembered holds device memory, which those bound who make it.
         hints=tuple(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
@@ -240,6 +306,26 @@ def _make_call(
         tail=plan.runtime.get("tail"),
         comm_impl="native" if "tail" in plan.runtime else config.comm.impl,
     )
+
+
+def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
+    """Has calls of a plan find all they launch, if they are those that were made of another one.
+
+    Collective where those are. What cannot be foreseen calls make themselves.
+
+    Args:
+        plan: on its device, not called yet.
+        like: of an earlier batch; its kernels are of the current stream.
+    """
+    if (plan.num_rows, plan.cp_size) != (like.num_rows, like.cp_size) or "tail" in plan.runtime:
+        return
+    known = plan.runtime.setdefault("calls", {})
+    for key, earlier in like.runtime.get("calls", {}).items():
+        if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
+            call = known[key] = _make_call(earlier.kind, plan)
+            _make_room(*call.kind.layouts[1:], call)
+            earlier.note_made()
+            call.make_ready()
 
 
 def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:

@@ -21,6 +21,7 @@ from megatron_magi.comm.announced import announced_cast, may_announce, returned_
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.row_memory import with_rows
 from megatron_magi.cuda.call_list import CallList, Place, Step
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS, kernel_dims
@@ -48,7 +49,10 @@ class _Walk:
         num_scratch: bytes of memory that it takes.
         later: where in them partial gradients of fetched keys and values are, which are left to be sent.
         is_local: no key arrives here; the calls move rows alone, there and in a second list back.
+        make: makes one for another mask, of its `OneLaunch` and the group.
     """
+
+    make: Callable[[OneLaunch, dist.ProcessGroup | None], tuple[_Walk | None, Any]]
 
     def __init__(
         self,
@@ -141,9 +145,9 @@ class OneLaunch:
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
         key = stream, q.stride(), k.stride(), v.stride()
-        tensors = q, k, v, rows_k, rows_v, out, lse
         walk = self._known(
-            key, lambda: self._make_forward(group, tensors, sink, options, return_max_logits, stream)
+            key, group, OneLaunch._make_forward, (q, k, v, rows_k, rows_v, out, lse, sink),
+            options, return_max_logits, stream,
         )  # fmt: skip
         if walk is None:
             return None
@@ -196,9 +200,9 @@ class OneLaunch:
         new = functools.partial(torch.empty, device=device)
         dq, dk, dv = new(q.shape, dtype=q.dtype), new(k.shape, dtype=partial), new(v.shape, dtype=partial)
         key = stream, q.stride(), k.stride(), v.stride(), dout.stride(), out.stride(), lse.stride(), wants_delta
-        tensors = q, k, v, rows_k, rows_v, dout, out, lse
         walk = self._known(
-            key, lambda: self._make_backward(group, tensors, (dq, dk, dv), options, wants_delta, stream)
+            key, group, OneLaunch._make_backward, (q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv),
+            options, wants_delta, stream,
         )  # fmt: skip
         if walk is None:
             return None
@@ -223,22 +227,31 @@ class OneLaunch:
             group_reduce(later, self.cast, group, into=[dk, dv], impl=self.impl, at_once=True, kept=True).wait()
         return dq, dk, dv, delta
 
-    def _known(self, key: tuple, make: Callable[[], tuple[_Walk | None, Any]]) -> _Walk | None:
+    def _known(
+        self, key: tuple, group: dist.ProcessGroup | None, make: Callable, tensors: Sequence[Any], *options: Any
+    ) -> _Walk | None:
         """The walk of a layout, made where there is none or it does not hold any more."""
         walk = self.walks.get(key)
         if walk is None or not walk.holds():
-            walk, keeper = make()
-            if walk is not None:
-                (self.kept if keeper is None else keeper.lists.setdefault(self, {}))[key] = walk
-                self.walks[key] = walk
+            layouts = tuple(None if t is None else Layout.of(t) for t in tensors)
+            walk = self.make(key, group, functools.partial(_made, make, layouts, options))
+        return walk
+
+    def make(self, key: tuple, group: dist.ProcessGroup | None, make: Callable) -> _Walk | None:
+        """A walk, as `_Walk.make` makes one; kept for calls of a layout."""
+        walk, keeper = make(self, group)
+        if walk is not None:
+            walk.make = make
+            (self.kept if keeper is None else keeper.lists.setdefault(self, {}))[key] = walk
+            self.walks[key] = walk
         return walk
 
     def _make_forward(
-        self, group, tensors: tuple[torch.Tensor, ...], sink, options: AttnOptions, max_logits: bool, stream: int
+        self, group, tensors: tuple[Layout, ...], options: AttnOptions, max_logits: bool, stream: int
     ) -> tuple[_Walk | None, Any]:
-        q, k, v, rows_k, rows_v, out, lse = tensors
+        q, k, v, rows_k, rows_v, out, lse, sink = tensors
         places, num_scratch = _places("scratch", [(self.cast.num_recv, k), (self.cast.num_recv, v)])
-        found = self._announced(group, rows_k, rows_v, places, num_scratch)
+        found = self._announced(group, rows_k, rows_v, places)
         if found is None:
             return None, None
         native, arriving = found
@@ -254,13 +267,13 @@ class OneLaunch:
         return _Walk(native, [(*arriving.steps, step)], slots, stream, q.device, num_scratch), keeper
 
     def _make_backward(
-        self, group, tensors: tuple[torch.Tensor, ...], grads, options: AttnOptions, delta: bool, stream: int
+        self, group, tensors: tuple[Layout, ...], options: AttnOptions, delta: bool, stream: int
     ) -> tuple[_Walk | None, Any]:
-        (q, k, v, rows_k, rows_v, dout, out, lse), (_, dk, dv) = tensors, grads
+        q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv = tensors
         count, device = self.cast.num_recv, q.device
         places, num_scratch = _places("scratch", [(count, k), (count, v), (count, dk), (count, dv)])
         of_keys, of_gradients = places[:2], places[2:]
-        found = self._announced(group, rows_k, rows_v, of_keys, num_scratch)
+        found = self._announced(group, rows_k, rows_v, of_keys)
         if found is None:
             return None, None
         native, arriving = found
@@ -273,7 +286,7 @@ class OneLaunch:
             return _Walk(native, lists, slots, stream, device, num_scratch, left, is_local=True), None
         keeper, steps = gated_backward.backward_steps(
             (q, k, v, dout), out, lse, arriving, self.bands, options,
-            grads=grads, arriving_grads=later, places=of_gradients, scratch=("scratch", num_scratch),
+            grads=(dq, dk, dv), arriving_grads=later, places=of_gradients, scratch=("scratch", num_scratch),
             delta=delta, sends=bool(back), stream=stream,
         )  # fmt: skip
         publish, pull = arriving.steps
@@ -281,20 +294,21 @@ class OneLaunch:
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 
-    def _announced(self, group, k: torch.Tensor, v: torch.Tensor, places, num_scratch: int):
-        def into() -> list[torch.Tensor]:
-            memory = torch.empty(num_scratch, dtype=torch.uint8, device=k.device)
-            shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
-            return [_view(memory, at, shape, k.dtype) for (_, at), shape in zip(places, shapes, strict=True)]
-
+    def _announced(self, group, k: Layout, v: Layout, places):
+        into = [t.new_empty((self.cast.num_recv, *t.shape[1:])) for t in (k, v)]
         return announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places)
 
-    def _is_local(self, q: torch.Tensor) -> bool:
+    def _is_local(self, q: Layout) -> bool:
         """Whether no key arrives, or none is looked at; others may need this rank to take part."""
         return not self.cast.num_recv or not q.shape[0]
 
 
-def _places(slot: str, rows: Sequence[tuple[int, torch.Tensor]]) -> tuple[tuple[Place, ...], int]:
+def _made(make: Callable, tensors: tuple, options: tuple, one: OneLaunch, group: dist.ProcessGroup | None):
+    """A `_Walk.make`."""
+    return make(one, group, tensors, *options)
+
+
+def _places(slot: str, rows: Sequence[tuple[int, Layout]]) -> tuple[tuple[Place, ...], int]:
     """Where rows like those of tensors, so many of each, lie one behind the other, and bytes of all."""
     places, end = [], 0
     for count, like in rows:

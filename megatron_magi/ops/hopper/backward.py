@@ -6,7 +6,7 @@ What a pass over tensors of one layout does, for one mask, is found out once (`_
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
@@ -101,17 +102,41 @@ def backward(
     inputs = tuple(map(loadable, (q, k, v, in_dtype(dout, q.dtype))))
     lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
     tensors = *inputs, lse, delta, *grads
+    found = _known(tensors, (accumulate, adds_keys), parts is not None, bands, options, stream)
+    found.run(inputs, lse, delta, grads, parts)
+    is_given = all(a is b for a, b in zip(given, tensors, strict=False))
+    if memo is not None and is_given and not any(t.data_ptr() % 16 for t in grads):
+        memo[_layout(stream, q, k, v, dout, lse, grads)] = found
+
+
+def _known(
+    tensors: Sequence[Like],
+    adds: tuple[bool, bool],
+    is_part: bool,
+    bands: np.ndarray,
+    options: AttnOptions,
+    stream: int,
+) -> _Pass:
+    """The pass over tensors of a layout, made unless it is kept."""
     key = (
-        hopper_plan.content_digest(bands), q.device, stream, options, accumulate, adds_keys, parts is None,
-        *((t.dtype, t.shape, t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in grads),
+        hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
+        *((t.dtype, tuple(t.shape), t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in tensors[-3:]),
     )  # fmt: skip
     found = _passes.get(key)
     if found is None:
-        found = _Pass(inputs, lse, delta, bands, options, grads, (accumulate, adds_keys), stream)
+        found = _Pass(tuple(map(Layout.of, tensors)), adds, is_part, bands, options, stream)
         _passes.put(key, found, found.num_bytes)
-    found.run(inputs, lse, delta, grads, parts)
-    if memo is not None and all(a is b for a, b in zip(given, tensors, strict=False)) and not any(key[-3:]):
-        memo[_layout(stream, q, k, v, dout, lse, grads)] = found
+    return found
+
+
+def _make_pass(
+    tensors: Sequence[Layout], adds: tuple[bool, bool], is_part: bool, options: AttnOptions, stream: int,
+    bands: np.ndarray, num_keys: int,
+) -> _Pass:  # fmt: skip
+    """A `_Pass.make`."""
+    q, k, v, dout, lse, delta, dq, dk, dv = tensors
+    k, v, dk, dv = (t.with_rows(num_keys) for t in (k, v, dk, dv))
+    return _known((q, k, v, dout, lse, delta, dq, dk, dv), adds, is_part, bands, options, stream)
 
 
 def _layout(stream: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, grads: Grads) -> tuple:
@@ -145,6 +170,10 @@ class _Target(NamedTuple):
     dtype: torch.dtype = torch.float32
     is_zeroed: bool = False
 
+    def layout(self, grad: Layout) -> Layout:
+        """Of `buffer`."""
+        return grad.new_empty((*grad.shape[:2], self.columns), self.dtype) if self.columns else grad
+
     def buffer(self, grad: Tensor) -> Tensor:
         """What the kernels write to."""
         if self.columns:
@@ -157,10 +186,13 @@ class _Pass:
 
     Attributes:
         num_bytes: of device memory that is kept: the tile plans.
+        make: makes one for another mask, over so many keys.
     """
 
-    def __init__(self, inputs, lse: Tensor, delta: Tensor, bands, options, grads: Grads, adds, stream: int) -> None:
-        q, k, v, _ = inputs
+    def __init__(self, tensors: Sequence[Layout], adds, is_part: bool, bands, options, stream: int) -> None:
+        q, k, v, dout, lse, delta, *grads = tensors
+        inputs = q, k, v, dout
+        self.make = partial(_make_pass, tensors, adds, is_part, options, stream)
         problem, dtype, scale = problem_of(q, k, v), q.dtype, options.softmax_scale
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
         whole, adds_dq, shape, packed = choice
@@ -176,7 +208,7 @@ class _Pass:
         store, of_dk, of_dv = _key_targets(grads[1:], dims, dtype, adds[1], splits)
         self._targets, self._adds = (of_dq, of_dk, of_dv), (adds[0], adds[1], adds[1])
         self._is_direct = not any(target.columns or target.is_zeroed for target in self._targets)
-        dq, dk, dv = (target.buffer(grad) for target, grad in zip(self._targets, grads, strict=True))
+        dq, dk, dv = (target.layout(grad) for target, grad in zip(self._targets, grads, strict=True))
         rows = padded(q.shape[0], shape[1])
         self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
         self._lock = stream_lock(q.device, stream)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
@@ -102,11 +103,7 @@ def forward(
         bands = _NOTHING_SEEN
     target = _target(out, q.dtype, problem_of(q, k, v).dims[1], accumulate)
     target_lse = in_dtype(lse, torch.float32)
-    key = _key(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
-    known = _passes.get(key)
-    if known is None:
-        known = _Pass(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
-        _passes.put(key, known, known.plan.num_bytes)
+    known = _known(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
     fired = known.run(q, k, v, target, target_lse, sink_lse, max_logits)
     assert fired
     if target is not out:
@@ -114,6 +111,17 @@ def forward(
     if target_lse is not lse:
         lse.copy_(target_lse)
     return max_logits
+
+
+def _known(q, k, v, bands: np.ndarray, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream) -> _Pass:
+    """The pass over tensors of a layout, made unless it is kept."""
+    key = _key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
+    known = _passes.get(key)
+    if known is None:
+        tensors = *map(Layout.of, (q, k, v, out, lse)), None if sink_lse is None else Layout.of(sink_lse)
+        known = _Pass(*tensors, bands, options, accumulate, stream)
+        _passes.put(key, known, known.plan.num_bytes)
+    return known
 
 
 def _target(out: Tensor, dtype: torch.dtype, columns: int, accumulate: bool) -> Tensor:
@@ -146,9 +154,11 @@ class _Pass:
 
     Attributes:
         plan: the tiles of the mask.
+        make: makes one for another mask, over so many keys.
     """
 
-    def __init__(self, q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream: int) -> None:
+    def __init__(self, q, k, v, out, lse, sink_lse, bands, options: AttnOptions, accumulate: bool, stream: int) -> None:
+        self.make = partial(_make_pass, (q, k, v, out, lse, sink_lse), options, accumulate, stream)
         num_rows, num_heads, _ = q.shape
         problem = problem_of(q, k, v)
         tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem)
@@ -207,6 +217,13 @@ class _Pass:
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
             launch.fire(self._stream)
         return True
+
+
+def _make_pass(tensors: tuple, options: AttnOptions, accumulate: bool, stream: int, bands: np.ndarray, num_keys: int):
+    """A `_Pass.make`."""
+    q, k, v, out, lse, sink_lse = tensors
+    k, v = k.with_rows(num_keys), v.with_rows(num_keys)
+    return _known(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
 
 
 def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
