@@ -334,7 +334,7 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
     back = of_gradients if call.record.gradient else None
-    casts = call.casts if call.one_launch is None else (*call.casts, call.one_launch.cast)
+    casts = call.casts if call.one_launch is None else tuple(dict.fromkeys((*call.casts, call.one_launch.cast)))
     make_room(casts, of_keys, back, call.group, call.comm_impl)
 
 
