@@ -31,12 +31,10 @@ from megatron_magi.ops.merge import sink_lse
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import forward_pass
 from megatron_magi.plan import RankPlan
+from megatron_magi.plan.predict import MOST_FORWARD_BYTES
 from megatron_magi.plan.types import own
 from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
 
-MOST_FORWARD_BYTES = 64 << 20
-"""Keys and values that a rank fetches up to which the forward of more than two ranks is one launch: on 4 H100s it is
-faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and 400 MB (``results/one_launch_4gpu.csv``)."""
 _ALIGNMENT = 256
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)
 _GRADIENTS = ("dk", 0), ("dv", 0)

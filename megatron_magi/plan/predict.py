@@ -21,6 +21,9 @@ _SEPARATE_DQ = (256 << 20, 650), (128 << 20, 450)
 where heads can be packed, and where they cannot."""
 _KEY_TILE, _QUERY_BLOCK = 128, 64
 """Keys of a tile and queries of a block of the backward."""
+MOST_FORWARD_BYTES = 64 << 20
+"""Keys and values that a rank fetches up to which the forward of more than two ranks is one launch: on 4 H100s it is
+faster than stages with up to 30 MB, and takes 4 to 8 % longer with 100 and 400 MB (``results/one_launch_4gpu.csv``)."""
 _NUM_SMS, _TAIL = 132, 0.31
 """SMs of a Hopper GPU, and for what share of an item they wait for the last of them at the end of a kernel."""
 _DQ_TILE, _DQ_BLOCK = 128, 96
@@ -77,21 +80,31 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
     # Kernels wait for rows of their own node only.
     at_once = overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce and degree > 0
     at_once = at_once and not counts.received[1].any()
-    num_stages = 1 if at_once else degree
-    steps = _Steps(num_rows, rates, overlap.cost, degree > 0 and not at_once)
-    fetch = _transfer_us(counts.received, counts.sent, num_stages, rates, overlap.cost)
-    reduce = _transfer_us(counts.sent, counts.received, num_stages, rates, overlap.cost)
-    hidden = 0.0 if overlap.degree == 0 else rates.hidden
-    if at_once:
-        whole = own.with_fetched(fetched)
-        forward = _at_once_us(steps.forward(whole), fetch, hidden)
-        backward = _at_once_us(steps.backward(whole), fetch, hidden) + reduce
+    is_small = counts.received.shape[1] <= 2 or received.max() * overlap.cost.row_bytes <= MOST_FORWARD_BYTES
+    whole = (at_once and is_small), at_once  # the forward, the backward
+    num_stages = [1 if one else degree for one in whole]
+    steps_forward, steps_backward = (_Steps(num_rows, rates, overlap.cost, degree > 0 and not one) for one in whole)
+    fetch, fetch_again = (
+        _transfer_us(counts.received, counts.sent, count, rates, overlap.cost) for count in num_stages
+    )
+    reduce = _transfer_us(counts.sent, counts.received, num_stages[1], rates, overlap.cost)
+    hidden, joined = 0.0 if overlap.degree == 0 else rates.hidden, own.with_fetched(fetched)
+    if whole[0]:
+        forward = _at_once_us(steps_forward.forward(joined), fetch, hidden)
     else:
-        forward = _pass_us(steps.forward(own), steps.forward(fetched, True), fetch, None, degree, hidden)
-        backward = _pass_us(steps.backward(own), steps.backward(fetched, True), fetch, reduce, degree, hidden)
-    forward, backward = forward + steps.ends_us(False), backward + steps.ends_us(True)
+        forward = _pass_us(
+            steps_forward.forward(own), steps_forward.forward(fetched, True), fetch, None, degree, hidden
+        )
+    if whole[1]:
+        backward = _at_once_us(steps_backward.backward(joined), fetch_again, hidden) + reduce
+    else:
+        backward = _pass_us(
+            steps_backward.backward(own), steps_backward.backward(fetched, True), fetch_again, reduce, degree, hidden
+        )
+    forward, backward = forward + steps_forward.ends_us(False), backward + steps_backward.ends_us(True)
     saved = np.where((received > 0) & (counts.sent.sum(axis=0) > 0), 0.0, rates.host_one_way_us)
-    stages = tuple((us - saved) * num_stages for us in (rates.host_stage_forward_us, rates.host_stage_backward_us))
+    of_stages = rates.host_stage_forward_us, rates.host_stage_backward_us
+    stages = tuple((us - saved) * count for us, count in zip(of_stages, num_stages, strict=True))
     step_us = float(np.maximum(forward, rates.host_forward_us + stages[0]).max()) + float(
         np.maximum(backward, rates.host_backward_us + stages[1]).max()
     )

@@ -99,12 +99,22 @@ def test_stages_of_one_launch_are_predicted_as_one() -> None:
     mask = batch("causal")
     bounds, rank = scattered(mask, 4, 0, 1024)
     counts, overlap = count(mask, bounds, rank, 4, 8), replace(OVERLAP, degree=4)
-    staged, at_once = (
-        predict.predict(counts, 16384, replace(H100, hidden=1.0), replace(overlap, one_launch=one))
-        for one in (False, True)
-    )
-    assert at_once.degree == staged.degree == 4
-    assert at_once.forward_us < staged.forward_us and at_once.step_us < staged.step_us
+    for heads_kv in (1, 8):
+        cost = CostModel(num_heads_q=32, num_heads_kv=heads_kv)
+        staged, at_once = (
+            predict.predict(counts, 16384, replace(H100, hidden=1.0), replace(overlap, one_launch=one, cost=cost))
+            for one in (False, True)
+        )
+        assert at_once.degree == staged.degree == 4
+        assert at_once.backward_us < staged.backward_us and at_once.step_us < staged.step_us
+        # More than two ranks that fetch much go by stages in the forward.
+        is_small = counts.received.sum(axis=0).max() * cost.row_bytes <= predict.MOST_FORWARD_BYTES
+        assert is_small == (heads_kv == 1)
+        assert at_once.forward_us < staged.forward_us if is_small else at_once.forward_us == staged.forward_us
+    two = count(mask, bounds, rank % 2, 2, 8)
+    assert two.received.sum(axis=0).max() * OVERLAP.cost.row_bytes > predict.MOST_FORWARD_BYTES
+    staged, at_once = (predict.predict(two, 32768, H100, replace(overlap, one_launch=one)) for one in (False, True))
+    assert at_once.forward_us < staged.forward_us
     kept = replace(overlap, hide_tail_reduce=True)  # stages follow each other
     assert predict.predict(counts, 16384, H100, replace(kept, one_launch=True)) == predict.predict(
         counts, 16384, H100, replace(kept, one_launch=False)
