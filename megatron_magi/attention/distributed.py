@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
-from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
+from megatron_magi.attention.one_launch import OneLaunch, backward_pays, is_alone, pays
 from megatron_magi.attention.runtime import cleared, plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
@@ -92,16 +92,13 @@ class _Call:
         """Whether several stages' partial results meet, and are kept wide until the end."""
         return bool(self.casts)
 
-    def _memos(self) -> Iterator[tuple[int | None, int, MutableMapping, np.ndarray, int]]:
+    def _memos(self) -> Iterator[tuple[int, int, MutableMapping, np.ndarray, int]]:
         """Where passes are remembered: stage and pass as in `_Kind.made`, what they are over, and how many keys."""
         own, of_keys = self.kind.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
         for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
             for which in (0, 1):
                 if self.hints[stage]:
                     yield stage, which, self.hints[stage][which]["memo"], bands, count
-        if self.one_launch is not None and not self.one_launch.cast.num_recv:
-            for which, memo in enumerate((self.one_launch.own_memo, self.one_launch.own_backward_memo)):
-                yield None, which, memo, self.one_launch.bands, own
 
     def note_made(self) -> None:
         """Tells the kind what calls of this mask have found out."""
@@ -227,8 +224,8 @@ class _Kind(NamedTuple):
 
     Attributes:
         layouts: of q, k and v.
-        made: of earlier masks, by stage (None: all in one launch, of own keys alone), pass and layout: what makes the
-            kernels of another mask. Calls of later masks add to it.
+        made: of earlier masks, by stage ("walk": all in one launch), pass and layout: what makes the kernels of another
+            mask. Calls of later masks add to it.
     """
 
     layouts: tuple[Layout, Layout, Layout]
@@ -277,7 +274,8 @@ def _make_call(kind: _Kind, plan: RankPlan) -> _Call:
     options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
     check_static(plan, module, attend.sanity_check)
-    one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
+    dims = q.shape[2], v.shape[2]
+    one_launch = remembers and (is_alone(plan, dims) or pays(plan, dims, config.comm.impl))
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return _Call(
         kind=kind,
@@ -334,7 +332,8 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
     back = of_gradients if call.record.gradient else None
-    casts = call.casts if call.one_launch is None else tuple(dict.fromkeys((*call.casts, call.one_launch.cast)))
+    joined = None if call.one_launch is None else call.one_launch.cast
+    casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
     make_room(casts, of_keys, back, call.group, call.comm_impl)
 
 
@@ -451,7 +450,7 @@ def _backward_at_once(dout, qkv, out, lse, call: _Call, wants_delta: bool) -> tu
     """Gradients and delta in one launch over all stages, where that is done."""
     if call.one_launch is None or not backward_pays((qkv[0].shape[2], qkv[2].shape[2])):
         return None
-    partial = _partial_dtype(qkv[1], call)
+    partial = _partial_dtype(qkv[1], call) if call.casts else qkv[1].dtype
     return call.one_launch.backward(
         call.group, dout, qkv, out, lse, call.backward_options, partial, wants_delta
     )  # fmt: skip

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from functools import partial, reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.cuda.layout import Layout, Like
@@ -116,15 +118,17 @@ def _known(
     bands: np.ndarray,
     options: AttnOptions,
     stream: int,
+    out: Like | None = None,
 ) -> _Pass:
-    """The pass over tensors of a layout, made unless it is kept."""
+    """The pass over tensors of a layout, made unless it is kept; of an ``out`` it computes delta itself."""
     key = (
         hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
+        None if out is None else out.stride(),
         *((t.dtype, tuple(t.shape), t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in tensors[-3:]),
     )  # fmt: skip
     found = _passes.get(key)
     if found is None:
-        found = _Pass(tuple(map(Layout.of, tensors)), adds, is_part, bands, options, stream)
+        found = _Pass(tuple(map(Layout.of, tensors)), adds, is_part, bands, options, stream, out)
         _passes.put(key, found, found.num_bytes)
     return found
 
@@ -144,6 +148,25 @@ def _layout(stream: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Ten
     return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, *grads)]
 
 
+def backward_steps(
+    inputs: hopper_parts.Inputs,
+    out: Like,
+    lse: Like,
+    bands: np.ndarray,
+    options: AttnOptions,
+    *,
+    grads: tuple[Like, Like, Like],
+    scratch: Place,
+    delta: bool,
+    sends: bool,
+    stream: int,
+) -> tuple[_Pass, Steps]:
+    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
+    tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
+    known = _known(tensors, (False, False), False, bands, options, stream, out)
+    return known, known.steps(inputs, scratch, delta, sends)
+
+
 class Parts:
     """Backward passes of the same queries, over keys of their own, whose dq is added in one place.
 
@@ -155,6 +178,21 @@ class Parts:
         self.left = count
         self.memory: Tensor | None = None  # of the first pass: statistics of rows and sums
         self.addresses = (0, 0, 0)  # of lse, of -delta, and of sums
+
+
+class Steps(NamedTuple):
+    """Kernels of a backward pass.
+
+    Attributes:
+        before: those before the keys arrive.
+        keys: the one that waits for keys, and what finishes their gradients.
+        rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
+            runs beside it.
+    """
+
+    before: tuple[Step, ...]
+    keys: tuple[Step, ...]
+    rest: tuple[Step, ...]
 
 
 class _Target(NamedTuple):
@@ -187,10 +225,15 @@ class _Pass:
     Attributes:
         num_bytes: of device memory that is kept: the tile plans.
         make: makes one for another mask, over so many keys.
+        num_scratch: bytes of memory that `steps` take, aligned to 128.
+        lists: calls that it is part of, by who makes them; they go with either.
     """
 
-    def __init__(self, tensors: Sequence[Layout], adds, is_part: bool, bands, options, stream: int) -> None:
+    def __init__(
+        self, tensors: Sequence[Layout], adds, is_part: bool, bands, options, stream: int, out: Like | None = None
+    ) -> None:
         q, k, v, dout, lse, delta, *grads = tensors
+        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         inputs = q, k, v, dout
         self.make = partial(_make_pass, tensors, adds, is_part, options, stream)
         problem, dtype, scale = problem_of(q, k, v), q.dtype, options.softmax_scale
@@ -239,9 +282,13 @@ class _Pass:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
                 inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
-        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E, numbers=numbers)
+        self._stats = stats_launch(
+            lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E,
+            of_delta=None if out is None else (dout, out), numbers=numbers,
+        )  # fmt: skip
         if adds_dq:
-            self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
+            self._of_dq = dq, num_stats // UNIT, dtype, scale, dq_store
+            self._finish_dq = finish_dq_launch(*self._of_dq)
         else:
             tiling = Tiling(False, q.shape[0], *query_tiles(problem, packed))
             rows_plan = hopper_plan.device_plan(bands, tiling, q.device)
@@ -251,6 +298,7 @@ class _Pass:
             self.num_bytes += rows_plan.num_bytes
         own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
         self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
+        self.num_scratch = 4 * self._num_floats
 
     def run(
         self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None
@@ -308,6 +356,48 @@ class _Pass:
                 if target.columns and (is_last or grad is not grads[0]):
                     made = buffer[..., : grad.shape[2]]
                     grad.copy_(grad + made if adds else made)
+
+    def steps(self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool) -> Steps:
+        """The kernels, for tensors of the layout, of a pass that computes delta."""
+        assert self._is_direct and self._whole
+        (slot, begin), overlaps = scratch, self._overlaps
+        of: dict[str, Place] = {name: (name, 0) for name in ("dout", "out", "lse", "delta", "dq", "dk", "dv")}
+        stats, minus_delta = (slot, begin), (slot, begin + 4 * self._num_stats)
+        sums = slot, begin + 8 * self._num_stats
+        key_sums = of["dq"] if self._key_sums_in_dq else (slot, sums[1] + 4 * self._num_sums)
+        maps = (("q", 0), ("k", 0), ("v", 0), of["dout"])
+        of_rows, of_keys = {"lse": stats, "delta": minus_delta}, {"dk": of["dk"], "dv": of["dv"]}
+        before = self._stats.step(
+            {
+                **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
+                "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
+            },
+            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4},
+            overlaps=overlaps,
+        )  # fmt: skip
+        keys = [
+            self._keys.step(
+                {**of_rows, **of_keys, "dq": sums, "key_sums": key_sums}, maps,
+                numbers=self._keys_numbers, mapped=inputs, overlaps=overlaps,
+            )
+        ]  # fmt: skip
+        if self._finish_keys is not None:
+            keys.append(
+                self._finish_keys.step(
+                    {"sums": key_sums, **of_keys}, values={"tiles": self._tiles},
+                    num_blocks=self._finish_keys_blocks, overlaps=overlaps,
+                )
+            )  # fmt: skip
+        if self._finish_dq is not None:
+            finish_dq = finish_dq_launch(*self._of_dq, beside=True) if sends else self._finish_dq
+            rest = finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=overlaps)
+        else:
+            assert self._queries is not None
+            rest = self._queries.step(
+                {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
+                numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
+            )  # fmt: skip
+        return Steps((before,), tuple(keys), (rest,))
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""

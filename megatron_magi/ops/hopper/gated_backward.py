@@ -6,20 +6,20 @@ For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
 
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.call_list import Place
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
+from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, Steps, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
 from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, row_tiling, seen_rows_and_keys
@@ -75,21 +75,6 @@ def backward_steps(
         known = Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
         _passes.put(key, known, known.num_bytes)
     return known, known.steps(inputs, arriving, places, scratch, delta, sends)
-
-
-class Steps(NamedTuple):
-    """Kernels of a backward pass.
-
-    Attributes:
-        before: those before the keys arrive.
-        keys: the one that waits for keys, and what finishes their gradients.
-        rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs beside it.
-    """
-
-    before: tuple[Step, ...]
-    keys: tuple[Step, ...]
-    rest: tuple[Step, ...]
 
 
 class Pass:
