@@ -297,10 +297,13 @@ class OneLaunch:
                 arriving_grads=later, places=of_gradients, stream=stream, **given,
             )  # fmt: skip
             publish, pull = moving
-            queued = [publish, *steps.before, pull, *steps.keys, *back, *steps.rest]
+            first = [publish, *steps.before, pull]
         else:
             keeper, steps = hopper.backward_steps(inputs, out, lse, self.bands, options, stream=stream, **given)
-            queued = [*moving, *steps.before, *steps.keys, *back, *steps.rest]
+            first = [*moving, *steps.before]
+        # Who waits for keys looks at the number of the call that was published last: nothing is sent before its end.
+        ends = (*steps.rest, *back) if steps.rest_waits else (*back, *steps.rest)
+        queued = [*first, *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 

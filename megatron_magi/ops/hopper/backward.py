@@ -187,12 +187,14 @@ class Steps(NamedTuple):
         before: those before the keys arrive.
         keys: the one that waits for keys, and what finishes their gradients.
         rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs beside it.
+            runs beside it; or behind, where ``rest_waits`` for keys, as `Gate` of arrivals.cuh wants it, or for what
+            is before it.
     """
 
     before: tuple[Step, ...]
     keys: tuple[Step, ...]
     rest: tuple[Step, ...]
+    rest_waits: bool
 
 
 class _Target(NamedTuple):
@@ -397,7 +399,7 @@ class _Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
             )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,))
+        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""

@@ -179,4 +179,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,))
+        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
