@@ -97,7 +97,7 @@ class _Call:
         own, of_keys = self.kind.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
         for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
             for which in (0, 1):
-                if self.hints[stage]:
+                if "memo" in self.hints[stage][which]:
                     yield stage, which, self.hints[stage][which]["memo"], bands, count
 
     def note_made(self) -> None:
