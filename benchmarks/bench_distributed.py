@@ -6,9 +6,10 @@
     python benchmarks/bench_distributed.py --plot FILE [FILE ...] [--csv FILE] [--chart FILE]    (needs no GPU)
 
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
-``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch; ``alone``, the attention of ``magi``, stage by
-stage, over keys that are all there; the baselines of `baselines`. All take turns in one run, in another order each
-round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call with the host ahead; rates
+``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, unless that is the default's; ``alone``, the
+attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All take turns in one
+run, in another order each round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call
+with the host ahead; a first call counts only where it takes so long that what is made once is nothing beside it. Rates
 are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting
 for other ranks, in which others run beside them, of a forward and a backward under the profiler, over all ranks. When
 ``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in several the
@@ -43,7 +44,7 @@ from trace_overlap import hidden_share
 from megatron_magi.attention import distributed_attention
 from megatron_magi.config import AttendConfig, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
-from megatron_magi.plan import make_plan
+from megatron_magi.plan import Dispatch, make_plan
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
@@ -55,7 +56,10 @@ ALL_WAYS = (*WAYS, *ONE_LAUNCH, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
 GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
-_AHEAD_MS = 3.0
+_AHEAD_MS, _FIRST_AHEAD_MS = 3.0, 100.0
+"""How long the device waits before a pass for the host that queues it, and that makes tables the first time."""
+_LONG_MS = 300.0
+"""Both passes of a way whose first call counts."""
 
 
 def _packed(count: int) -> Callable[[int], Case]:
@@ -93,7 +97,7 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     """A way by its name.
 
     Raises:
-        Unsupported: it cannot do the mask, or not on so many ranks.
+        Unsupported: it cannot do the mask, or not on so many ranks, or is the default by another name.
     """
     if name in BASELINES:
         ready = BASELINES[name](case, cluster, HEADS_KV, impl)
@@ -103,6 +107,8 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
         overlap = replace(overlap, one_launch=ONE_LAUNCH[name])
     config = MagiConfig(overlap=overlap, attend=AttendConfig(impl=impl))
     dispatch = zigzag(case.length, cluster.num_ranks) if "zigzag" in name else None
+    if dispatch is not None and _ranges(make_plan(case.mask, config, cluster.num_ranks).dispatch) == _ranges(dispatch):
+        raise Unsupported("the default dispatches likewise")
     plan = make_plan(case.mask, config, cluster.num_ranks, dispatch).for_rank(cluster.rank)
     if name == "alone":
         alone = Alone(plan, impl)
@@ -112,6 +118,11 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
         return distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)[0]
 
     return Way(plan.num_rows, attend)
+
+
+def _ranges(dispatch: Dispatch) -> list[list]:
+    """Tokens of each rank, in ranges."""
+    return [ranges.tolist() for ranges in dispatch.ranges]
 
 
 class Turns:
@@ -130,7 +141,7 @@ class Turns:
         """A forward and a backward."""
         torch.autograd.grad(self._attend(*self._leaves), self._leaves, self._dout)
 
-    def take(self) -> tuple[float, float]:
+    def take(self, ahead_ms: float = _AHEAD_MS) -> tuple[float, float]:
         """Milliseconds of a forward and of a backward, on the slowest rank; noted too."""
         out = None
 
@@ -140,8 +151,8 @@ class Turns:
 
         device = self._dout.device
         times = [
-            _time_ms(forward, device),
-            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device),
+            _time_ms(forward, device, ahead_ms),
+            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device, ahead_ms),
         ]
         slowest = torch.tensor(times, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -149,7 +160,7 @@ class Turns:
         return self.times[-1]
 
 
-def _time_ms(run: Callable[[], object], device: torch.device) -> float:
+def _time_ms(run: Callable[[], object], device: torch.device, ahead_ms: float) -> float:
     """Of this rank, from where its device begins to where it is done; the host queues the work before."""
     if device.type == "cpu":
         dist.barrier()
@@ -159,7 +170,7 @@ def _time_ms(run: Callable[[], object], device: torch.device) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     dist.barrier()
-    torch.cuda._sleep(int(_AHEAD_MS * 2e6))
+    torch.cuda._sleep(int(ahead_ms * 2e6))
     start.record()
     run()
     end.record()
@@ -176,23 +187,25 @@ def measure(
     seconds: float = 0.0,
     traces: Path | None = None,
     profiled: Iterable[str] = ALL_WAYS,
+    most_rounds: int = 9,
 ) -> list[list]:
     """Rows of the table for one mask, equal on all ranks; timed for about so many seconds.
 
     Args:
         profiled: ways that are run under the profiler too.
+        most_rounds: of short ones.
     """
     ready, notes = {}, {}
     for name in ways:
         try:
             ready[name] = Turns(make_way(name, case, cluster, impl), device)
-            ready[name].take()  # compiles kernels, makes communicators
-            ready[name].times.clear()
+            if sum(ready[name].take(_FIRST_AHEAD_MS)) < _LONG_MS:
+                ready[name].times.clear()
         except Unsupported as reason:
             notes[name] = str(reason)
-    once = sum(map(sum, (turns.take() for turns in ready.values())))
+    once = sum(sum(turns.times[0] if turns.times else turns.take()) for turns in ready.values())
     shuffled = random.Random(0)
-    for _ in range(int(np.clip(1e3 * seconds / once, 1, 9)) - 1):
+    for _ in range(int(np.clip(1e3 * seconds / once, 1, most_rounds)) - 1):
         for name in shuffled.sample(list(ready), len(ready)):
             ready[name].take()
     head, flops = [case.name, case.length // cluster.num_ranks, cluster.num_ranks], 4.0 * case.mask.area
@@ -228,8 +241,9 @@ def measure_all(rank: int, num_ranks: int, options: argparse.Namespace) -> None:
                 continue
             case = CASES[name](tokens * num_ranks)
             rows += measure(
-                case, cluster, device, options.ways, options.impl, options.seconds, options.traces, options.profiled
-            )
+                case, cluster, device, options.ways, options.impl, options.seconds, options.traces, options.profiled,
+                options.rounds,
+            )  # fmt: skip
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             if rank == 0:
@@ -248,6 +262,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder for traces that chrome://tracing and Perfetto show")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="start no other mask after so long")
     parser.add_argument("--seconds", type=float, default=1.5, help="to time one mask, about")
+    parser.add_argument("--rounds", type=int, default=9, help="of a mask at most")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768, 65536], help="tokens a GPU")
     parser.add_argument("--masks", nargs="*", default=list(DEFAULT_MASKS), choices=CASES)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=ALL_WAYS)

@@ -172,7 +172,7 @@ def measured_ways(rows: list[Row], rates: Rates) -> Iterator[tuple[OverlapConfig
     from simulate import OVERLAP, count_dispatch
 
     for row in rows:
-        if not row["way"].startswith("magi"):
+        if not row["way"].startswith("magi") or not row["forward_ms"]:
             continue
         num_ranks, overlap = int(row["ranks"]), OVERLAP
         overlap = replace(overlap, one_launch=ONE_LAUNCH.get(row["way"], overlap.one_launch))

@@ -199,6 +199,22 @@ def check_dispatches(file: Path, rates: Rates) -> Iterator[list]:
                 yield _checked(file, case, int(ranks), float(r["measured_ms"]), found[r["dispatch"]].step_us / 1e3)
 
 
+def check_one_launch(file: Path, rates: Rates) -> Iterator[list]:
+    """Calls of `bench_one_launch.py` that follow each other, both passes."""
+    from bench_one_launch import mask_of
+
+    notes, rows = read_results(file)
+    default = overlap_of(32, 8, 128, notes.get("commit", ""))
+    for forward, backward in itertools.batched(rows, 2):
+        gpus, tokens = int(forward["ranks"]), int(forward["tokens_a_gpu"])
+        overlap = replace(default, one_launch=forward["way"] == "one launch")
+        mask = mask_of(forward["mask"], tokens * gpus, gpus)
+        step = simulate(mask, make_dispatch(mask, DispatchConfig(rates=rates), gpus, default), rates, overlap)
+        measured = sum(float(r["us"]) for r in (forward, backward))
+        case = f"{forward['mask']}, {tokens // 1024}k, {forward['way']}"
+        yield _checked(file, case, gpus, measured / 1e3, step.found.step_us / 1e3)
+
+
 def check_training(file: Path, rates: Rates) -> Iterator[list]:
     """Whole steps of `bench_training.py`: what its profile says of all but attention, and predicted attention.
 
@@ -237,6 +253,7 @@ def _checked(file: Path, case: str, gpus: int, measured: float, predicted: float
 CHECKS: dict[str, Callable[[Path, Rates], Iterator[list]]] = {
     "predict_*gpu*.csv": check_dispatches,
     "distributed_*gpu*.csv": check_distributed,
+    "one_launch_*gpu*.csv": check_one_launch,
     "steps*.csv": check_steps,
     "training_speed_2gpu*.csv": check_training,
 }

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as _dispatch
+from megatron_magi.comm import roll as _roll
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat import arguments, exports
 from megatron_magi.compat.exports import *  # noqa: F403, every name of its `__all__`, and of no other, is ours too
@@ -317,7 +318,7 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
     args = runtime.shard.roll_args(shift, x.device)
     comm = key.config.comm
     with arguments.renamed("x_local", "x"):
-        return _dispatch.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
+        return _roll.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 
 
 @torch.compiler.disable

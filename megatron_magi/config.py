@@ -146,8 +146,7 @@ class OverlapConfig:
     """How communication hides behind compute.
 
     Attributes:
-        degree: number of remote stages; 0 chooses none to fetch in one stage before all
-            compute (no overlap); chosen by ``cost`` when None.
+        degree: number of remote stages; 0 fetches all keys before computing (no overlap); chosen by ``cost`` when None.
         max_degree: largest number of stages that is considered.
         hide_tail_reduce: keep the last remote stage's keys from the forward, so that the
             backward ends with local compute and its last reduction hides behind it.

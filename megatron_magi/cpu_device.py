@@ -73,7 +73,10 @@ def install(*, force: bool = False) -> bool:
     if torch.cuda.is_available() and not force:
         return False
     if "megatron.core" in sys.modules:
-        raise RuntimeError("cpu_device.install() must run before the first import of megatron")
+        raise RuntimeError(
+            "megatron: imported already; on a machine without GPUs call megatron_magi.mcore.install() (or "
+            "cpu_device.install()) before the first import of megatron"
+        )
     # Its table of factories is filled on first use and must hold the originals, or
     # `with torch.device("meta")` would no longer know them.
     torch.utils._device._device_constructors()
@@ -85,11 +88,6 @@ def install(*, force: bool = False) -> bool:
     _patch_tensor()
     _installed = True
     return True
-
-
-def is_installed() -> bool:
-    """Whether this process runs Megatron on the CPU through `install`."""
-    return _installed
 
 
 class CpuStream:

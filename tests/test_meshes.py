@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_magi import api
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as rows
+from megatron_magi.comm import roll as rolls
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.group_collective import group_cast, group_reduce
 from megatron_magi.comm.groups import group_of
@@ -43,7 +44,7 @@ def of_plans(where, rank, num_ranks):
     local = rows.dispatch_replicated(x, args, where)
     out, _ = distributed_attention(local, local, local, plan.for_rank(rank), where)
     whole = rows.undispatch(out, args, where)
-    rolled = rows.roll(out, rows.RollArgs.build(rows.make_roll_args(shards, 1, TOTAL, rank), cpu), where)
+    rolled = rolls.roll(out, rolls.RollArgs.build(rolls.make_roll_args(shards, 1, TOTAL, rank), cpu), where)
     (gradient,) = torch.autograd.grad(whole.sum() + rolled.sum(), x)
     # Rank 0 sends its first row to rank 1, which sends nothing.
     sends, receives = ([0], [0, 1]) if rank == 0 else ([], [0, 0]), [0, 0] if rank == 0 else [1, 0]
@@ -65,7 +66,7 @@ def on_ranks(rank, num_ranks):
     cube = init_device_mesh("cpu", (1, 1, num_ranks), mesh_dim_names=("pp", "dp", "cp"))
     without_names = init_device_mesh("cpu", (1, num_ranks))
     messages = []
-    for wrong in (cube, without_names, "cp"):
+    for wrong in (cube, without_names, "cp", dist.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises(ValueError) as error:
             group_of(wrong, "cp_group_or_mesh")
         messages.append(str(error.value))
@@ -74,6 +75,7 @@ def on_ranks(rank, num_ranks):
 
 def test_a_mesh_is_its_group_everywhere(ranks):
     for messages in ranks(2, on_ranks):
-        for message, said in zip(messages, ("one or two dimensions", "mesh_dim_names", "got str"), strict=True):
+        expected = ("one or two dimensions", "mesh_dim_names", "got str", "this rank is not in the group")
+        for message, said in zip(messages, expected, strict=True):
             assert message.startswith("cp_group_or_mesh: ")
             assert said in message

@@ -31,6 +31,16 @@ def test_the_public_functions_need_no_megatron():
     assert "megatron" not in modules_after("import megatron_magi.api")
 
 
+@pytest.mark.parametrize(
+    "missing, module, extra",
+    [("transformers", "hf", "hf"), ("accelerate", "hf", "hf"), ("matplotlib", "demo.__main__", "demo")],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(missing, module, extra):
+    script = f"import sys\nsys.modules[{missing!r}] = None\nimport megatron_magi.{module}"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and f"install megatron_magi[{extra}]" in ended.stderr
+
+
 def test_every_public_name_can_be_imported():
     for name in megatron_magi.__all__:
         assert getattr(megatron_magi, name).__name__ == name

@@ -66,7 +66,7 @@ class _ToTokens(torch.autograd.Function):
         return ctx.seats.to_heads(dout)[0], None
 
 
-class _Local(torch.autograd.Function):
+class Local(torch.autograd.Function):
     """Attention of all tokens that are here."""
 
     @staticmethod
@@ -98,7 +98,7 @@ class Ulysses(Baseline):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = _ToHeads.apply(q, k, v, self._seats)
-        return _ToTokens.apply(_Local.apply(q, k, v, self._block, self._impl), self._seats)
+        return _ToTokens.apply(Local.apply(q, k, v, self._block, self._impl), self._seats)
 
 
 class USP(Baseline):

@@ -3,7 +3,7 @@
 from megatron_magi.attention.distributed import distributed_attention
 from megatron_magi.attention.kernels import needed_kernels
 from megatron_magi.attention.prepared import AttnShape, PreparedBatch, PreparedPlans, prepare_batch, prepare_plans
-from megatron_magi.attention.static_plan import StaticPlans
+from megatron_magi.attention.static_plan import StaticPlans, load_together
 
 __all__ = [
     "AttnShape",
@@ -11,6 +11,7 @@ __all__ = [
     "PreparedPlans",
     "StaticPlans",
     "distributed_attention",
+    "load_together",
     "needed_kernels",
     "prepare_batch",
     "prepare_plans",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_magi.ops.finite import Describe, is_visible, kind_of_row
 from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.options import check_qkv, check_sink, check_tensor
+from megatron_magi.ops.slice_attention import IMPLS
 from megatron_magi.plan import RankPlan
 
 
@@ -112,8 +113,9 @@ def check_static(plan: RankPlan, module: ModuleType, sanity_check: bool) -> None
     """Raises ValueError where tables of a static plan would not be read: by another implementation, or on the host."""
     is_read = getattr(module, "TAKES_MEMO", False)
     if is_static(plan.bands[0]) and (sanity_check or not is_read):
-        what = "without sanity_check" if is_read else f"with impl 'ffa', not {module.__name__.rpartition('.')[2]!r}"
-        raise ValueError(f"rank_plan: its tables change in device memory (StaticPlans), which works {what}")
+        impl = next((name for name, known in IMPLS.items() if known is module), module.__name__)
+        what = "without sanity_check" if is_read else f"with impl 'ffa' on Hopper GPUs, not {impl!r}"
+        raise ValueError(f"rank_plan: a static key, or plans of StaticPlans, work {what}")
 
 
 def check_sinks(sink: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:

@@ -168,6 +168,9 @@ def distributed_attention(
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = _DEFAULTS if config is None else config
+    if not isinstance(rank_plan, RankPlan):
+        found = type(rank_plan).__name__
+        raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")
     group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
@@ -331,7 +334,8 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
     of_keys, of_gradients = (
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
-    back = of_gradients if call.record.gradient else None
+    # Where a graph is captured, one of a backward may follow, when memory grows no more.
+    back = of_gradients if call.record.gradient or call.tail is not None else None
     joined = None if call.one_launch is None else call.one_launch.cast
     casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
     make_room(casts, of_keys, back, call.group, call.comm_impl)

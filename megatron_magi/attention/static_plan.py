@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,12 +32,14 @@ class StaticPlans:
     other masks get the same.
 
     Args:
-        plans: of the first microbatch. On several ranks of one remote stage (``OverlapConfig(degree=1)``), with
-            ``comm.ranks_per_node`` None.
+        plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
+            (``OverlapConfig(degree=1)``), with ``comm.ranks_per_node`` None.
         device: a Hopper GPU.
         group: the ranks; None for one.
-        headroom: how many times as long as the first tables those of other masks may be, at least 1, and how many times
-            as many rows may be fetched.
+        headroom: how many times as long as the longest tables of ``plans`` and ``samples`` those of other masks may be,
+            at least 1, and how many times as many rows may be fetched.
+        samples: plans of other microbatches for which there is to be room, the same ones on all ranks. Kernels are
+            chosen for the first of them, if there is one.
 
     Attributes:
         plans: to be attended by, in eager mode or captured; run each call once before it is captured.
@@ -54,6 +56,7 @@ class StaticPlans:
         group: Group = None,
         *,
         headroom: float = 2.0,
+        samples: Sequence[Mapping[Hashable, RankPlan]] = (),
     ) -> None:
         if not headroom >= 1:
             raise ValueError(f"headroom: expected at least 1, got {headroom}")
@@ -61,7 +64,12 @@ class StaticPlans:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device, self._group, self._memory = device, group_of(group), StaticMemory(device)
-        made = {name: _StaticPlan(name, plan, device, self._memory, headroom) for name, plan in plans.items()}
+        for sample in samples:
+            _check_names(plans, sample)
+        made = {
+            name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, self._memory, headroom)
+            for name in plans
+        }
         self._static = made
         self.plans: dict[Hashable, RankPlan] = {name: static.plan for name, static in made.items()}
         self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}
@@ -84,24 +92,43 @@ class StaticPlans:
             ValueError: names are others.
             RuntimeError: a rank did not come to an earlier call in time; it is named. Or a graph is being captured.
         """
+        large = load_together([(self, plans)])
+        return None if large is None else large[1]
+
+    def _why_not(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
+        """Why plans do not fit on this rank, if they do not."""
         hopper_static.refuse_capture(self._device)
-        if plans.keys() != self.plans.keys():
-            raise ValueError(f"plans: expected {', '.join(map(repr, self.plans))}, got {', '.join(map(repr, plans))}")
-        reason = next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
-        if self._group is not None and self._group.size() > 1:
-            raise_failure(self._group)
-            fits = start_agreement(int(reason is None), self._group, "static plans").values()
-            if not all(fits):
-                ranks = [rank for rank, fit in enumerate(fits) if not fit]
-                reason = reason or f"no room on ranks {ranks} of the group"
-        if reason is None:
-            self._load(plans)
-        return reason
+        _check_names(self.plans, plans)
+        return next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
 
     def _load(self, plans: Mapping[Hashable, RankPlan]) -> None:
         tables = [table for name, plan in plans.items() for table in self._static[name].take(plan)]
         hopper_static.copy(tables)
         self._memory.send()
+
+
+def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Hashable, RankPlan]]]) -> tuple[int, str] | None:
+    """`StaticPlans.load` of several of one group, at least one, with what is to be loaded: all, or none.
+
+    Returns:
+        None; or the number of a pair that does not fit, the same on all ranks, and why.
+
+    Raises:
+        ValueError, RuntimeError: as `StaticPlans.load`.
+    """
+    group, reasons = pairs[0][0]._group, [static._why_not(plans) for static, plans in pairs]
+    first = next((number for number, reason in enumerate(reasons) if reason), len(pairs))
+    ranks: list[int] = []
+    if group is not None and group.size() > 1:
+        raise_failure(group)
+        found = start_agreement(first, group, "static plans").values()
+        first = min(found)
+        ranks = [rank for rank, number in enumerate(found) if number == first]
+    if first < len(pairs):
+        return first, reasons[first] or f"no room on ranks {ranks} of the group"
+    for static, plans in pairs:
+        static._load(plans)
+    return None
 
 
 class _StaticPlan:
@@ -113,30 +140,41 @@ class _StaticPlan:
     """
 
     def __init__(
-        self, name: Hashable, plan: RankPlan, device: torch.device, memory: StaticMemory, headroom: float
+        self,
+        name: Hashable,
+        samples: Sequence[RankPlan],
+        device: torch.device,
+        memory: StaticMemory,
+        headroom: float,
     ) -> None:
-        many = plan.cp_size > 1
-        if many and plan.degree != 1:
-            raise ValueError(f"plans: {name!r} has {plan.degree} remote stages, static plans of several ranks have one")
-        self._device, self._args, most_keys = device, None, [plan.num_rows]
+        plan = max(samples, key=lambda sample: sample.degree)
+        cp_size, num_rows = plan.cp_size, plan.num_rows
+        if any((sample.cp_size, sample.num_rows) != (cp_size, num_rows) for sample in samples):
+            raise ValueError(f"samples: {name!r} has other numbers of rows or ranks than the first")
+        self._device, self._args, most_keys = device, None, [num_rows]
         runtime: dict = {}
-        if many:
-            (cast,) = plan_casts(plan, device)
-            if not isinstance(cast, GroupCastArgs):
+        if cp_size > 1:
+            if plan.degree > 1:
+                raise ValueError(
+                    f"plans: {name!r} has {plan.degree} remote stages, static plans of several ranks have one"
+                )
+            casts = [cast for sample in samples for cast in plan_casts(sample, device)]
+            if not all(isinstance(cast, GroupCastArgs) for cast in casts):
                 raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")
-            self._args = StaticArgs(cast, plan.num_rows, headroom)
+            self._args = StaticArgs(casts, num_rows, cp_size, device, headroom)  # ty: ignore
             most_keys.append(self._args.args.num_recv)
             runtime = {"tail": self._args.tail, str(device): (self._args.args,)}
-        stages = zip(plan.bands, _num_keys(plan), most_keys, strict=True)
+        stages = zip(*(_stages(sample, len(most_keys)) for sample in samples), strict=True)
         self.masks = [
-            StaticMask(bands, plan.num_rows, count, most, device, memory, headroom) for bands, count, most in stages
+            StaticMask(masks, num_rows, most, device, memory, headroom)
+            for masks, most in zip(stages, most_keys, strict=True)
         ]
         self.plan = replace(
             plan,
             bands=tuple(mask.as_bands() for mask in self.masks),
             joined=None,
             one_launch=False,
-            schedule=make_schedule(int(many)),
+            schedule=make_schedule(len(self.masks) - 1),
             runtime=runtime,
         )
 
@@ -146,22 +184,17 @@ class _StaticPlan:
             return (
                 f"it has {plan.num_rows} rows, of {plan.cp_size} ranks, not {self.plan.num_rows} of {self.plan.cp_size}"
             )
-        if plan.degree > self.plan.degree:
-            return f"it has {plan.degree} remote stages, not {self.plan.degree}"
+        if plan.degree >= len(self.masks):
+            return f"it has {plan.degree} remote stages, not {len(self.masks) - 1}"
         reason = None if self._args is None else self._args.why_not(self._cast(plan))
-        reasons = (mask.why_not(*stage) for mask, stage in zip(self.masks, self._stages(plan), strict=True))
+        reasons = (mask.why_not(*stage) for mask, stage in zip(self.masks, _stages(plan, len(self.masks)), strict=True))
         return reason or next(filter(None, reasons), None)
 
     def take(self, plan: RankPlan) -> list[hopper_static.Table]:
         """What is to be copied for a plan that fits."""
-        pairs = zip(self.masks, self._stages(plan), strict=True)
+        pairs = zip(self.masks, _stages(plan, len(self.masks)), strict=True)
         tables = [table for mask, stage in pairs for table in mask.take(*stage)]
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
-
-    def _stages(self, plan: RankPlan) -> list[tuple[np.ndarray, int]]:
-        """Bands and keys of each stage, one that fetches nothing included."""
-        stages = list(zip(plan.bands, _num_keys(plan), strict=True))
-        return stages + [(_NOTHING, 0)] * (len(self.masks) - len(stages))
 
     def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
         """Of the remote stage; None where nothing is fetched on any rank."""
@@ -170,6 +203,13 @@ class _StaticPlan:
         return casts[0] if casts else None  # ty: ignore
 
 
-def _num_keys(plan: RankPlan) -> list[int]:
-    """Of each stage."""
-    return [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
+def _check_names(expected: Mapping[Hashable, RankPlan], plans: Mapping[Hashable, RankPlan]) -> None:
+    if plans.keys() != expected.keys():
+        raise ValueError(f"plans: expected {', '.join(map(repr, expected))}, got {', '.join(map(repr, plans))}")
+
+
+def _stages(plan: RankPlan, num_stages: int) -> list[tuple[np.ndarray, int]]:
+    """Bands and number of keys of each stage, one that fetches nothing included."""
+    num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
+    stages = list(zip(plan.bands, num_keys, strict=True))
+    return stages + [(_NOTHING, 0)] * (num_stages - len(stages))

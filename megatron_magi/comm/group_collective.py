@@ -18,13 +18,14 @@ from megatron_magi.comm.cast_args import CastFacts, CastTables, GroupCastArgs
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.impl import all_to_all, reference
 from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
-from megatron_magi.comm.impl.native import Native, failure_of, native_of
+from megatron_magi.comm.impl.native import Native, native_of, present_native
 from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
 from megatron_magi.comm.movement import Started
 from megatron_magi.comm.nodes import nodes_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
+from megatron_magi.comm.slots import most_rows
 from megatron_magi.profiling import profiled_collective
 
 __all__ = [
@@ -291,7 +292,9 @@ def make_room(
 ) -> None:
     """Gets the memory that calls of `group_cast` and `group_reduce` will take, at once and not in their middle.
 
-    Collective, as the calls are. Without it memory grows with need, and each time all ranks wait for their GPUs.
+    Collective, as the calls are. Without it memory grows with need, and each time all ranks wait for their GPUs. For
+    static arguments, which CUDA graphs refer to, it is what calls of as many rows a rank can take at most: it grows no
+    more once a graph is captured.
 
     Args:
         casts: arguments of the calls.
@@ -302,8 +305,8 @@ def make_room(
         ValueError, RuntimeError: as `group_cast`.
     """
     needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
-    for way, layout, most_rows in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
-        way.mover(layout, most_rows)
+    for way, layout, count in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
+        way.mover(layout, count)
 
 
 def _needs(
@@ -316,6 +319,9 @@ def _needs(
         parts = ((args.near, groups.near), (args.relay, groups.relay))
         return [need for part, ranks in parts for need in _needs(part, there, back, ranks, impl)]
     needs = [(way, there, _most(args)), (way, there, _most_published(args))]
+    if args.is_static and args.most is not None:
+        all_others = (args.num_ranks - 1) * args.most[0]
+        needs += [(way, layout, min(all_others, most_rows(layout))) for layout in (there, back) if layout is not None]
     return needs if back is None else [*needs, (way, back, _most(args, back=True))]
 
 
@@ -335,9 +341,17 @@ def raise_failure(group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: a rank did not come to an earlier call in time.
     """
-    failure = failure_of(group)
+    native = present_native(group)
+    failure = None if native is None else native.failure()
     if failure is not None:
         raise RuntimeError(failure)
+
+
+def forget_graphs(group: dist.ProcessGroup) -> None:
+    """Says, on all ranks, that no CUDA graph that captured calls on the group is left: its memory may grow again."""
+    native = present_native(group)
+    if native is not None:
+        native.forget_graphs()
 
 
 def choose_mover(

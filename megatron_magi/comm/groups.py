@@ -32,6 +32,8 @@ def group_of(group_or_mesh: Group, name: str = "group") -> dist.ProcessGroup | N
     """
     if group_or_mesh is None or isinstance(group_or_mesh, dist.ProcessGroup):
         return group_or_mesh
+    if group_or_mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name}: this rank is not in the group; only its members may call this")
     if not isinstance(group_or_mesh, DeviceMesh):
         raise ValueError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(group_or_mesh).__name__}")
     if group_or_mesh.ndim == 1:

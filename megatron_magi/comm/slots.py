@@ -73,6 +73,12 @@ class Room:
         return None
 
 
+def most_rows(layout: RowLayout) -> int:
+    """Rows that fit in the largest slot."""
+    row_bytes = slot_row_bytes(layout)
+    return min(MOST_BYTES // row_bytes, MAX_CHUNKS << chunk_shift(row_bytes))
+
+
 @lru_cache(maxsize=64)
 def slot_row_bytes(layout: RowLayout) -> int:
     """Bytes of a row in a slot: its tensors side by side, and a gap after the last."""

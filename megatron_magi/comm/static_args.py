@@ -7,11 +7,13 @@ For ranks that reach each other's memory: their kernels take the numbers of rows
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_magi.comm.cast_args import GroupCastArgs
+from megatron_magi.comm.peer_tables import NUM_ARRAYS, PeerTables
 from megatron_magi.comm.rows import Arrivals
 
 TAIL_ROWS = 256
@@ -22,8 +24,11 @@ class StaticArgs:
     """Arguments with room for the rows of other microbatches.
 
     Args:
-        args: of the first microbatch, built with peers; on their device.
-        num_rows: of this rank.
+        samples: of microbatches for which there is to be room, built with peers, on their device; those in which a row
+            travels.
+        num_rows: of every rank.
+        num_ranks: of the group.
+        device: of the tables.
         headroom: how many times the rows that travel there is room for; never more than the other ranks have.
 
     Attributes:
@@ -31,19 +36,23 @@ class StaticArgs:
         tail: the numbers of the `TAIL_ROWS` rows behind those that arrive, int64: what lies there is anything.
     """
 
-    def __init__(self, args: GroupCastArgs, num_rows: int, headroom: float) -> None:
-        assert args.most is not None and args.peers is not None
+    def __init__(
+        self, samples: Sequence[GroupCastArgs], num_rows: int, num_ranks: int, device: torch.device, headroom: float
+    ) -> None:
+        most_of = [args.most for args in samples if args.most is not None]
+        assert len(most_of) == len(samples), "built with peers"
 
-        def room(count: int) -> int:
-            return min(math.ceil(count * headroom) + TAIL_ROWS, (args.num_ranks - 1) * num_rows)
+        def room(counts: Iterable[int]) -> int:
+            return min(math.ceil(max(counts, default=0) * headroom) + TAIL_ROWS, (num_ranks - 1) * num_rows)
 
-        most = (num_rows, *(room(count) for count in args.most[1:]))
-        self._num_recv, self._num_send = most[1], room(max(args.num_send, *args.most[1:]))
+        most = (num_rows, room(most[1] for most in most_of), room(most[2] for most in most_of))
+        num_send = room(n for args, most in zip(samples, most_of, strict=True) for n in (args.num_send, *most[1:]))
+        self._num_recv, self._num_send = most[1], num_send
         length = max(self._num_recv, self._num_send, num_rows) + TAIL_ROWS
-        self._numbers = torch.arange(length, device=args.device)
+        self._numbers = torch.arange(length, device=device)
         tables = [torch.zeros_like(self._numbers) for _ in range(6)]
-        peers = [torch.zeros_like(self._numbers) for _ in args.peers]
-        rest = (0,) * (args.num_ranks - 1)
+        peers = [torch.zeros_like(self._numbers) for _ in range(NUM_ARRAYS)]
+        rest = (0,) * (num_ranks - 1)
         self.args = GroupCastArgs(
             send_index=tables[0],
             send_splits=(self._num_send, *rest),
@@ -56,7 +65,7 @@ class StaticArgs:
         )
         known = vars(self.args)  # where cached properties keep what they have made
         known["recv_position"], known["arrivals"] = tables[2], Arrivals(*tables[3:], ())
-        known["peers"] = type(args.peers)(*peers)
+        known["peers"] = PeerTables(*peers)
         self.tail = self._numbers[:TAIL_ROWS].clone()
 
     def why_not(self, args: GroupCastArgs | None) -> str | None:

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.agreement import Agreement, start_agreement
-from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, make_roll_args
+from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.roll import RollArgs, make_roll_args
 from megatron_magi.compat.padding import apply_padding
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.compat.types import AttnMaskType, DistAttnConfig, dist_attn_config_of

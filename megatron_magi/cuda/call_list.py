@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sysconfig
 import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_magi import compiled
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.driver import Kernel, LaunchConfig
 
@@ -152,14 +152,11 @@ class CallList:
 @cache
 def _library() -> ctypes.CDLL | None:
     """The library beside this file; None where it was not built, or from other sources than these."""
-    path = Path(__file__).with_name("_calls" + sysconfig.get_config_var("EXT_SUFFIX"))
-    try:
-        library = ctypes.CDLL(str(path))
-        library.magi_calls_version.restype = library.magi_calls_queue.restype = _Int
+    library = compiled.load(Path(__file__).parent, "calls", _VERSION)
+    if library is not None:
+        library.magi_calls_queue.restype = _Int
         library.magi_calls_queue.argtypes = [ctypes.POINTER(_Calls)]
-        return library if library.magi_calls_version() == _VERSION else None
-    except (OSError, AttributeError):
-        return None
+    return library
 
 
 def available() -> bool:

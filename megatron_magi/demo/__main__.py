@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,11 @@ import time
 from pathlib import Path
 
 import torch
+
+try:
+    importlib.import_module("matplotlib")
+except ImportError as error:
+    raise ImportError(f"megatron_magi.demo: needs matplotlib; install megatron_magi[demo]: {error}") from error
 
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.demo import figures, report

@@ -27,6 +27,10 @@ def run(args: argparse.Namespace) -> str:
         ValueError: an option is wrong.
     """
     mask = mask_of(args)
+    if args.num_heads_kv > 0 and args.num_heads_q % args.num_heads_kv:
+        raise ValueError(
+            f"num_heads_q: expected a multiple of num_heads_kv, {args.num_heads_kv}, got {args.num_heads_q}"
+        )
     cost = CostModel(num_heads_q=args.num_heads_q, num_heads_kv=args.num_heads_kv, head_dim=args.head_dim)
     config = with_present_rates(envs.load().default_config())
     config = replace(config, overlap=replace(config.overlap, cost=cost))
@@ -46,6 +50,8 @@ def mask_of(args: argparse.Namespace) -> AttnMask:
     """
     if args.seqlen < 1:
         raise ValueError(f"seqlen: expected at least 1, got {args.seqlen}")
+    if args.sample and args.data_path is None:
+        raise ValueError("sample: needs --data-path")
     lengths = _lengths(args)
     if lengths.sum() != args.seqlen or (lengths < 1).any():
         raise ValueError(f"documents: expected lengths above 0 that add up to {args.seqlen}, got {lengths.sum()}")
@@ -86,7 +92,7 @@ def _draw(folder: Path, figures: DispatchFigures, title: str) -> str:
     try:
         from megatron_magi.explain.figures import plot_mask, plot_timeline
     except ImportError as error:
-        raise ValueError(f"out: pictures need matplotlib (pip install 'megatron-magi[demo]'): {error}") from None
+        raise ValueError(f"out: pictures need matplotlib; install megatron_magi[demo]: {error}") from None
     folder.mkdir(parents=True, exist_ok=True)
     plot_mask(folder / "mask.png", figures.plan, title)
     plot_timeline(folder / "timeline.png", figures.plan)

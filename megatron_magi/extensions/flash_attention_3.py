@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,19 +65,42 @@ class _FlashAttention3:
 _NO_LENGTHS = (None,) * 6
 
 
-def _attend(
-    q, k, v, lengths, sink, sink_layout, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size,
-    attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs,
-):  # fmt: skip
-    for name, is_given in (("qv", qv is not None), ("attention_chunk", bool(attention_chunk))):
+class _Options(NamedTuple):
+    """Arguments of both functions below, in their order."""
+
+    softmax_scale: float | None
+    causal: bool
+    qv: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    window_size: tuple[int, int]
+    attention_chunk: int
+    softcap: float
+    num_splits: int
+    pack_gqa: bool | None
+    deterministic: bool
+    sm_margin: int
+    return_attn_probs: bool
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple, sink: Tensor | None, sink_layout: str, options: _Options):
+    for name, is_given in (("qv", options.qv is not None), ("attention_chunk", bool(options.attention_chunk))):
         if is_given:
             raise ValueError(f"{name}: not supported, it has no backward")
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    forward_options = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    forward_options |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
-    options = (scale, causal, tuple(window_size), softcap, deterministic, sm_margin, forward_options, lengths)
-    out, lse = attention_with_sink(_FlashAttention3(*options), q, k, v, sink, sink_layout)
-    return (out, lse) if return_attn_probs else out
+    of_forward = ("q_descale", "k_descale", "v_descale", "num_splits", "pack_gqa")
+    kernel = _FlashAttention3(
+        softmax_scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
+        causal=options.causal,
+        window_size=tuple(options.window_size),
+        softcap=options.softcap,
+        deterministic=options.deterministic,
+        sm_margin=options.sm_margin,
+        forward_options={name: getattr(options, name) for name in of_forward},
+        lengths=lengths,
+    )
+    out, lse = attention_with_sink(kernel, q, k, v, sink, sink_layout)
+    return (out, lse) if options.return_attn_probs else out
 
 
 def fa3_func_with_sink(
@@ -115,10 +138,11 @@ def fa3_func_with_sink(
         ImportError: FlashAttention 3 is not installed.
         ValueError: the sink's shape does not fit; ``qv`` or ``attention_chunk`` is given.
     """
-    descale = (q_descale, k_descale, v_descale)
-    options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)
-    options += (deterministic, sm_margin, return_attn_probs)
-    return _attend(q, k, v, _NO_LENGTHS, sink, sink_layout, *options)
+    options = _Options(
+        softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
+        pack_gqa, deterministic, sm_margin, return_attn_probs,
+    )  # fmt: skip
+    return _attend(q, k, v, _NO_LENGTHS, sink, sink_layout, options)
 
 
 def fa3_varlen_func_with_sink(
@@ -154,10 +178,11 @@ def fa3_varlen_func_with_sink(
     ``[num_heads_q, total_seqlen_q]``.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    descale = (q_descale, k_descale, v_descale)
-    options = (softmax_scale, causal, qv, *descale, window_size, attention_chunk, softcap, num_splits, pack_gqa)
-    options += (deterministic, sm_margin, return_attn_probs)
-    return _attend(q, k, v, lengths, sink, sink_layout, *options)
+    options = _Options(
+        softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
+        pack_gqa, deterministic, sm_margin, return_attn_probs,
+    )  # fmt: skip
+    return _attend(q, k, v, lengths, sink, sink_layout, options)
 
 
 def fa3_qkvpacked_func_with_sink(

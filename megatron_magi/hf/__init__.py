@@ -3,6 +3,16 @@
 The only package that imports transformers and accelerate; importing it registers the attention.
 """
 
+import importlib
+
+try:
+    importlib.import_module("transformers")
+    importlib.import_module("accelerate")
+except ImportError as error:
+    raise ImportError(
+        f"megatron_magi.hf: needs transformers and accelerate; install megatron_magi[hf]: {error}"
+    ) from error
+
 from megatron_magi.hf.attention import register
 from megatron_magi.hf.parallel import MagiParallelismConfig, context_parallel
 from megatron_magi.hf.rollouts import log_probs

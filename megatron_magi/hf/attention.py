@@ -240,10 +240,24 @@ def _refuse(dropout: float, cu_q: Tensor | None, cu_k: Tensor | None, options: d
 
 
 def _explicit(mask: AttnMask, own: Any, num_rows: int) -> AttnMask:
-    if (mask.total_seqlen_q, mask.total_seqlen_k) != (num_rows, num_rows):
-        raise ValueError(f"magi_mask: expected a mask over {num_rows} tokens, got {mask!r}")
+    check_mask(mask, num_rows)
     check_no_window(isinstance(own, LayerMask) and own.has_window)
     return mask
+
+
+def check_implementation(model_config: Any) -> None:
+    """Raises ValueError for a model that attends otherwise, and would pass over our masks without a word."""
+    found = model_config.get_text_config()._attn_implementation
+    if found != NAME:
+        raise ValueError(f"attn_implementation: expected {NAME!r}, got {found!r}")
+
+
+def check_mask(mask: AttnMask, num_tokens: int) -> None:
+    """Raises ValueError for a ``magi_mask`` that is none, or over another number of tokens."""
+    if not isinstance(mask, AttnMask):
+        raise ValueError(f"magi_mask: expected an AttnMask over {num_tokens} tokens, got {type(mask).__name__}")
+    if (mask.total_seqlen_q, mask.total_seqlen_k) != (num_tokens, num_tokens):
+        raise ValueError(f"magi_mask: expected a mask over {num_tokens} tokens, got {mask!r}")
 
 
 def check_no_window(has_window: bool) -> None:

@@ -25,7 +25,7 @@ from megatron_magi.api import (
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import DispatchConfig, MagiConfig
-from megatron_magi.hf.attention import NAME, register
+from megatron_magi.hf.attention import NAME, check_implementation, register
 from megatron_magi.hf.mask_spec import AttnMaskSpec
 from megatron_magi.hf.shard import IGNORED, shard_batch
 from megatron_magi.mask import AttnMask, builders
@@ -263,9 +263,7 @@ def magi_prepare_vlm(model: Any, batch: dict[str, Any], cp_group: Group) -> tupl
     group = group_of(cp_group, "cp_group")
     if group is not None and group.size() > 1:
         raise ValueError(f"cp_group: images are not spread over ranks, got {group.size()} ranks")
-    text = _config_of(model).get_text_config()
-    if text._attn_implementation != NAME:
-        raise ValueError(f"attn_implementation: expected {NAME!r}, got {text._attn_implementation!r}")
+    check_implementation(_config_of(model))
     return batch, None
 
 

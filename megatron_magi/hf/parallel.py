@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
-from megatron_magi.hf.attention import CP_GROUP, NAME
+from megatron_magi.hf.attention import CP_GROUP, check_implementation
 from megatron_magi.hf.shard import IGNORED, shard_batch
 
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -160,10 +160,7 @@ def _pretrained(model: torch.nn.Module) -> PreTrainedModel:
 
 def _check_model(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
-    if text._attn_implementation != NAME:
-        raise ValueError(
-            f"attn_implementation: expected {NAME!r} under context parallelism, got {text._attn_implementation!r}"
-        )
+    check_implementation(model.config)
     others = set(getattr(text, "layer_types", None) or ()) - LAYERS
     if others or getattr(model, "_is_stateful", False):
         raise ValueError(f"model: layers that carry a state over the sequence cannot be sharded: {sorted(others)}")

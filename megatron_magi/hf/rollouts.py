@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
+from megatron_magi.hf.attention import check_implementation
 from megatron_magi.hf.shard import shard_batch
 from megatron_magi.packing import PrefixTree
 
@@ -33,8 +34,11 @@ def log_probs(
         For each rollout fp32 (or the model's dtype, if that is wider) ``[length - 1]``, on the model's device.
 
     Raises:
-        ValueError: the model has layers with a window; as `shard_batch`.
+        ValueError: the model attends otherwise, or has layers with a window; ``tree`` is none; as `shard_batch`.
     """
+    if not isinstance(tree, PrefixTree):
+        raise ValueError(f"tree: expected a PrefixTree, as make_prefix_tree returns it, got {type(tree).__name__}")
+    check_implementation(getattr(model, "module", model).config)
     device = next(model.parameters()).device
     names = {"input_ids": tree.tokens, "position_ids": tree.position_ids}
     batch = {name: torch.from_numpy(x).to(device)[None] for name, x in names.items()}

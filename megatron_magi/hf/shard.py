@@ -20,7 +20,7 @@ from megatron_magi.api import (
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
-from megatron_magi.hf.attention import WINDOWS, LayerMask, check_no_window, document_bounds_of
+from megatron_magi.hf.attention import WINDOWS, LayerMask, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask
@@ -186,8 +186,8 @@ def _check(given: Mapping[str, Any], tokens: Tensor) -> None:
         raise ValueError("past_key_values: a cache cannot be sharded")
     total = shape[0] * shape[1]
     mask = given.get("magi_mask")
-    if mask is not None and (mask.total_seqlen_q, mask.total_seqlen_k) != (total, total):
-        raise ValueError(f"magi_mask: expected a mask over {total} tokens, got {mask!r}")
+    if mask is not None:
+        check_mask(mask, total)
     for name in ("token_type_ids", "mm_token_type_ids", "pixel_values", "cache_position"):
         if name in given:
             raise ValueError(f"{name}: cannot be sharded")

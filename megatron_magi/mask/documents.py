@@ -58,7 +58,7 @@ def int_array(values: IntArrayLike, name: str, ndim: int = 1) -> IntArray:
     if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
         raise ValueError(f"{name}: expected integers below 2**63, got {array.max()}")
     if array.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {list(array.shape)}")
+        raise ValueError(f"{name}: expected {ndim} dimension(s) of integers, got shape {list(array.shape)}")
     return array.astype(np.int64)
 
 

@@ -44,7 +44,7 @@ class MaskSource:
         if parts[0] in NAMED:
             function, rest = NAMED[parts[0]], parts[1:]
         else:
-            if len(parts) < 2:
+            if len(parts) < 2 or not parts[1].isidentifier():
                 known = ", ".join(sorted(NAMED))
                 raise ValueError(f"{option}: {text!r} is none of {known}, nor MODULE:FUNCTION or FILE.py:FUNCTION")
             function, rest = load_function(":".join(parts[:2]), option), parts[2:]

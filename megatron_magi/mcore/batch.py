@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.agreement import Agreement, start_agreement
-from megatron_magi.comm.dispatch import RollArgs
+from megatron_magi.comm.roll import RollArgs
 from megatron_magi.mcore.carrier import LayerPlans, MagiSeqParams, ShardLayout
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import FAILED, SEQUENCES, Fields, PlannedBatch, Planner

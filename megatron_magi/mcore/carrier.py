@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_magi.comm.dispatch import RollArgs, make_roll_args
+from megatron_magi.comm.roll import RollArgs, make_roll_args
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore.planner import Fields, PlannedBatch, Planner
 from megatron_magi.plan import RankPlan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ def main(
     pre_wrap_hooks: Sequence[Callable] = (),
     dataset_provider: Callable[[Sequence[int]], Sequence[Any]] | None = None,
 ) -> None:
-    """Trains a GPT as the command line says.
+    """Trains a GPT as the command line says. ``CUDA_DEVICE_MAX_CONNECTIONS`` is set to 1 where it is not set.
 
     Args:
         argv: Megatron's arguments, without the program's name; those of the process when None.
@@ -38,6 +39,8 @@ def main(
     Raises:
         ValueError: an argument, or the version of megatron-core, is not supported.
     """
+    # Megatron insists on it with tensor or context parallelism; CUDA reads it when a process first uses a GPU.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if argv is not None:
         # Megatron's trainer parses sys.argv again.
         sys.argv = [sys.argv[0], *argv]

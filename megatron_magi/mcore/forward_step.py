@@ -17,6 +17,7 @@ from megatron.training import get_args, get_tokenizer
 from megatron_magi import envs
 from megatron_magi.attention import AttnShape, needed_kernels
 from megatron_magi.calibration import with_present_rates
+from megatron_magi.comm.impl.native import native_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import loader
 from megatron_magi.mcore.arguments import buffer_length
@@ -52,7 +53,7 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
         rolls=bool(args.mtp_num_layers),
         compares=agreement_group is not None,
     )
-    check_captures(args, planner.shape)
+    check_captures(args, planner.shape, config.comm.impl, cp_group)
     kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args))
     compile_ahead(kernels, args.local_rank)
     return BatchDispatcher(planner, agreement_group)
@@ -88,15 +89,36 @@ def _is_on_gpus() -> bool:
     return torch.cuda.is_available()
 
 
-def check_captures(args: Namespace, shape: AttnShape) -> None:
-    """Refuses captured attention by anything but the Hopper kernels.
+def check_captures(args: Namespace, shape: AttnShape, impl: str, group: dist.ProcessGroup) -> None:
+    """Refuses captured attention where kernels of this package do not compute and move rows. Collective over ``group``.
+
+    Args:
+        args: a validated command line.
+        shape: of the attention.
+        impl: of the collectives.
+        group: the context-parallel ranks.
 
     Raises:
         ValueError: it is asked for.
     """
-    if captures(args) and shape.num_sms is None:
+    if not captures(args):
+        return
+    if shape.num_sms is None:
         raise ValueError(
             "cuda_graph_impl: full_iteration with --attention-backend magi needs Hopper GPUs, and bf16 or fp16"
+        )
+    if group.size() == 1:
+        return
+    if impl not in ("auto", "native"):
+        raise ValueError(
+            "cuda_graph_impl: full_iteration with context parallelism works with comm.impl native or auto, "
+            f"not {impl!r}; drop MAGI_ATTENTION_NATIVE_GRPCOLL"
+        )
+    native, reason = native_of(group, torch.device("cuda", torch.cuda.current_device()))
+    if native is None:
+        raise ValueError(
+            "cuda_graph_impl: full_iteration with context parallelism needs ranks that reach each other's memory; "
+            f"here that {reason}"
         )
 
 

@@ -1,8 +1,10 @@
 """`--cuda-graph-impl full_iteration`: forward and backward of an iteration are one CUDA graph, for new masks each time.
 
 Megatron captures an iteration after some that warm up, and replays it on tensors that stay. Here these are those of
-microbatches whose plans stay too (`StaticPlans`). A microbatch that does not fit its place, or another number of them,
-as while the batch size ramps up, makes the iteration an eager one, on its own tensors, with a notice.
+microbatches whose plans stay too (`StaticPlans`). One that does not fit its place gets a larger one, and the graph is
+captured again, with a notice. Another number of microbatches, as while the batch size ramps up, makes the iteration an
+eager one, on its own tensors. Context-parallel ranks decide alike; replicas decide for themselves, as what the graphs
+exchange with them is the same in eager mode.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_graph_pool, get_shared_capture_stream
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
-from megatron_magi.attention import StaticPlans
+from megatron_magi.attention import StaticPlans, load_together
+from megatron_magi.comm.group_collective import forget_graphs
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.arguments import is_magi
@@ -25,6 +28,9 @@ from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.carrier import Window
 from megatron_magi.plan import RankPlan
 
+Plans = Mapping[str, RankPlan]
+_MOST_CAPTURES = 8
+"""How often the graph of a stage gives way to one with more room."""
 _WRAPPER = "training.training:FullCudaGraphWrapper"
 _log = logging.getLogger(__name__)
 
@@ -69,42 +75,69 @@ class StaticBatch:
     Args:
         batch: the first there.
         group: the context-parallel ranks.
+        samples: plans of other microbatches for which there is to be room.
 
     Attributes:
         batch: tensors and plans that stay; those of the microbatch that was loaded.
+        static: the plans.
+        group: the ranks.
+        has_run: in eager mode, so that it can be captured.
     """
 
-    def __init__(self, batch: LocalBatch, group: dist.ProcessGroup) -> None:
+    def __init__(self, batch: LocalBatch, group: dist.ProcessGroup, samples: Sequence[Plans]) -> None:
         plans = batch.params.plans
         device = batch.tokens.device
-        self._static = StaticPlans(plans.named, device, group if group.size() > 1 else None)
+        self.group, self.has_run = group, False
+        self.static = StaticPlans(plans.named, device, group if group.size() > 1 else None, samples=samples)
         params = replace(
             batch.params,
-            plans=StaticLayerPlans(plans, self._static),
+            plans=StaticLayerPlans(plans, self.static),
             layout=_copy_of(batch.params.layout),
             num_loss_tokens=torch.tensor(batch.params.num_loss_tokens, dtype=torch.float32, device=device),
         )
         self.batch: LocalBatch = replace(_copy_of(batch), params=params)
 
-    def load(self, batch: LocalBatch) -> str | None:
-        """Makes this the place of another microbatch; None, or why it does not fit. Collective where ranks attend."""
+    @staticmethod
+    def sample_of(batch: LocalBatch) -> Plans:
+        """Plans of a microbatch, without what they keep on a device."""
+        return {name: replace(plan, runtime={}) for name, plan in batch.params.plans.named.items()}
+
+    def differs(self, batch: LocalBatch) -> str | None:
+        """Why this cannot be the place of a microbatch, beside its plans, if it cannot; the same on all ranks."""
         static, given = _tensors(self.batch), _tensors(batch)
-        reason = self._static.load(batch.params.plans.named)
         if {name: x.shape for name, x in static.items()} != {name: x.shape for name, x in given.items()}:
-            reason = reason or "its tensors have other shapes"
+            return "its tensors have other shapes"
         if batch.params.max_seqlen_q != self.batch.params.max_seqlen_q:
-            reason = reason or f"it has {batch.params.max_seqlen_q} rotary positions"
-        if reason is None:
-            for name, x in static.items():
-                x.copy_(given[name], non_blocking=True)
-            self.batch.params.num_loss_tokens.fill_(batch.params.num_loss_tokens)
-        return reason
+            return f"it has {batch.params.max_seqlen_q} rotary positions"
+        return None
+
+    def take(self, batch: LocalBatch) -> None:
+        """Makes this the place of another microbatch, all but its plans."""
+        given = _tensors(batch)
+        for name, x in _tensors(self.batch).items():
+            x.copy_(given[name], non_blocking=True)
+        self.batch.params.num_loss_tokens.fill_(batch.params.num_loss_tokens)
+
+    @staticmethod
+    def load(places: Sequence[StaticBatch], batches: Sequence[LocalBatch]) -> tuple[LocalBatch, str] | None:
+        """Makes places those of other microbatches, all or none; which one does not fit, and why. Collective."""
+        for place, batch in zip(places, batches, strict=True):
+            if reason := place.differs(batch):
+                return batch, reason
+        pairs = [(place.static, batch.params.plans.named) for place, batch in zip(places, batches, strict=True)]
+        if large := load_together(pairs):
+            return batches[large[0]], large[1]
+        for place, batch in zip(places, batches, strict=True):
+            place.take(batch)
+        return None
 
 
 class GraphedIterations(FullCudaGraphWrapper):
     """Megatron's wrapper of schedules; iterations and graphs are counted and kept where it keeps them."""
 
     _places: ClassVar[dict[str, list[StaticBatch]]] = {}
+    _samples: ClassVar[dict[str, list[Plans]]] = {}
+    """By stage: of the first microbatch, for which kernels are chosen, and of those that found no room."""
 
     def __call__(self, **kwargs: Any) -> Any:
         """As Megatron's training and evaluation call a schedule; without `--attention-backend magi` as it does itself.
@@ -124,20 +157,24 @@ class GraphedIterations(FullCudaGraphWrapper):
         model, iterator = (x[0] if isinstance(x, list) else x for x in (kwargs["model"], kwargs["data_iterator"]))
         batches = [step.read(iterator, model) for _ in range(kwargs["num_microbatches"])]
         places = self._places_for(stage, batches, step.group)
-        if len(places) == len(batches):
-            loaded = (place.load(batch) for place, batch in zip(places, batches, strict=True))
-            reason = next((f"a microbatch does not fit, {why}" for why in loaded if why), None)
-        else:
+        reason = None
+        if len(places) != len(batches):
             reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
+        elif large := StaticBatch.load(places, batches):
+            reason = f"a microbatch does not fit, {large[1]}"
+            if self._has_grown(stage, large[0], reason):
+                places, reason = self._places_for(stage, batches, step.group), None
         static = {**kwargs, "data_iterator": [ReadBatches([place.batch for place in places])]}
-        if self.curr_iter(stage) == self.cuda_graph_warmup_steps:
-            self._capture(stage, static)
+        graph, can_capture = FullCudaGraphWrapper.cuda_graph[stage], all(place.has_run for place in places)
+        if graph is None and can_capture and self.curr_iter(stage) >= self.cuda_graph_warmup_steps:
+            graph = self._capture(stage, static)
         self.next_iter(stage)
         if reason is not None:
             _log.warning("an iteration runs without its CUDA graph: %s", reason)
             return self.forward_backward_func(**{**kwargs, "data_iterator": [ReadBatches(batches)]})
-        graph = FullCudaGraphWrapper.cuda_graph[stage]
         if graph is None:
+            for place in places:
+                place.has_run = True
             return self.forward_backward_func(**static)
         graph.replay()
         return FullCudaGraphWrapper.result[stage]
@@ -147,29 +184,42 @@ class GraphedIterations(FullCudaGraphWrapper):
         places = self._places.setdefault(stage, [])
         if FullCudaGraphWrapper.cuda_graph[stage] is None:
             del places[len(batches) :]
-            places += [StaticBatch(batch, group) for batch in batches[len(places) :]]
+            samples = self._samples.setdefault(stage, [StaticBatch.sample_of(batches[0])])
+            places += [StaticBatch(batch, group, samples) for batch in batches[len(places) :]]
         return places
+
+    def _has_grown(self, stage: str, large: LocalBatch, reason: str) -> bool:
+        """Drops places, and their graph, for others with room for a microbatch too; not for ever."""
+        samples = self._samples[stage]
+        if len(samples) > _MOST_CAPTURES:
+            return False
+        samples.append(StaticBatch.sample_of(large))
+        if FullCudaGraphWrapper.cuda_graph[stage] is not None:
+            _log.warning("the graph of a %s iteration is captured again, with more room: %s", stage, reason)
+        self.reset_cuda_graph(stage)
+        return True
 
     def reset_cuda_graph(self, stage: str | None = None) -> None:
         """As Megatron's; the microbatches' places go with the graph."""
         super().reset_cuda_graph(stage)
-        for name in list(self._places) if stage is None else [stage]:
-            self._places.pop(name, None)
+        gone = [place for name in list(self._places) if stage in (None, name) for place in self._places.pop(name)]
+        if not any(FullCudaGraphWrapper.cuda_graph.values()):
+            for group in {place.group for place in gone}:
+                forget_graphs(group)
 
-    def _capture(self, stage: str, static: Mapping[str, Any]) -> None:
-        """Captures an iteration; nothing of it runs."""
+    def _capture(self, stage: str, static: Mapping[str, Any]) -> torch.cuda.CUDAGraph:
+        """Captures an iteration; nothing of it runs, so no other rank need do the same."""
         graph = torch.cuda.CUDAGraph()
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
-        dist.barrier()
         torch.cuda.synchronize()
         pool, stream = get_graph_pool(self.use_single_mempool), get_shared_capture_stream()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             FullCudaGraphWrapper.result[stage] = self.forward_backward_func(**static)
         FullCudaGraphWrapper.cuda_graph[stage] = graph
         torch.cuda.synchronize()
-        dist.barrier()
         _log.info("captured a %s iteration in a CUDA graph", stage)
+        return graph
 
 
 def install() -> None:

@@ -29,11 +29,18 @@ class LossLog:
       fetch in the forward pass of one layer, and must.
 
     Args:
-        path: appended to.
+        path: appended to; its folder is made.
+
+    Raises:
+        ValueError: the folder does not exist and cannot be made.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"magi_loss_log: cannot make the folder of {path}: {error.strerror}") from None
         self._plans: list[PlanStats] = []
 
     def add_plan(self, stats: PlanStats) -> None:

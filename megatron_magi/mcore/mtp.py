@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.dispatch import roll
+from megatron_magi.comm.roll import roll
 from megatron_magi.mcore import seams
 from megatron_magi.mcore.carrier import MagiSeqParams
 

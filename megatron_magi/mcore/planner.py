@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from megatron_magi.attention import AttnShape, PreparedBatch, PreparedPlans, prepare_plans
-from megatron_magi.comm.dispatch import RollFacts, dispatch, make_roll_args
+from megatron_magi.comm.dispatch import dispatch
+from megatron_magi.comm.roll import RollFacts, make_roll_args
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.microbatch import Microbatch, document_bounds, sequence_bounds

@@ -124,7 +124,11 @@ def _install_pretrain() -> None:
 
 
 def make_loss_log(path: str | None) -> LossLog | None:
-    """A log that Megatron's trainer writes to; None without a path."""
+    """A log that Megatron's trainer writes to; None without a path.
+
+    Raises:
+        ValueError: its folder does not exist and cannot be made.
+    """
     if path is None:
         return None
     log = LossLog(path)

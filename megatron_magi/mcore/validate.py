@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
+
+_ROUTER = "moe_router", "moe_preprocess"
+_GRAPH_MODULES = {"local": _ROUTER, "transformer_engine": ("mlp", *_ROUTER)}
+"""What graphs of layers may hold. Megatron's own are of a whole layer for each other module that is named."""
 
 
 def validate_arguments(args: Namespace) -> None:
@@ -32,11 +37,13 @@ def settle_arguments(args: Namespace) -> list[str]:
     """Turns off, in place, optimizations that do not fit dispatched tokens.
 
     Returns:
-        One notice for each option that was changed.
+        One notice for each option that was changed or has no effect.
     """
     # Masks are made from documents, never as tensors of seqlen^2.
     args.create_attention_mask_in_dataloader = False
     notices = []
+    if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
+        notices.append("cp_comm_type: no effect with --attention-backend magi, which sends what its plan says")
     reason = None
     if args.multi_latent_attention:
         reason = "multi-latent attention"
@@ -99,6 +106,12 @@ def _check_schedule(args: Namespace) -> None:
             "overlap_moe_expert_parallel_comm: Megatron runs multi-token prediction without the plan of the "
             "microbatch there; drop it or --mtp-num-layers"
         )
+    sizes, cp_size = args.hierarchical_context_parallel_sizes, args.context_parallel_size
+    if sizes and math.prod(sizes) != cp_size:
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes: expected sizes whose product is context_parallel_size={cp_size}, "
+            f"got {' '.join(map(str, sizes))}"
+        )
     if args.hybrid_context_parallel:
         raise ValueError("hybrid_context_parallel: dispatch balances every microbatch already; drop it")
     if args.perform_rl_step:
@@ -114,8 +127,10 @@ def _check_schedule(args: Namespace) -> None:
 
 def _check_cuda_graphs(args: Namespace) -> None:
     impl = args.cuda_graph_impl
-    if getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
+    if getattr(args, "enable_cuda_graph", False):
         impl = "local"
+    if getattr(args, "external_cuda_graph", False):
+        impl = "transformer_engine"
     if impl == "none":
         return
     if impl == "full_iteration":
@@ -123,17 +138,17 @@ def _check_cuda_graphs(args: Namespace) -> None:
         return
     modules = [str(getattr(m, "name", m)) for m in (args.cuda_graph_modules or [])]
     modules = [name for entry in modules for name in entry.split(",")]
-    if not modules or {"full", "full_iteration", "attn"} & set(modules):
+    allowed = _GRAPH_MODULES[impl]
+    if not modules or not set(modules) <= set(allowed):
         raise ValueError(
-            "cuda_graph_modules: graphs of layers take no packed sequences, as which plans travel; name modules "
-            "without attention, such as --cuda-graph-modules mlp moe_router, or give --cuda-graph-impl full_iteration"
+            f"cuda_graph_modules: graphs of layers take no packed sequences, as which plans travel; with "
+            f"--cuda-graph-impl {impl} these have no attention in them: {' '.join(allowed)}; got "
+            f"{' '.join(modules) or 'none, which means whole layers'}; or give --cuda-graph-impl full_iteration"
         )
 
 
 def _check_full_iteration(args: Namespace) -> None:
     unfit = {
-        # Evaluations ask for room after the capture, when it cannot grow; and nobody has trained so.
-        "context_parallel_size": args.context_parallel_size > 1,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size > 1,
         "num_experts": args.num_experts,
         "mtp_num_layers": args.mtp_num_layers,

@@ -6,6 +6,7 @@ k_ranges]`` with or without ``attn_type_map``. Only their content counts, so a c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -22,6 +23,7 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("q_ranges", "k_ranges", "attn_type_map")
 _MAX_MASKS = 256
 _MAX_BYTES = 64 << 20
+_numbers = itertools.count()
 
 
 def bands_of(mask: Sequence[Tensor], num_rows: int, num_keys: int) -> np.ndarray:
@@ -56,7 +58,7 @@ def mask_of_ranges(ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> At
 
 
 class HostRanges:
-    """Ranges on the host, and what is made of them when it is first asked for.
+    """Ranges on the host, and the mask that is made of them when it is first asked for.
 
     Args:
         ranges: ``[q_ranges, k_ranges]`` and maybe types.
@@ -65,7 +67,7 @@ class HostRanges:
     Attributes:
         table: int64 ``[n, 5]``: of each slice its ranges and type; not checked against the numbers of tokens.
         num_rows, num_keys: as given.
-        memo: what users of the ranges have made of them, by names of theirs.
+        number: of no other ranges, to remember by what was made of these.
 
     Raises:
         ValueError: an argument, named in the message, has a wrong shape or dtype.
@@ -73,7 +75,7 @@ class HostRanges:
 
     def __init__(self, ranges: Sequence[np.ndarray], num_rows: int, num_keys: int) -> None:
         self.table, self.num_rows, self.num_keys = _slice_table(ranges), num_rows, num_keys
-        self.memo: dict = {}
+        self.number = next(_numbers)
 
     @cached_property
     def mask(self) -> AttnMask:

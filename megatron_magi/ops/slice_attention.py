@@ -349,6 +349,9 @@ def slice_attention(
                 f"q and k have {q.shape[0]} and {k.shape[0]}"
             )
         bands = mask.bands
+    elif not isinstance(mask_or_bands, np.ndarray):
+        found = type(mask_or_bands).__name__
+        raise ValueError(f"mask_or_bands: expected an AttnMask, as megatron_magi.mask.builders make it, got {found}")
     else:
         bands = check_bands(mask_or_bands, q.shape[0], k.shape[0], "mask_or_bands")
     if sink is not None:

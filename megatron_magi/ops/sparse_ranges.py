@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper.sparse_kernels import heads_of_tile
 from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.mask_tensors import HostRanges
@@ -21,6 +22,7 @@ from megatron_magi.ops.sparse_pattern import K_BLOCKS, MAX_Q_BLOCK, SparsePatter
 
 _FEW_SLICES = 64
 _MOST_PAIRS = 1 << 24
+_MOST_BYTES, _MOST_RANGES = 256 << 20, 256  # of what is kept, on the host and on all devices
 _MOST_PADDING = 4  # of lists of single keys, all as long as the longest: times the keys that are listed
 _DENSE_HEADS, _TILE = 8, 128  # heads that dense kernels pack at most; places of a tile
 
@@ -41,6 +43,10 @@ class BlockLists:
     entries: np.ndarray
 
 
+_lists: LruCache[int, tuple[BlockLists | None]] = LruCache(_MOST_BYTES, _MOST_RANGES)
+_patterns: LruCache[tuple, SparsePattern] = LruCache(_MOST_BYTES, _MOST_RANGES)
+
+
 def sparse_pattern_of(
     ranges: HostRanges, q: Tensor, k: Tensor, v: Tensor, options: AttnOptions
 ) -> SparsePattern | None:
@@ -49,16 +55,27 @@ def sparse_pattern_of(
         return None
     if not sparse_hopper.is_supported(q, v):
         return None
-    if "blocks" not in ranges.memo:
-        ranges.memo["blocks"] = block_lists(ranges.table, ranges.num_rows, ranges.num_keys)
-    found: BlockLists | None = ranges.memo["blocks"]
+    found = _lists_of(ranges)
     heads = heads_of_tile(q.shape[1] // k.shape[1], 2)
     if found is None or not _is_faster(found, heads, options.deterministic):
         return None
-    name = "pattern", q.device
-    if name not in ranges.memo:
-        ranges.memo[name] = _pattern(found, q.device)
-    return ranges.memo[name]
+    # Memory of one stream is not handed out again while that reads it; another stream gets tensors of its own.
+    key = ranges.number, q.device, torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    pattern = _patterns.get(key)
+    if pattern is None:
+        pattern = _pattern(found, q.device)
+        _patterns.put(key, pattern, sum(x.nbytes for x in pattern.tensors))
+    return pattern
+
+
+def _lists_of(ranges: HostRanges) -> BlockLists | None:
+    """The lists, made once."""
+    known = _lists.get(ranges.number)
+    if known is None:
+        made = block_lists(ranges.table, ranges.num_rows, ranges.num_keys)
+        known = (made,)
+        _lists.put(ranges.number, known, 0 if made is None else made.offsets.nbytes + made.entries.nbytes)
+    return known[0]
 
 
 def _is_faster(lists: BlockLists, heads: int, deterministic: bool) -> bool:

@@ -6,8 +6,6 @@ It is a library without Python in it, called through ctypes, so it needs no head
 from __future__ import annotations
 
 import ctypes
-import logging
-import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_magi import compiled
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import swaps
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.traffic import Start, Traffic
 
-_log = logging.getLogger(__name__)
 _VERSION = 3
 """Raised with that of csrc/solver/solver.cpp: a library that was built from other sources is not used."""
 _Int = ctypes.c_int64
@@ -40,16 +38,7 @@ class _Traffic(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     """The library beside this file; None where it was not built, or from other sources than these."""
-    path = Path(__file__).with_name("_solver" + sysconfig.get_config_var("EXT_SUFFIX"))
-    try:
-        library = ctypes.CDLL(str(path))
-        library.magi_solver_version.restype = _Int
-        fits = library.magi_solver_version() == _VERSION
-    except (OSError, AttributeError):
-        return None
-    if not fits:
-        _log.warning("%s: is of other sources than these, plans are made in Python; build it anew", path.name)
-    return library if fits else None
+    return compiled.load(Path(__file__).parent, "solver", _VERSION)
 
 
 def available() -> bool:
@@ -58,17 +47,8 @@ def available() -> bool:
 
 
 def chosen(planner: str) -> bool:
-    """Whether to plan in C++, by `DispatchConfig.planner`.
-
-    Raises:
-        ValueError: ``native`` was asked for and is not there.
-    """
-    if planner == "native" and not available():
-        raise ValueError(
-            "planner: the planner in C++ is not built, or from other sources; `python setup.py build_ext --inplace` "
-            "builds it where there is a C++ compiler"
-        )
-    return planner != "python" and available()
+    """See `compiled.chosen`."""
+    return compiled.chosen(planner, _library())
 
 
 def even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:

@@ -321,6 +321,12 @@ def test_inputs_that_do_not_fit_the_plan_are_named(change, name) -> None:
         distributed_attention(*(torch.zeros(shapes[n]) for n in "qkv"), plan, None)
 
 
+def test_a_plan_of_all_ranks_is_refused() -> None:
+    x = torch.zeros(8, 2, 8)
+    with pytest.raises(ValueError, match=r"^rank_plan: expected a RankPlan, .* got Plan"):
+        distributed_attention(x, x, x, make_plan(cs.documents([8]), cp_size=1), None)
+
+
 def test_a_plan_for_several_ranks_needs_a_group() -> None:
     plan = make_plan(cs.documents([8]), cp_size=2).for_rank(0)
     x = torch.zeros(4, 2, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi import api
-from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, prepare_batch
+from megatron_magi.attention import AttnShape, StaticPlans, distributed_attention, load_together, prepare_batch
 from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.comm import group_collective
+from megatron_magi.comm.impl.native import Native
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.slots import Room, most_rows
 from megatron_magi.comm.static_args import _arrays
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import launch as hopper_launch
@@ -178,7 +183,7 @@ def test_what_cannot_be_captured_is_refused_by_name():
     plan = plan_of(builders.causal(64))
     inputs = tensors(64, shape_of((8, 1), (128, 128)), CPU)
     static = StaticPlans({0: plan}, CPU)
-    with pytest.raises(ValueError, match=r"rank_plan: its tables change .* with impl 'ffa', not 'blocked'"):
+    with pytest.raises(ValueError, match=r"^rank_plan: a static key.* with impl 'ffa' on Hopper GPUs, not 'torch'"):
         attend(inputs, static.plans[0], MagiConfig())
     with pytest.raises(ValueError, match="headroom: expected at least 1"):
         StaticPlans({0: plan}, CPU, headroom=0.5)
@@ -225,6 +230,104 @@ def test_collectives_find_the_tables_of_the_plan_that_was_loaded(num_ranks):
             order, position = casts[0].recv_order, casts[0].recv_position
             assert torch.equal(own.recv_order[:num_recv], arange if order is None else order)
             assert torch.equal(own.recv_position[:num_recv], arange if position is None else position)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_where_nothing_travels_at_first_there_is_room_for_what_travels_in_samples(num_ranks):
+    nothing, causal, window = (
+        shards_of(mask, num_ranks)
+        for mask in (
+            AttnMask([], 512 * num_ranks),
+            builders.causal(512 * num_ranks),
+            builders.sliding_window(512 * num_ranks, 30, 0),
+        )
+    )
+    assert not nothing[0].degree and causal[0].degree == 1
+    for rank in range(num_ranks):
+        alone = StaticPlans({0: nothing[rank]}, CPU)
+        assert "rows travel, there is room for 256" in alone._static[0].why_not(causal[rank])
+        static = StaticPlans({0: nothing[rank]}, CPU, samples=[{0: causal[rank]}])
+        (own,) = plan_casts(static.plans[0], CPU)
+        assert not any(t.any() for t in _arrays(own)), "the first is loaded"
+        for shards in (causal, window, nothing):
+            assert static._static[0].why_not(shards[rank]) is None
+            static._load({0: shards[rank]})
+            for cast in plan_casts(shards[rank], CPU):
+                assert torch.equal(own.send_index[: cast.num_send], cast.send_index)
+    with pytest.raises(ValueError, match="samples: 0 has other numbers of rows or ranks"):
+        StaticPlans({0: nothing[0]}, CPU, samples=[{0: plan_of(builders.causal(64))}])
+    with pytest.raises(ValueError, match="plans: expected 0, got 1"):
+        StaticPlans({0: nothing[0]}, CPU, samples=[{1: nothing[0]}])
+
+
+def test_there_is_room_for_the_tables_of_samples(monkeypatch):
+    with fake_driver(monkeypatch):
+        inputs = tensors(8192, shape_of((8, 1), (128, 128)), CPU)
+        first, many = documents(0, 3, 8192), AttnMask([(0, 8192, at, at + 10, 0) for at in range(0, 8192, 400)], 8192)
+        static = StaticPlans({0: plan_of(first)}, CPU, headroom=1, samples=[{0: plan_of(many)}])
+        attend(inputs, static.plans[0])
+        for mask in (many, documents(1, 4, 8192), first):
+            assert static.load({0: plan_of(mask)}) is None
+
+
+def load_two(rank: int, num_ranks: int) -> list:
+    group = dist.group.WORLD
+    causal, window = (shards_of(m)[rank] for m in (builders.causal(1024), builders.sliding_window(1024, 30, 0)))
+    statics = [StaticPlans({0: causal}, CPU, group) for _ in range(2)]
+
+    def rows_now() -> list[int]:
+        return [int(static.plans[0].runtime["tail"][0]) for static in statics]
+
+    found = [rows_now(), load_together([(static, {0: window}) for static in statics]), rows_now()]
+    last = causal if rank == 0 else plan_of(builders.causal(64))
+    found += [load_together([(statics[0], {0: causal}), (statics[1], {0: last})]), rows_now()]
+    return [*found, causal.transfers[0].num_recv, window.transfers[0].num_recv]
+
+
+def test_several_are_loaded_together_on_all_ranks_or_none_is(ranks):
+    found = ranks(2, load_two)
+    for before, first, between, _, after, causal, window in found:
+        assert before == [causal] * 2 and first is None and between == after == [window] * 2
+    assert any(causal != window for *_, causal, window in found)
+    assert found[0][3] == (1, "no room on ranks [1] of the group")
+    assert found[1][3] == (1, "it has 64 rows, of 1 ranks, not 512 of 2")
+
+
+class Slots:
+    """Stands for memory of peers."""
+
+    def __init__(self) -> None:
+        self.slot_bytes, self.grown = 0, []
+
+    def grow(self, num_bytes: int) -> None:
+        self.slot_bytes = num_bytes
+        self.grown.append(num_bytes)
+
+
+def test_room_is_made_for_all_rows_of_other_ranks_and_grows_again_when_graphs_are_gone(monkeypatch):
+    slots = Slots()
+    room = Room(slots)
+    monkeypatch.setattr(group_collective, "_find_way", lambda *_: group_collective._Way(room, None, None, 0))
+    there, back, wide = (RowLayout.make(((8, 128 * n),), (torch.bfloat16,)) for n in (8, 16, 32))
+    window, causal = (shards_of(m, 4)[1] for m in (builders.sliding_window(4096, 8, 0), builders.causal(4096)))
+    group = Slots()  # anything that can be referred to
+    for plan in (window, causal):
+        (args,) = plan_casts(StaticPlans({0: plan}, CPU).plans[0], CPU)
+        group_collective.make_room([args], there, back, group)
+        room.stays = True  # as a capture does
+    assert slots.grown == [128 << 20], "3 times 1024 rows of 32 kB"
+    with pytest.raises(ValueError, match=r"impl: 'native' has room for .* bytes, which CUDA graphs refer to"):
+        group_collective.make_room([args], wide, None, group)
+    monkeypatch.setattr(group_collective, "present_native", lambda _group: SimpleNamespace(forget_graphs=forget))
+
+    def forget() -> None:
+        Native.forget_graphs(SimpleNamespace(_room=room))
+
+    group_collective.forget_graphs(group)
+    group_collective.make_room([args], wide, None, group)
+    assert slots.grown == [128 << 20, 256 << 20]
+    huge = RowLayout.make(((8, 1 << 17),), (torch.bfloat16,))
+    assert most_rows(huge) == 512, "of 2 MB in 1 GB"
 
 
 def captured(run, device: str = "cuda") -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:

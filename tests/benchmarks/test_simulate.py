@@ -84,6 +84,8 @@ def test_measurements_are_read_in_both_forms_and_compared(tmp_path):
     ]
     write_csv(tmp_path / "distributed_2gpu_x.csv", new, rows)
     write_csv(tmp_path / "other.csv", new, rows)
+    passes = [["window", 8192, 2, "one launch", "forward", 600], ["window", 8192, 2, "one launch", "backward", 1900]]
+    write_csv(tmp_path / "one_launch_2gpu.csv", ["mask", "tokens_a_gpu", "ranks", "way", "pass", "us"], passes)
     steps = ["documents", "tokens_a_gpu", "ranks", "comm", "way", "step_ms"]
     rows = [["64", 8192, 2, "auto", "same", 16.0], ["64", 8192, 2, "auto", "due", 20.0]]
     write_csv(tmp_path / "steps.csv", steps, rows)
@@ -91,9 +93,10 @@ def test_measurements_are_read_in_both_forms_and_compared(tmp_path):
     assert [line[:2] for line in checked] == [
         ["distributed_2gpu_x.csv", "causal, 8k, magi"],
         ["distributed_4gpu.csv", "documents_8, 16k, zigzag"],
+        ["one_launch_2gpu.csv", "window, 8k, one launch"],
         ["steps.csv", "64, 8k, auto"],
     ]
-    assert [line[3] for line in checked] == ["3.000", "44.000", "1.000"]
+    assert [line[3] for line in checked] == ["3.000", "44.000", "2.500", "1.000"]
     assert 0.8 < float(checked[1][5]) < 1.2
 
 

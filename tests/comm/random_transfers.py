@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megatron_magi.comm.group_collective import GroupCastArgs
+from megatron_magi.comm.group_collective import Args, GroupCastArgs, group_cast
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.comm.rows import Arrivals, arrival_arrays
 
@@ -74,6 +75,33 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous(), b.contiguous())
+
+
+def check_casts(
+    transfers: Transfers,
+    args: Args,
+    rank: int,
+    kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    impls: Sequence[str],
+    device: torch.device | str,
+) -> int:
+    """Casts bring the right bits; returns the number of comparisons. ``kinds``: shape and dtype of a tensor's rows."""
+    everyone = [
+        [random_tensor((n, *shape), dtype, 10 * r + i) for r, n in enumerate(transfers.num_rows)]
+        for i, (shape, dtype) in enumerate(kinds)
+    ]
+    for impl in impls:
+        mine = [x[rank].clone().to(device) for x in everyone]
+        handle = group_cast(mine, args, impl=impl)
+        for x in mine:
+            x.zero_()  # what was sent may be overwritten at once
+        for got, source, kind in zip(handle.wait(), everyone, kinds, strict=True):
+            assert same_bits(got.cpu(), transfers.expected(source, rank)), (kind, impl)
+    return len(kinds) * len(impls)
 
 
 def arrivals_of(local_rows: np.ndarray, device: str) -> Arrivals:

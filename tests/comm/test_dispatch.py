@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.comm.dispatch import RollArgs, UndispatchArgs, dispatch, make_roll_args, roll, undispatch
+from megatron_magi.comm.dispatch import UndispatchArgs, dispatch, undispatch
+from megatron_magi.comm.roll import RollArgs, make_roll_args, roll
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import random_tensor
 

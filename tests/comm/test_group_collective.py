@@ -13,14 +13,10 @@ from megatron_magi.comm.group_collective import GroupCastArgs, Handle, group_cas
 from megatron_magi.comm.movement import Started
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.testing.spawn import run_ranks
-from tests.comm.random_transfers import random_tensor, random_transfers
+from tests.comm.random_transfers import check_casts, random_tensor, random_transfers, same_bits
 
 DTYPES = (torch.int32, torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 IMPLS = ("reference", "all_to_all")
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous(), b.contiguous())
 
 
 def cast_everything(rank, num_ranks, device="cpu", impls=IMPLS):
@@ -32,18 +28,7 @@ def cast_everything(rank, num_ranks, device="cpu", impls=IMPLS):
         for at, dtype in enumerate(DTYPES):
             # k and v of different widths after a tensor of another dtype, of one element a row.
             kinds = (((), DTYPES[at - 1]), ((2, 3), dtype), ((2, 5), dtype))
-            everyone = [
-                [random_tensor((n, *shape), kind, 100 * seed + 10 * r + i) for r, n in enumerate(transfers.num_rows)]
-                for i, (shape, kind) in enumerate(kinds)
-            ]
-            for impl in impls:
-                mine = [x[rank].clone().to(device) for x in everyone]
-                handle = group_cast(mine, args, impl=impl)
-                for x in mine:
-                    x.zero_()  # what was sent may be overwritten at once
-                for got, source in zip(handle.wait(), everyone, strict=True):
-                    assert same_bits(got.cpu(), transfers.expected(source, rank)), (seed, dtype, impl)
-                    compared += 1
+            compared += check_casts(transfers, args, rank, kinds, impls, device)
     return compared
 
 

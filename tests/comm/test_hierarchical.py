@@ -28,8 +28,8 @@ from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
 from megatron_magi.plan.hierarchy import Pieces, two_levels
 from megatron_magi.testing.spawn import run_ranks
-from tests.comm.random_transfers import Transfers, random_tensor, random_transfers
-from tests.comm.test_group_collective import IMPLS, same_bits
+from tests.comm.random_transfers import Transfers, check_casts, random_tensor, random_transfers, same_bits
+from tests.comm.test_group_collective import IMPLS
 
 SHAPES = [pytest.param((2, 2), id="2x2"), pytest.param((4, 2), id="4x2")]
 """Nodes, and ranks of each."""
@@ -128,18 +128,7 @@ def cast_all(rank, num_ranks, per_node, device="cpu", impls=IMPLS):
         transfers = random_transfers(num_ranks, seed, with_order=seed % 3 > 0)
         args = level_args(transfers, rank, per_node, device)
         kinds = [((), torch.int64), ((2, 3), torch.bfloat16), ((5,), torch.float32)]
-        everyone = [
-            [random_tensor((n, *shape), dtype, 10 * r + i) for r, n in enumerate(transfers.num_rows)]
-            for i, (shape, dtype) in enumerate(kinds)
-        ]
-        for impl in impls:
-            mine = [x[rank].clone().to(device) for x in everyone]
-            handle = group_cast(mine, args, impl=impl)
-            for x in mine:
-                x.zero_()  # what was sent may be overwritten at once
-            for got, source in zip(handle.wait(), everyone, strict=True):
-                assert same_bits(got.cpu(), transfers.expected(source, rank)), (seed, impl)
-                compared += 1
+        compared += check_casts(transfers, args, rank, kinds, impls, device)
     return compared
 
 

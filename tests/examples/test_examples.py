@@ -48,10 +48,14 @@ def test_torch_native_trains_and_goes_on_from_its_checkpoint(tmp_path):
     assert len(data_parallel) == 2
 
 
+def only_what_torchrun_sets(_workdir):
+    del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+
 def test_megatron_trains(tmp_path):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron_magi[megatron]")
-    script = str(EXAMPLES / "megatron/train.py")
-    run = launch(["--train-iters", "3", "--save-interval", "1000"], 2, script=script, workdir=tmp_path)
+    script, before = str(EXAMPLES / "megatron/train.py"), f"{__name__}:only_what_torchrun_sets"
+    run = launch(["--train-iters", "3", "--save-interval", "1000"], 2, script=script, before=before, workdir=tmp_path)
     assert len(run.losses) == 3
     assert run.losses[3] < run.losses[1]
 

@@ -119,6 +119,8 @@ def test_documents_come_from_lengths_chance_or_a_data_set(tmp_path):
         (["--seqlen", 10, "--mask", "nothing"], "mask: 'nothing' is none of"),
         (["--seqlen", 10, "--data-path", "/nowhere/text"], "data_path: there is no /nowhere/text.idx"),
         (["--seqlen", 10, "--cp-size", 0], "cp_size"),
+        (["--seqlen", 10, "--sample", 1], "sample: needs --data-path"),
+        (["--seqlen", 10, "--num-heads-q", 5, "--num-heads-kv", 2], "num_heads_q: expected a multiple of num_heads_kv"),
     ],
 )
 def test_wrong_options_are_one_message(args, message, capsys):

@@ -13,10 +13,12 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from transformers import masking_utils as hf_masks
 
+from megatron_magi.hf import log_probs
 from megatron_magi.hf.attention import LayerMask, attention, layer_mask
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
+from megatron_magi.packing import make_prefix_tree
 from tests.hf.models import CONFIGS, make_model, packed_batch, padded_batch
 
 
@@ -196,6 +198,7 @@ BIAS = torch.zeros(1, 1, 6, 6)
         ({"attention_mask": BIAS[:, :, 1:]}, "attention_mask: expected"),
         ({"attention_mask": "causal"}, "attention_mask: expected"),
         ({"magi_mask": builders.causal(5)}, "magi_mask: expected a mask over 6 tokens"),
+        ({"magi_mask": torch.ones(6, 6)}, "magi_mask: expected an AttnMask over 6 tokens, got Tensor"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q: expected numbers that rise from 0 to 6"),
         ({"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 3, 6])}, "cu_seq_lens_k"),
     ],
@@ -208,6 +211,14 @@ def test_what_cannot_be_expressed_is_an_error(changed, message):
 def test_a_function_of_a_users_over_many_tokens_is_an_error():
     with pytest.raises(ValueError, match=r"mask_function: .* is none of transformers' own"):
         layer_mask(1, 20000, 20000, mask_function=lambda _b, _h, q, k: q >= k)
+
+
+def test_rollouts_need_a_model_that_attends_by_their_mask_and_a_tree():
+    tree = make_prefix_tree([[1, 2, 3], [1, 2, 4]])
+    with pytest.raises(ValueError, match=r"^attn_implementation: expected 'magi', got 'eager'"):
+        log_probs(make_model("llama", "eager"), tree)
+    with pytest.raises(ValueError, match=r"^tree: expected a PrefixTree, .* got list"):
+        log_probs(make_model("llama"), [[1, 2, 3]])
 
 
 def test_a_mask_in_place_of_a_windows_is_an_error():

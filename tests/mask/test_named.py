@@ -128,6 +128,7 @@ def test_function_is_called_with_its_arguments_and_its_result_is_checked(tmp_pat
     ("text", "message"),
     [
         ("blocks", "is none of block_causal, causal, .* nor MODULE:FUNCTION"),
+        ("slidingwindow:left=3", "is none of block_causal, causal, .* nor MODULE:FUNCTION"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("nowhere.py:f", "there is no file nowhere.py"),
         (f"{__name__}:absent", "has no function 'absent'"),

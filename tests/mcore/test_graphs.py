@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -9,22 +10,30 @@ import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
 from megatron_magi.attention import AttnShape
-from megatron_magi.mcore import graphs
+from megatron_magi.mcore import forward_step, graphs
 from megatron_magi.mcore.forward_step import MagiForwardStep, check_captures
 from megatron_magi.mcore.graphs import GraphedIterations, ReadBatches
 from megatron_magi.mcore.loss import microbatch_loss
 
 
 class Place:
-    """Of a microbatch, which is a number; those above 99 do not fit."""
+    """Of a microbatch, which is a number; there is room for numbers of as many digits as the longest it knows has."""
 
-    def __init__(self, batch: int, _group) -> None:
-        self.batch = [batch]
+    def __init__(self, batch: int, group: object, samples: Sequence[int]) -> None:
+        self.batch, self.group, self.has_run = [batch], group, False
+        self._room = max(len(str(x)) for x in (batch, *samples))
 
-    def load(self, batch: int) -> str | None:
-        if batch > 99:
-            return "it is large"
-        self.batch[0] = batch
+    @staticmethod
+    def sample_of(batch: int) -> int:
+        return batch
+
+    @staticmethod
+    def load(places: Sequence[Place], batches: Sequence[int]) -> tuple[int, str] | None:
+        for place, batch in zip(places, batches, strict=True):
+            if len(str(batch)) > place._room:
+                return batch, "it is large"
+        for place, batch in zip(places, batches, strict=True):
+            place.batch[0] = batch
         return None
 
 
@@ -42,9 +51,11 @@ class Graph:
 def iterations(monkeypatch):
     """A wrapped schedule that sums microbatches up, and notes which were read from their places."""
     step = MagiForwardStep(lambda: None)
-    read = iter([1, 2, 3, 4, 5, 6, 7, 100, 8, 9, 10, 11])
-    monkeypatch.setattr(step, "read", lambda *_: next(read))
-    seen = []
+    step._group = "ranks"
+    left = list(range(1, 10))
+    monkeypatch.setattr(step, "read", lambda *_: left.pop(0))
+    seen, forgotten = [], []
+    monkeypatch.setattr(graphs, "forget_graphs", forgotten.append)
 
     def schedule(*, data_iterator, **_):
         (batches,) = data_iterator
@@ -58,6 +69,7 @@ def iterations(monkeypatch):
         FullCudaGraphWrapper.result[stage] = [None]
         FullCudaGraphWrapper.cuda_graph[stage] = Graph(lambda: [sum(place.batch[0] for place in places)])
         assert static["data_iterator"]
+        return FullCudaGraphWrapper.cuda_graph[stage]
 
     monkeypatch.setattr(graphs, "StaticBatch", Place)
     monkeypatch.setattr(graphs, "is_magi", lambda: True)
@@ -67,37 +79,63 @@ def iterations(monkeypatch):
     monkeypatch.setattr(FullCudaGraphWrapper, "result", {"training": None, "validation": None})
     monkeypatch.setattr(FullCudaGraphWrapper, "curr_iteration", {"training": 0, "validation": 0})
     named = {"forward_only": False, "model": [None], "data_iterator": [None], "num_microbatches": 2}
-    yield SimpleNamespace(run=lambda: wrapper(forward_step_func=step, **named), seen=seen, wrapper=wrapper, named=named)
-    GraphedIterations._places.clear()
+    monkeypatch.setattr(GraphedIterations, "_places", {})
+    monkeypatch.setattr(GraphedIterations, "_samples", {})
+    run = lambda: wrapper(forward_step_func=step, **named)  # noqa: E731
+    return SimpleNamespace(run=run, seen=seen, wrapper=wrapper, named=named, left=left, forgotten=forgotten)
 
 
-def test_iterations_are_replayed_on_what_was_read_and_run_by_themselves_where_it_does_not_fit(iterations, caplog):
+def test_iterations_are_replayed_on_what_was_read(iterations):
     assert [iterations.run()[0] for _ in range(2)] == [3, 7]
     assert iterations.seen == [[[3], [4]], [[3], [4]]], "places of the microbatches"
     assert iterations.run() == [11] and len(iterations.seen) == 2, "captured, and replayed"
-    assert iterations.run() == [107] and iterations.seen[2:] == [[7, 100]], "its own tensors"
-    assert "runs without its CUDA graph: a microbatch does not fit, it is large" in caplog.text
-    assert [iterations.run()[0] for _ in range(2)] == [17, 21] and len(iterations.seen) == 3
+    assert iterations.run() == [15] and len(iterations.seen) == 2
+
+
+def test_a_microbatch_without_room_gets_a_larger_place_and_the_graph_is_captured_again(iterations, caplog):
+    iterations.left[:] = [1, 2, 3, 40, 5, 6, 7, 8, 9, 10, 11, 12, 130, 14, 15, 16, 17, 180, 19, 20]
+    assert iterations.run() == [3] and iterations.run() == [43] and not caplog.text, "there is no graph yet"
+    assert iterations.run() == [11] and iterations.seen[1:] == [[[5], [6]]] * 2, "the new places run before a capture"
+    assert [iterations.run()[0] for _ in range(3)] == [15, 19, 23] and len(iterations.seen) == 3, "replayed"
+    assert len(iterations.forgotten) == 1, "for the places of the first iteration"
+    iterations.run()
+    assert "a training iteration is captured again, with more room: a microbatch does not fit, it is" in caplog.text
+    assert iterations.seen[3:] == [[[130], [14]]] and iterations.forgotten == ["ranks"] * 2
+    assert iterations.run() == [31] and len(iterations.seen) == 5, "warms up again"
+    assert [iterations.run()[0] for _ in range(2)] == [197, 39] and len(iterations.seen) == 5, (
+        "replayed in larger places"
+    )
+
+
+def test_graphs_are_not_captured_again_for_ever(iterations, caplog):
+    digits = range(1, 14)
+    iterations.left[:] = [10**n for n in digits for _ in range(2)]
+    for n in digits:
+        assert iterations.run() == [2 * 10**n]
+    assert caplog.text.count("runs without its CUDA graph: a microbatch does not fit, it is large") == 13 - 9
+    assert iterations.seen[-1] == [10**13] * 2, "its own tensors"
 
 
 def test_another_number_of_microbatches_than_the_graph_has_runs_by_itself(iterations, caplog):
+    iterations.left[:] = [1, 2, 3, 4, 5, 6, 7, 1, 8, 9, 1]
     iterations.named["num_microbatches"] = 1
     assert iterations.run() == [1]
     iterations.named["num_microbatches"] = 2
     assert iterations.run() == [5] and iterations.run() == [9], "captured with two"
     assert [len(batches) for batches in iterations.seen] == [1, 2]
     iterations.named["num_microbatches"] = 3
-    assert iterations.run() == [6 + 7 + 100] and iterations.seen[2:] == [[6, 7, 100]]
+    assert iterations.run() == [6 + 7 + 1] and iterations.seen[2:] == [[6, 7, 1]]
     assert "without its CUDA graph: it has 3 microbatches, the graph 2" in caplog.text
     iterations.named["num_microbatches"] = 1
     assert iterations.run() == [8] and iterations.seen[3:] == [[8]]
     iterations.named["num_microbatches"] = 2
-    assert iterations.run() == [19] and len(iterations.seen) == 4, "replayed again"
+    assert iterations.run() == [10] and len(iterations.seen) == 4, "replayed again"
 
 
 def test_a_reset_drops_the_places_with_the_graph(iterations):
     iterations.run()
     iterations.wrapper.reset_cuda_graph("training")
+    assert iterations.forgotten == ["ranks"]
     assert not GraphedIterations._places and FullCudaGraphWrapper.curr_iteration["training"] == 0
 
 
@@ -106,11 +144,28 @@ def test_another_forward_step_is_refused_by_name(iterations):
         iterations.wrapper(forward_step_func=print, **iterations.named)
 
 
-def test_attention_of_other_kernels_is_refused_by_name():
-    shape = AttnShape(4, 2, 64, 64, torch.float32)
-    check_captures(SimpleNamespace(cuda_graph_impl="none"), shape)
+class Group:
+    """Of so many ranks."""
+
+    def __init__(self, count: int) -> None:
+        self.size = lambda: count
+
+
+def test_what_cannot_be_captured_is_refused_by_name(monkeypatch):
+    shape, args = AttnShape(4, 2, 64, 64, torch.float32), SimpleNamespace(cuda_graph_impl="full_iteration")
+    check_captures(SimpleNamespace(cuda_graph_impl="none"), shape, "all_to_all", Group(2))
     with pytest.raises(ValueError, match=r"cuda_graph_impl: full_iteration .* needs Hopper GPUs"):
-        check_captures(SimpleNamespace(cuda_graph_impl="full_iteration"), shape)
+        check_captures(args, shape, "auto", Group(1))
+    shape = shape._replace(num_sms=132)
+    check_captures(args, shape, "all_to_all", Group(1))
+    with pytest.raises(ValueError, match=r"cuda_graph_impl: .* not 'all_to_all'; drop MAGI_ATTENTION_NATIVE_GRPCOLL"):
+        check_captures(args, shape, "all_to_all", Group(2))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(forward_step, "native_of", lambda *_: (None, "needs NVLink between all GPUs of the group"))
+    with pytest.raises(ValueError, match=r"cuda_graph_impl: .*; here that needs NVLink"):
+        check_captures(args, shape, "auto", Group(2))
+    monkeypatch.setattr(forward_step, "native_of", lambda *_: (object(), ""))
+    check_captures(args, shape, "native", Group(2))
 
 
 def test_a_loss_is_scaled_alike_by_a_number_and_by_a_tensor(monkeypatch):

@@ -20,7 +20,6 @@ from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
 FULL_ITERATION = ["--cuda-graph-impl", "full_iteration"]
-ALONE = [*FULL_ITERATION, "--context-parallel-size", "1"]
 
 
 def _parse(monkeypatch: pytest.MonkeyPatch, *extra: str, without: tuple[str, ...] = ()) -> Namespace:
@@ -39,8 +38,9 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         [],
         ["--overlap-moe-expert-parallel-comm"],
         ["--mtp-num-layers", "1"],
-        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "mlp", "moe_router"],
-        ALONE,
+        ["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_preprocess", "moe_router"],
+        ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "moe_router"],
+        FULL_ITERATION,
         ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
         ["--bf16", "--qk-clip"],
         ["--fp8-format", "hybrid"],
@@ -56,13 +56,17 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
     [
         (["--attention-dropout", "0.1"], "attention_dropout"),
         (["--tensor-model-parallel-size", "3"], "num_attention_heads"),
+        (["--hierarchical-context-parallel-sizes", "2", "2"], "hierarchical_context_parallel_sizes"),
         (["--mtp-num-layers", "1", "--overlap-moe-expert-parallel-comm"], "overlap_moe_expert_parallel_comm"),
         (["--cuda-graph-impl", "local"], "cuda_graph_modules"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"], "cuda_graph_modules"),
-        (FULL_ITERATION, "cuda_graph_impl"),
-        ([*ALONE, "--qk-clip", "--bf16"], "cuda_graph_impl"),
-        ([*ALONE, "--mtp-num-layers", "1"], "cuda_graph_impl"),
-        ([*ALONE, *EXPERTS], "cuda_graph_impl"),
+        (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "mamba"], "cuda_graph_modules"),
+        (["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_router", "mlp"], "cuda_graph_modules"),
+        (["--external-cuda-graph"], "cuda_graph_modules"),
+        ([*FULL_ITERATION, "--pipeline-model-parallel-size", "2"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, "--qk-clip", "--bf16"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, "--mtp-num-layers", "1"], "cuda_graph_impl"),
+        ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
         (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
@@ -152,6 +156,12 @@ def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
     assert args.apply_rope_fusion == is_kept
     assert bool(notices) != is_kept
     assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
+
+
+def test_a_way_of_communicating_that_is_not_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (notice,) = settle_arguments(_parse(monkeypatch, "--cp-comm-type", "a2a"))
+    assert notice.startswith("cp_comm_type: no effect")
+    assert settle_arguments(_parse(monkeypatch)) == []
 
 
 @pytest.mark.parametrize("positions", ["yarn", "learned_absolute"])

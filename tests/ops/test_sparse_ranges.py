@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.ops import flex_flash_attn, sparse_ranges
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
@@ -105,6 +106,19 @@ def test_lists_of_single_keys_of_very_different_lengths_are_not_padded(monkeypat
         ranges = HostRanges([table[:, :2], table[:, 2:4]], *mask.shape)
         found.append(sparse_pattern_of(ranges, like(200, 128), like(1001, 1), like(1001, 1), AttnOptions(1.0)))
     assert found[0] is not None and found[0].tensors[0].shape == (1, 200, 15) and found[1] is None
+
+
+def test_patterns_that_are_kept_are_bounded_by_the_memory_of_their_lists(monkeypatch):
+    monkeypatch.setattr(sparse_ranges.sparse_hopper, "is_supported", lambda *_: True)
+    lists, patterns = LruCache(10_000, 256), LruCache(10_000, 256)
+    monkeypatch.setattr(sparse_ranges, "_lists", lists)
+    monkeypatch.setattr(sparse_ranges, "_patterns", patterns)
+    for seed in range(20):
+        mask = np.random.default_rng(seed).random((64, 64)) < 0.5  # of 8 kB, from few ranges
+        table = block_table(mask, 1, 128, 64, 8192)
+        ranges = HostRanges([table[:, :2], table[:, 2:4]], 64, 8192)
+        assert sparse_pattern_of(ranges, like(64, 128), like(8192, 1), like(8192, 1), AttnOptions(1.0)) is not None
+        assert len(lists) == len(patterns) == 1 and 8000 < patterns.num_bytes < 10_000
 
 
 @pytest.mark.gpu

@@ -105,11 +105,5 @@ def test_where_it_is_not_built_plans_are_made_in_python_and_asking_for_it_is_an_
 
 
 @built
-def test_a_library_of_other_sources_is_not_used(monkeypatch) -> None:
-    monkeypatch.setattr(native, "_VERSION", native._VERSION + 1)
-    assert native._library.__wrapped__() is None
-
-
-@built
 def test_the_default_plans_in_cpp_where_it_is_built() -> None:
     assert native.chosen("auto") and native.chosen("native") and not native.chosen("python")

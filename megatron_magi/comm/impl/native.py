@@ -227,6 +227,10 @@ class Native:
             return "group collective: the group was ended by an earlier error"
         return f"group collective: {waited} for {self._meeting.timeout_s:g} s" if part else None
 
+    def forget_graphs(self) -> None:
+        """No CUDA graph is left that has captured calls, on any rank: slots may grow again."""
+        self._room.stays = False
+
     def stop(self) -> None:
         """Makes kernels that wait give up."""
         self._notice[0] = 1
@@ -472,10 +476,10 @@ def native_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Na
     return known
 
 
-def failure_of(group: dist.ProcessGroup) -> str | None:
-    """`Native.failure` of what moves rows of a group, if anything does."""
+def present_native(group: dist.ProcessGroup) -> Native | None:
+    """What moves rows of a group now, if anything does; asks nobody."""
     known = _known.get(group)
-    return known[0].failure() if isinstance(known, tuple) and known[0] is not None else None
+    return known[0] if isinstance(known, tuple) else None
 
 
 def _decide(group: dist.ProcessGroup, device: torch.device) -> tuple[Native | None, str]:

@@ -6,12 +6,12 @@ What tiles see in several intervals a row of one run of columns, `passes.py` dea
 from __future__ import annotations
 
 import ctypes
-import sysconfig
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from megatron_magi import compiled
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.passes import assign_passes
@@ -32,19 +32,13 @@ class _Shape(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     """The library beside this file; None where it was not built, or from other sources than these."""
-    path = Path(__file__).with_name("_tiles" + sysconfig.get_config_var("EXT_SUFFIX"))
-    try:
-        library = ctypes.CDLL(str(path))
-        library.magi_tiles_version.restype = _Int
-        if library.magi_tiles_version() != _VERSION:
-            return None
+    library = compiled.load(Path(__file__).parent, "tiles", _VERSION)
+    if library is not None:
         library.magi_tiles_begin.restype = _Pointer
         library.magi_tiles_begin.argtypes = [_Pointer, _Int, _Pointer, _Pointer]
         library.magi_tiles_pieces.argtypes = [_Pointer] * 3
         library.magi_tiles_give.argtypes = [_Pointer, _Pointer, _Pointer, _Int, _Pointer, _Int]
         library.magi_tiles_end.argtypes = [_Pointer] * 5
-    except (OSError, AttributeError):
-        return None
     return library
 
 
@@ -54,14 +48,8 @@ def available() -> bool:
 
 
 def chosen(planner: str) -> bool:
-    """Whether to plan in C++: ``auto`` where it is built, ``native``, or not, ``python``.
-
-    Raises:
-        ValueError: ``native`` was asked for and is not there.
-    """
-    if planner == "native" and not available():
-        raise ValueError("planner: the planner of tiles in C++ is not built, or from other sources")
-    return planner != "python" and available()
+    """See `compiled.chosen`."""
+    return compiled.chosen(planner, _library())
 
 
 def plan_tiles(

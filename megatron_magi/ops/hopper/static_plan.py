@@ -121,33 +121,33 @@ class StaticMask:
     graph is captured.
 
     Args:
-        bands: int64 ``[n, 6]``, the first mask.
+        samples: bands, int64 ``[n, 6]``, and number of keys of masks for which there is to be room. Kernels are
+            chosen for the first that sees a key.
         num_rows: of every mask.
-        num_keys: of the first mask.
         most_keys: of every mask; what keys from a mask's number on get as gradients is anything.
         device: of the tables.
         memory: for numbers.
-        headroom: how many times the tables of the first mask there is room for, at least 1.
+        headroom: how many times the longest tables of these masks there is room for, at least 1.
 
     Attributes:
-        bands: read-only, stands for the mask in calls.
         digest, facts: see `hopper_plan.ChangingMask`.
         memory: as given.
     """
 
     def __init__(
         self,
-        bands: np.ndarray,
+        samples: Sequence[tuple[np.ndarray, int]],
         num_rows: int,
-        num_keys: int,
         most_keys: int,
         device: torch.device,
         memory: StaticMemory,
         headroom: float,
     ) -> None:
-        self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(bands)
+        typical = next((bands for bands, _ in samples if len(bands)), samples[0][0])
+        self.digest, self.facts = os.urandom(16), hopper_plan.mask_facts(typical)
         self.memory = memory
-        self._now, self._device, self._headroom = (bands, num_keys), device, headroom
+        self._samples, self._now = samples, samples[0]
+        self._device, self._headroom = device, headroom
         self._shape = num_rows, most_keys
         self._plans: dict[Tiling, _StaticPlan] = {}
 
@@ -166,7 +166,7 @@ class StaticMask:
             refuse_capture(self._device)
             source = self._source(tiling, *self._now)
             places = self.memory.take(), self.memory.take()
-            room = _with_room(source, tiling, self._headroom)
+            room = _with_room(self._sources(tiling), tiling, self._headroom)
             made = _StaticPlan(*room, tiling=tiling, mask=weakref.ref(self), numbers=places)
             self._plans[tiling] = made
             self._copy(self._tables(made, source))
@@ -177,9 +177,9 @@ class StaticMask:
         refuse_capture(self._device)
         assert plan.tiling is not None
         source = self._source(plan.tiling, *self._now)
-        items = hopper_plan.schedule_of(source, *key).items
-        most = math.ceil(len(items) * self._headroom) + _SPARE_TILES * key[0]
-        made = DeviceSchedule(items.new_zeros(most, 4), key[3])
+        length = max(len(hopper_plan.schedule_of(sample, *key).items) for sample in self._sources(plan.tiling))
+        most = math.ceil(length * self._headroom) + _SPARE_TILES * key[0]
+        made = DeviceSchedule(hopper_plan.schedule_of(source, *key).items.new_zeros(most, 4), key[3])
         plan.schedules[key], plan.of_schedule[key] = made, self.memory.take()
         self._copy(self._tables(plan, source))
         return made
@@ -208,6 +208,9 @@ class StaticMask:
 
     def _pairs(self, bands: np.ndarray, num_keys: int) -> list[tuple[_StaticPlan, DevicePlan]]:
         return [(plan, self._source(tiling, bands, num_keys)) for tiling, plan in self._plans.items()]
+
+    def _sources(self, tiling: Tiling) -> list[DevicePlan]:
+        return [self._source(tiling, *sample) for sample in self._samples]
 
     def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
         """What is to be at the place of a tiling; tiles of keys are of those that the mask has."""
@@ -262,14 +265,15 @@ def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
     return passes, bounds - passes, plan.memory.shape[0] - bounds
 
 
-def _with_room(source: DevicePlan, tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
-    """Memory for tables like these and more of them, and their plan on the host."""
-    host, (_, passes, _) = source.host, _lengths(source)
-    most_tiles = math.ceil(host.num_tiles * headroom) + _SPARE_TILES
-    most_passes = math.ceil(passes // 8 * headroom) + 2 * _SPARE_TILES
+def _with_room(sources: Sequence[DevicePlan], tiling: Tiling, headroom: float) -> tuple[HostPlan, Tensor]:
+    """Memory for tables like these and more of them, and a plan on the host."""
+    host = sources[0].host
+    most_tiles = math.ceil(max(source.host.num_tiles for source in sources) * headroom) + _SPARE_TILES
+    passes = max(_lengths(source)[1] // 8 for source in sources)
+    most_passes = math.ceil(passes * headroom) + 2 * _SPARE_TILES
     rows = tiling.shape[0] if tiling.is_backward else tiling.shape[0] // tiling.packed
     sizes = 4 * most_tiles, 8 * most_passes, 2 * rows * most_passes + 4
     costs = np.ones(most_tiles, dtype=np.int64)
     costs[: host.num_tiles] = host.costs
     offsets = (0, 4 * sizes[0], 4 * (sizes[0] + sizes[1]))
-    return replace(host, costs=costs, offsets=offsets), source.memory.new_zeros(sum(sizes))
+    return replace(host, costs=costs, offsets=offsets), sources[0].memory.new_zeros(sum(sizes))

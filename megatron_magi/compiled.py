@@ -1,0 +1,48 @@
+"""Libraries in C++ that an installation may have built into the package (`setup.py`), called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sysconfig
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+
+def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
+    """The library ``_NAME`` of a folder of the package, if it is built from the sources that belong to this package.
+
+    Args:
+        folder: where it lies.
+        name: of the library; its function ``magi_NAME_version`` says which sources it is built from.
+        version: that of the sources here.
+
+    Returns:
+        None where it is not built, or built from other sources, which is logged.
+    """
+    path = folder / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    try:
+        library = ctypes.CDLL(str(path))
+        found = getattr(library, f"magi_{name}_version")
+    except (OSError, AttributeError):
+        return None
+    found.restype = ctypes.c_int64
+    if found() == version:
+        return library
+    _log.warning("%s: built from other sources, Python takes its place; build it anew", path.name)
+    return None
+
+
+def chosen(planner: str, library: ctypes.CDLL | None) -> bool:
+    """Whether to plan in C++: by `DispatchConfig.planner`, and where the library is there.
+
+    Raises:
+        ValueError: ``native`` was asked for and the library is not there.
+    """
+    if planner == "native" and library is None:
+        raise ValueError(
+            "planner: the planner in C++ is not built, or from other sources; `python setup.py build_ext --inplace` "
+            "builds it where there is a C++ compiler"
+        )
+    return planner != "python" and library is not None

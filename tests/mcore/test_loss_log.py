@@ -1,0 +1,17 @@
+"""The log of losses: where it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_magi.mcore.loss_log import LossLog
+
+
+def test_the_folder_is_made_before_training_or_refused_by_name(tmp_path: Path) -> None:
+    LossLog(tmp_path / "runs" / "one" / "losses.jsonl")
+    assert (tmp_path / "runs" / "one").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^magi_loss_log: cannot make the folder of .*losses\.jsonl"):
+        LossLog(tmp_path / "file" / "losses.jsonl")

@@ -1,0 +1,16 @@
+"""Libraries in C++ that were built, of the sources that belong to this package or of others."""
+
+import pytest
+
+from megatron_magi.cuda import call_list
+from megatron_magi.ops.hopper import native as tiles
+from megatron_magi.plan import native as solver
+
+
+@pytest.mark.parametrize("module", [solver, tiles, call_list], ids=["solver", "tiles", "calls"])
+def test_a_library_of_other_sources_is_not_used_and_that_is_said(module, monkeypatch, caplog) -> None:
+    if not module.available():
+        pytest.skip("not built: python setup.py build_ext --inplace")
+    monkeypatch.setattr(module, "_VERSION", module._VERSION + 1)
+    assert module._library.__wrapped__() is None
+    assert "built from other sources" in caplog.text
