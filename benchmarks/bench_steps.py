@@ -191,7 +191,7 @@ def measure(
     ) -> Iterator[tuple[RankPlan, bool]]:
         masks, last = Masks(partial(plan_of, config=config), shape, config, len(seeds), facts), None
         loader = DataLoader(
-            masks, batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
+            masks, batch_size=None, num_workers=4, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
         )
         for batch in loader:
             batch.to(torch.device("cuda", rank), like=last)
