@@ -136,6 +136,20 @@ class Steps:
         return run
 
 
+def with_one_stage(config: MagiConfig) -> MagiConfig:
+    """Captured collectives are those of one stage."""
+    return replace(config, overlap=replace(config.overlap, degree=1, one_launch=False))
+
+
+def capture(
+    rank: int, plan: RankPlan, num_layers: int, config: MagiConfig
+) -> tuple[Steps, Callable[[RankPlan], None], dict]:
+    """Steps of their own, what loads a mask and replays them, and what batches are to be prepared like."""
+    static = StaticPlans({"full": plan}, torch.device("cuda", rank), dist.group.WORLD, headroom=4)
+    steps = Steps(rank, plan.num_rows, num_layers, config)
+    return steps, steps.captured(static), static.facts
+
+
 def time_steps(run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, bool]], ahead: bool) -> float:
     """Median time of the steps that count, milliseconds, of the slowest rank. What ``plans`` takes to make one counts.
 
@@ -178,10 +192,7 @@ def measure(
     config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl=comm))
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
 
-    # Captured collectives are those of one stage.
-    one_stage = (
-        replace(config, overlap=replace(config.overlap, degree=1, one_launch=False)) if num_ranks > 1 else config
-    )
+    one_stage = config if num_ranks == 1 else with_one_stage(config)
 
     def plan_of(seed: int, config: MagiConfig = config) -> RankPlan:
         return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)
@@ -218,10 +229,8 @@ def measure(
     for way in ways:
         run, plans, of_way = steps.run, makers.get(way), steps
         if way == "captured":
-            device = torch.device("cuda", rank)
-            static = StaticPlans({"full": plan_of(0, one_stage)}, device, dist.group.WORLD, headroom=4)
-            of_way = Steps(rank, plan_of(0).num_rows, num_layers, one_stage)
-            run, plans = of_way.captured(static), partial(prepared, one_stage, static.facts, ahead=False)
+            of_way, run, facts = capture(rank, plan_of(0, one_stage), num_layers, one_stage)
+            plans = partial(prepared, one_stage, facts, ahead=False)
         forget()
         of_way.host_us.clear()
         step_ms = time_steps(run, plans(), ahead=way == "prepared")

@@ -5,7 +5,7 @@ What a pass over tensors of one layout does, for one mask, is found out once (`_
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.call_list import Place
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.cuda.layout import Layout, Like
@@ -128,7 +128,9 @@ def _known(
     )  # fmt: skip
     found = _passes.get(key)
     if found is None:
-        found = _Pass(tuple(map(Layout.of, tensors)), adds, is_part, bands, options, stream, out)
+        layouts = tuple(map(Layout.of, tensors))
+        found = _Pass(layouts, adds, bands, options, stream, out)
+        found.make = partial(_make_pass, layouts, adds, is_part, options, stream)
         _passes.put(key, found, found.num_bytes)
     return found
 
@@ -160,7 +162,7 @@ def backward_steps(
     delta: bool,
     sends: bool,
     stream: int,
-) -> tuple[_Pass, Steps]:
+) -> tuple[_Pass, hopper_parts.Steps]:
     """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
     tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
     known = _known(tensors, (False, False), False, bands, options, stream, out)
@@ -178,23 +180,6 @@ class Parts:
         self.left = count
         self.memory: Tensor | None = None  # of the first pass: statistics of rows and sums
         self.addresses = (0, 0, 0)  # of lse, of -delta, and of sums
-
-
-class Steps(NamedTuple):
-    """Kernels of a backward pass.
-
-    Attributes:
-        before: those before the keys arrive.
-        keys: the one that waits for keys, and what finishes their gradients.
-        rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs beside it; or behind, where ``rest_waits`` for keys, as `Gate` of arrivals.cuh wants it, or for what
-            is before it.
-    """
-
-    before: tuple[Step, ...]
-    keys: tuple[Step, ...]
-    rest: tuple[Step, ...]
-    rest_waits: bool
 
 
 class _Target(NamedTuple):
@@ -231,13 +216,11 @@ class _Pass:
         lists: calls that it is part of, by who makes them; they go with either.
     """
 
-    def __init__(
-        self, tensors: Sequence[Layout], adds, is_part: bool, bands, options, stream: int, out: Like | None = None
-    ) -> None:
+    make: Callable[[np.ndarray, int], _Pass]
+
+    def __init__(self, tensors: Sequence[Layout], adds, bands, options, stream: int, out: Like | None = None) -> None:
         q, k, v, dout, lse, delta, *grads = tensors
-        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         inputs = q, k, v, dout
-        self.make = partial(_make_pass, tensors, adds, is_part, options, stream)
         problem, dtype, scale = problem_of(q, k, v), q.dtype, options.softmax_scale
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
         whole, adds_dq, shape, packed = choice
@@ -259,6 +242,7 @@ class _Pass:
         self._lock = stream_lock(q.device, stream)
         is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
         self.num_bytes = plan.num_bytes
+        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole, num_stats = False, whole, rows * packed
         # Statistics of rows, and sums: one block of memory, in this order.
@@ -267,16 +251,12 @@ class _Pass:
         self._num_key_sums = self._num_zeroed = numbers = 0
         if whole:
             room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
-            split = most_split(choice, problem, room)
-            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, split)
+            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most_split(choice, problem, room))
             numbers = plan.fields(schedule=schedule).get("numbers", 0)
-            tile_sums = 2 * shape[0] * k.shape[1] * dims[0]
-            self._num_key_sums = schedule.num_split * tile_sums
-            self._num_zeroed = tile_sums if plan.is_static else self._num_key_sums
-            self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
             self._keys, self._keys_numbers = keys_launch(
                 inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
             )
+            self._split(schedule.num_split, plan, 2 * shape[0] * k.shape[1] * dims[0], room)
             if schedule.num_split:
                 self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store, numbers=numbers)
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
@@ -292,15 +272,29 @@ class _Pass:
             self._of_dq = dq, num_stats // UNIT, dtype, scale, dq_store
             self._finish_dq = finish_dq_launch(*self._of_dq)
         else:
-            tiling = Tiling(False, q.shape[0], *query_tiles(problem, packed))
-            rows_plan = hopper_plan.device_plan(bands, tiling, q.device)
-            self._queries, self._queries_numbers = hopper_parts.queries_launch(
-                inputs, dims, num_stats, options, rows_plan, seen, dq_store, dq, stream
+            self._queries, self._queries_numbers = self._queries_of(
+                inputs, dims, num_stats, options, bands, query_tiles(problem, packed), seen, dq_store, dq
             )
-            self.num_bytes += rows_plan.num_bytes
         own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
         self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
         self.num_scratch = 4 * self._num_floats
+
+    def _split(self, num_split: int, plan: DevicePlan, tile_sums: int, room: int | None) -> None:
+        """Notes where sums of so many tiles lie, of ``tile_sums`` floats each; ``room``: bytes in dq."""
+        self._num_key_sums = num_split * tile_sums
+        self._num_zeroed = tile_sums if plan.is_static else self._num_key_sums
+        self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
+
+    def _queries_of(
+        self, inputs: hopper_parts.Inputs, dims, num_stats: int, options, bands, tiles, seen, store: int, dq
+    ) -> tuple[Launch, Numbers]:
+        """The kernel for dq."""
+        q = inputs[0]
+        plan = hopper_plan.device_plan(bands, Tiling(False, q.shape[0], *tiles), q.device)
+        self.num_bytes += plan.num_bytes
+        return hopper_parts.queries_launch(
+            inputs, dims, num_stats, options, plan, seen, store, dq, self._stream
+        )  # fmt: skip
 
     def run(
         self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None
@@ -359,7 +353,7 @@ class _Pass:
                     made = buffer[..., : grad.shape[2]]
                     grad.copy_(grad + made if adds else made)
 
-    def steps(self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool) -> Steps:
+    def steps(self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool) -> hopper_parts.Steps:
         """The kernels, for tensors of the layout, of a pass that computes delta."""
         assert self._is_direct and self._whole
         (slot, begin), overlaps = scratch, self._overlaps
@@ -399,7 +393,7 @@ class _Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
             )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""

@@ -19,7 +19,7 @@ from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, Steps, keys_launch
+from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
 from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, row_tiling, seen_rows_and_keys
@@ -45,7 +45,7 @@ def backward_steps(
     delta: bool,
     sends: bool,
     stream: int,
-) -> tuple[Pass, Steps]:
+) -> tuple[Pass, hopper_parts.Steps]:
     """The kernels that write all gradients.
 
     They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, and ``delta`` where
@@ -139,7 +139,7 @@ class Pass:
 
     def steps(
         self, inputs, arriving: Arriving, places: tuple[Place, Place], scratch: Place, delta: bool, sends: bool
-    ) -> Steps:
+    ) -> hopper_parts.Steps:
         """The kernels, for tensors of the layout."""
         q, k, v, dout = inputs
         mapped, gate = (q, k, v, *arriving.tensors, dout), arriving.gate(self._first)
@@ -179,4 +179,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
