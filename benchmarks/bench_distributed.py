@@ -6,14 +6,15 @@
     python benchmarks/bench_distributed.py --plot FILE [FILE ...] [--csv FILE] [--chart FILE]    (needs no GPU)
 
 Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the default stage by stage and in one launch;
-``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, unless that is the default's; ``alone``, the
-attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All take turns in one
-run, in another order each round. A time is that of the slowest rank, median over the rounds, of a pass of a whole call
-with the host ahead; a first call counts only where it takes so long that what is made once is nothing beside it. Rates
-are of visible pairs for each GPU. ``hidden``: share of the time of communication kernels, which includes their waiting
-for other ranks, in which others run beside them, of a forward and a backward under the profiler, over all ranks. When
-``--max-seconds`` are over what is there is written. ``--plot`` puts files together, of a row that is in several the
-last. Figures that MagiAttention has published of its own are shown beside, and named so.
+``magi_zigzag`` and ``magi_zigzag_stages``, with Megatron's dispatch, unless that is the default's; ``two_levels`` and
+``two_levels_native``, half of the ranks taken for a node, inside which rows travel through NCCL or `native`;
+``alone``, the attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All
+take turns in one run, in another order each round. A time is that of the slowest rank, median over the rounds, of a
+pass of a whole call with the host ahead; rates are of visible pairs for each GPU. ``hidden``: share of the time of
+communication kernels, which includes their waiting for other ranks, in which others run beside them, of a forward and a
+backward under the profiler, over all ranks. When ``--max-seconds`` are over what is there is written. ``--plot`` puts
+files together, of a row that is in several the last. Figures that MagiAttention has published of its own are shown
+beside, and named so.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from provenance import write_csv
 from trace_overlap import hidden_share
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.config import AttendConfig, CostModel, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, CommImpl, CostModel, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
-from megatron_magi.plan import Dispatch, make_plan
+from megatron_magi.plan import Dispatch, RankPlan, make_plan
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
@@ -52,14 +53,12 @@ HEADER = ["mask", "tokens_a_gpu", "ranks", "way", "forward_ms", "forward_tflops_
           "backward_tflops_a_gpu", "comm_ms", "hidden", "note"]  # fmt: skip
 WAYS = ("magi", "magi_zigzag", *BASELINES)
 ONE_LAUNCH = {"magi_stages": False, "magi_one_launch": True, "magi_zigzag_stages": False}
-ALL_WAYS = (*WAYS, *ONE_LAUNCH, "alone")
+TWO_LEVELS: dict[str, CommImpl] = {"two_levels": "auto", "two_levels_native": "native"}
+ALL_WAYS = (*WAYS, *ONE_LAUNCH, *TWO_LEVELS, "alone")
 PUBLISHED = {"full": (665, 535), "causal": (644, 529), "documents_full": (535, 447), "documents_causal": (459, 360)}
 """TFLOP/s a GPU, forward and backward, that MagiAttention has published: its native kernels on 8 H100s, 8k tokens a
 GPU, 64:8 heads of 128; the documents are those of its own benchmark."""
-_AHEAD_MS, _FIRST_AHEAD_MS = 3.0, 100.0
-"""How long the device waits before a pass for the host that queues it, and that makes tables the first time."""
-_LONG_MS = 300.0
-"""Both passes of a way whose first call counts."""
+_AHEAD_MS = 3.0
 
 
 def _packed(count: int) -> Callable[[int], Case]:
@@ -86,11 +85,16 @@ DEFAULT_MASKS = tuple(CASES)[:7]
 
 
 class Way(NamedTuple):
-    """A way, ready for one mask on one rank: its tokens, attention of them, and keys where they are not its tokens."""
+    """A way, ready for one mask on one rank: its tokens, attention of them, and keys where they are not its tokens.
+
+    Attributes:
+        note: beside its times.
+    """
 
     num_rows: int
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     num_keys: int | None = None
+    note: str = ""
 
 
 def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
@@ -105,11 +109,16 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     overlap = OverlapConfig(cost=CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM))
     if name in ONE_LAUNCH:
         overlap = replace(overlap, one_launch=ONE_LAUNCH[name])
-    config = MagiConfig(overlap=overlap, attend=AttendConfig(impl=impl))
+    config, per_node = MagiConfig(overlap=overlap, attend=AttendConfig(impl=impl)), cluster.num_ranks // 2
+    if name in TWO_LEVELS:
+        if per_node < 2 or cluster.num_ranks % 2:
+            raise Unsupported(f"{cluster.num_ranks} ranks are not two nodes of several")
+        config = replace(config, comm=CommConfig(impl=TWO_LEVELS[name], ranks_per_node=per_node))
     dispatch = zigzag(case.length, cluster.num_ranks) if "zigzag" in name else None
     if dispatch is not None and _ranges(make_plan(case.mask, config, cluster.num_ranks).dispatch) == _ranges(dispatch):
         raise Unsupported("the default dispatches likewise")
-    plan = make_plan(case.mask, config, cluster.num_ranks, dispatch).for_rank(cluster.rank)
+    all_ranks = make_plan(case.mask, config, cluster.num_ranks, dispatch)
+    plan = all_ranks.for_rank(cluster.rank)
     if name == "alone":
         alone = Alone(plan, impl)
         return Way(plan.num_rows, alone.attend, alone.num_keys)
@@ -117,7 +126,19 @@ def make_way(name: str, case: Case, cluster: Cluster, impl: str) -> Way:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return distributed_attention(q, k, v, plan, dist.group.WORLD, config=config)[0]
 
-    return Way(plan.num_rows, attend)
+    note = ""
+    if per_node > 1:
+        rows = sum(rows_that_cross(all_ranks.for_rank(r), r, per_node) for r in range(cluster.num_ranks))
+        num_bytes = rows * 2 * HEADS_KV * HEAD_DIM * 2 / cluster.num_ranks
+        note = f"{num_bytes / 1e6:.1f} MB of keys and values a rank cross between two nodes"
+    return Way(plan.num_rows, attend, note=note)
+
+
+def rows_that_cross(plan: RankPlan, rank: int, per_node: int) -> int:
+    """Rows that a rank sends to ranks of other nodes, if ``per_node`` neighbours are one."""
+    splits = np.array([t.send_splits for t in plan.transfers if t.levels is None]).reshape(-1, plan.cp_size).sum(axis=0)
+    far = np.arange(plan.cp_size) // per_node != rank // per_node
+    return int(splits[far].sum()) + sum(t.levels.far.num_send for t in plan.transfers if t.levels is not None)
 
 
 def _ranges(dispatch: Dispatch) -> list[list]:
@@ -135,13 +156,13 @@ class Turns:
             torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_(i < 3)
             for i, shape in enumerate((q, kv, kv, q))
         )
-        self._attend, self.times = way.attend, []
+        self._attend, self.times, self.note = way.attend, [], way.note
 
     def passes(self) -> None:
         """A forward and a backward."""
         torch.autograd.grad(self._attend(*self._leaves), self._leaves, self._dout)
 
-    def take(self, ahead_ms: float = _AHEAD_MS) -> tuple[float, float]:
+    def take(self) -> tuple[float, float]:
         """Milliseconds of a forward and of a backward, on the slowest rank; noted too."""
         out = None
 
@@ -151,8 +172,8 @@ class Turns:
 
         device = self._dout.device
         times = [
-            _time_ms(forward, device, ahead_ms),
-            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device, ahead_ms),
+            _time_ms(forward, device),
+            _time_ms(lambda: torch.autograd.grad(out, self._leaves, self._dout), device),
         ]
         slowest = torch.tensor(times, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -160,7 +181,7 @@ class Turns:
         return self.times[-1]
 
 
-def _time_ms(run: Callable[[], object], device: torch.device, ahead_ms: float) -> float:
+def _time_ms(run: Callable[[], object], device: torch.device) -> float:
     """Of this rank, from where its device begins to where it is done; the host queues the work before."""
     if device.type == "cpu":
         dist.barrier()
@@ -170,7 +191,7 @@ def _time_ms(run: Callable[[], object], device: torch.device, ahead_ms: float) -
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     dist.barrier()
-    torch.cuda._sleep(int(ahead_ms * 2e6))
+    torch.cuda._sleep(int(_AHEAD_MS * 2e6))
     start.record()
     run()
     end.record()
@@ -199,11 +220,11 @@ def measure(
     for name in ways:
         try:
             ready[name] = Turns(make_way(name, case, cluster, impl), device)
-            if sum(ready[name].take(_FIRST_AHEAD_MS)) < _LONG_MS:
-                ready[name].times.clear()
+            ready[name].take()  # compiles kernels, makes communicators
+            ready[name].times.clear()
         except Unsupported as reason:
             notes[name] = str(reason)
-    once = sum(sum(turns.times[0] if turns.times else turns.take()) for turns in ready.values())
+    once = sum(map(sum, (turns.take() for turns in ready.values())))
     shuffled = random.Random(0)
     for _ in range(int(np.clip(1e3 * seconds / once, 1, most_rounds)) - 1):
         for name in shuffled.sample(list(ready), len(ready)):
@@ -218,7 +239,7 @@ def measure(
         forward, backward = (statistics.median(times) for times in zip(*ready[name].times, strict=True))
         rows.append([
             *head, name, f"{forward:.3f}", f"{flops / forward / 1e9:.0f}", f"{backward:.3f}",
-            f"{2.5 * flops / backward / 1e9:.0f}", "", "", "",
+            f"{2.5 * flops / backward / 1e9:.0f}", "", "", ready[name].note,
         ])  # fmt: skip
         if name in profiled:
             trace = traces and traces / f"{case.name}_{head[1]}_{name}_{cluster.rank}.json"

@@ -1,13 +1,15 @@
 """group_cast and group_reduce on the GPUs of one machine: rows of keys and values that every rank needs of every other.
 
     python benchmarks/bench_group_collective.py [--csv FILE] [--sizes BYTES ...] [--ranks-per-node N ...]
+    python benchmarks/bench_group_collective.py --csv FILE --chart FILE    (draws; needs no GPU)
 
 Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; ``native_beside``
 with tensors that are kept, as attention calls it, on the few SMs that it takes beside other work. Beside them NCCL's
 ``nccl_all_to_all`` and ``nccl_all_gather`` on bytes that lie packed already, and where a reduction is meant without it.
 Bytes are those that a rank receives of the others, or gets back. Times are of the slowest rank: on the device, the host
 being ahead (median of some, each the mean of a few calls), and of a call that the host waits for. With N neighbours
-taken for a node the same exchange in two levels is measured too, as ``two_levels_N``; ``far_bytes`` are those that a
+taken for a node the same exchange in two levels is measured too, when the group of the other ways is gone and has left
+its SMs, as ``two_levels_N``, and as ``two_levels_native_N`` with `native` inside nodes; ``far_bytes`` are those that a
 rank sends to other nodes of the first N, checked to be those of each row once to each node. On one machine these go
 over the same links as the others.
 """
@@ -15,12 +17,16 @@ over the same links as the others.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from attention_charts import read_results
+from collective_charts import draw
 from provenance import write_csv
 
 from megatron_magi.attention.runtime import cast_tables
@@ -103,9 +109,9 @@ def measure(run: Callable[[], object], num_bytes: int) -> tuple[float, float, fl
 
 
 def ways(
-    rank: int, num_ranks: int, num_bytes: int, ranks_per_node: list[int]
+    rank: int, num_ranks: int, num_bytes: int, group: dist.ProcessGroup | None, per_node: int = 0
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """What is measured, by operation and way."""
+    """What is measured, by operation and way; in two levels with ``per_node``."""
     num_rows = num_bytes // ROW_BYTES // (num_ranks - 1)
     args = exchange_args(rank, num_ranks, num_rows)
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -118,21 +124,23 @@ def ways(
     packed, received = (torch.empty(args.num_recv * ROW_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     splits = [n * ROW_BYTES for n in args.recv_splits]
     result: dict[tuple[str, str], Callable[[], object]] = {}
+    if per_node:
+        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, per_node)
+        for way, impl in ((f"two_levels_{per_node}", "auto"), (f"two_levels_native_{per_node}", "native")):
+            how = {"args": levels, "impl": impl, "kept": True}
+            result["cast", way] = lambda how=how: group_cast([k, v], **how).wait()
+            result["reduce", way] = lambda how=how: group_reduce([dk, dv], into=into, **how).wait()
+            handle = group_cast([k, v], **how)
+            assert handle.far_sent_bytes == far_bytes(way, len(sent) * (num_ranks - 1), num_ranks, per_node)
+            handle.wait()
+        return result
     for way, impl, kept in WAYS:
-        how = {"impl": impl, "kept": kept}
+        how = {"impl": impl, "kept": kept, "group": group}
         result["cast", way] = lambda how=how: group_cast([k, v], args, **how).wait()
         result["reduce", way] = lambda how=how: group_reduce([dk, dv], args, into=into, at_once=True, **how).wait()
-    result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, into=into, impl="native").wait()
+    result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, group, into=into, impl="native").wait()
     result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
     result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
-    for per_node in ranks_per_node:
-        way = f"two_levels_{per_node}"
-        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, per_node)
-        result["cast", way] = lambda a=levels: group_cast([k, v], a, kept=True).wait()
-        result["reduce", way] = lambda a=levels: group_reduce([dk, dv], a, into=into, kept=True).wait()
-        handle = group_cast([k, v], levels)
-        assert handle.far_sent_bytes == far_bytes(way, len(sent) * (num_ranks - 1), num_ranks, per_node)
-        handle.wait()
     return result
 
 
@@ -142,20 +150,25 @@ def far_bytes(way: str, num_bytes: int, num_ranks: int, ranks_per_node: int) -> 
     return num_bytes // (num_ranks - 1) * others
 
 
-def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: list[int]) -> list[list]:
-    """Rows of the table, equal on all ranks."""
-    rows = []
-    for num_bytes in sizes:
-        for (operation, way), run in ways(rank, num_ranks, num_bytes, ranks_per_node).items():
-            device, call, host = measure(run, num_bytes)
-            rate = num_bytes / device / 1e3
-            times = [f"{x:.1f}" for x in (device, rate, call, host)]
-            per_node = int(way.rpartition("_")[2]) if "levels" in way else [*ranks_per_node, num_ranks][0]
-            far = far_bytes(way, num_bytes, num_ranks, per_node)
-            rows.append([operation, way, num_ranks, num_bytes, *times, far])
-            if rank == 0:
-                print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
-    return rows
+def measure_all(rank: int, num_ranks: int, sizes: list[int], ranks_per_node: list[int], path: str | None) -> None:
+    """Rows of the table; rank 0 prints them and writes them to a file as they come."""
+    rows, group = [], dist.new_group()
+    for per_node in (0, *ranks_per_node):
+        for num_bytes in sizes:
+            for (operation, way), run in ways(rank, num_ranks, num_bytes, group, per_node).items():
+                device, call, host = measure(run, num_bytes)
+                times = [f"{x:.1f}" for x in (device, num_bytes / device / 1e3, call, host)]
+                far = far_bytes(way, num_bytes, num_ranks, per_node or [*ranks_per_node, num_ranks][0])
+                rows.append([operation, way, num_ranks, num_bytes, *times, far])
+                if rank == 0:
+                    print("  ".join(f"{h}={c}" for h, c in zip(HEADER, rows[-1], strict=True)), flush=True)
+            if rank == 0 and path:
+                write_csv(path, HEADER, rows)
+            del run
+        if group is not None:
+            dist.destroy_process_group(group)
+            group = None
+            gc.collect()
 
 
 def main() -> None:
@@ -166,11 +179,15 @@ def main() -> None:
     parser.add_argument(
         "--ranks-per-node", type=int, nargs="*", default=[], help="also in two levels, with so many GPUs for a node"
     )
+    parser.add_argument("--chart", help="draw the file of --csv to this PNG; measure nothing")
     options = parser.parse_args()
+    if options.chart:
+        notes, rows = read_results(options.csv)
+        draw(options.chart, ", ".join(notes.get(name, "") for name in ("device", "commit", "date")), rows)
+        return
     num_ranks = torch.cuda.device_count()
-    rows = run_ranks(measure_all, num_ranks, options.sizes, options.ranks_per_node, timeout_s=300.0, backend="nccl")[0]
-    if options.csv:
-        write_csv(options.csv, HEADER, rows)
+    arguments = options.sizes, options.ranks_per_node, options.csv and str(Path(options.csv).resolve())
+    run_ranks(measure_all, num_ranks, *arguments, timeout_s=300.0, backend="nccl")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ pads nothing. Where TE cannot do a mask its nearest equivalent runs, and the col
 
 - window with sink: p2p and a2a+p2p have neither windows nor sinks (full attention runs), all-gather has no sinks.
 
-`--profile` adds one step under torch's profiler to each run, after those that are timed: where its time goes.
+`--profile` adds one step under torch's profiler to runs, after those that are timed: where its time goes, and how
+long the device has nothing to do; rank 0 keeps its trace.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +225,7 @@ def _times_best(run: Run, runs: Sequence[Run]) -> str:
 
 GROUPS_OF_KERNELS = (
     ("attention", ("attention", "fmha", "flash", "sdpa", "cudnn_generated", "magi_ffa", "ffa", "row_delta")),
-    ("communication", ("nccl",)),
+    ("communication", ("nccl", "magi_")),
     ("matrix products", ("gemm", "cutlass", "nvjet", "sm90_xmma", "cublas")),
     ("optimizer", ("multi_tensor", "adam")),
     ("copies", ("memcpy", "memset")),
@@ -237,13 +238,27 @@ def group_of(kernel: str) -> str:
     return next((g for g, marks in GROUPS_OF_KERNELS if any(m in lower for m in marks)), "other")
 
 
-class Profile:
-    """One step under torch's profiler, and its device time by kernel."""
+def idle(spans: Iterable[tuple[float, float]]) -> float:
+    """Time between the first begin and the last end that no span covers."""
+    total, end = 0.0, None
+    for begin, until in sorted(spans):
+        total += 0.0 if end is None else max(0.0, begin - end)
+        end = until if end is None else max(end, until)
+    return total
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+
+class Profile:
+    """One step under torch's profiler, and its device time by kernel.
+
+    Args:
+        step: which.
+        trace: where to write what happened when, in the format of Chrome's traces; None for nowhere.
+    """
+
+    def __init__(self, step: int, trace: Path | None = None) -> None:
+        self._step, self._trace = step, trace
         self.kernels: dict[str, float] = {}
-        self.wall_ms = 0.0
+        self.idle_ms = 0.0
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -251,17 +266,22 @@ class Profile:
         if step != self._step:
             yield
             return
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             yield
             torch.cuda.synchronize()
-        for event in profiler.key_averages():
-            self.kernels[event.key] = self.kernels.get(event.key, 0.0) + event.self_device_time_total / 1e3
+        on_device = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        for event in on_device:
+            self.kernels[event.name] = self.kernels.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
+        self.idle_ms = idle((event.time_range.start, event.time_range.end) for event in on_device) / 1e3
+        if self._trace is not None:
+            profiler.export_chrome_trace(str(self._trace))
 
     def by_group(self) -> dict[str, float]:
-        """Milliseconds of each group of kernels; groups run at the same time in part."""
-        found: dict[str, float] = {}
+        """Milliseconds of each group of kernels, which run at the same time in part, and of none of them (``idle``)."""
+        found = {"idle": self.idle_ms} if self.kernels else {}
         for kernel, milliseconds in self.kernels.items():
             found[group_of(kernel)] = found.get(group_of(kernel), 0.0) + milliseconds
         return found
@@ -331,13 +351,16 @@ def bench(options: argparse.Namespace) -> list[Run]:
             continue
         steps = options.steps
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * _world_size()
-        args = model_args(seq_length, data, steps + options.profile, run.model)
-        profile = Profile(steps + 1) if options.profile else None
+        profiles = options.profile is not None and (not options.profile or run.provider in options.profile)
+        args = model_args(seq_length, data, steps + profiles, run.model)
+        trace = options.out / f"trace_{run.mask}_{run.tokens_per_gpu}_{run.provider}.json.gz" if _main_rank() else None
+        profile = Profile(steps + 1, trace) if profiles else None
         try:
             run.training = session.run(
                 [*args, *run_args(run)], around_step=profile.around if profile else lambda step: nullcontext()
             )
             del run.training.step_ms[steps:]
+            run.training.losses.pop(steps + 1, None)
             run.kernels = profile.by_group() if profile else {}
         except Exception:  # noqa: BLE001  (the other runs are to be measured; all ranks fail alike)
             run.error = traceback.format_exc()
@@ -379,7 +402,7 @@ def _report(run: Run, runs: Sequence[Run], profile: Profile | None, options: arg
     if profile is not None:
         with (options.out / "training_kernels.txt").open("a") as file:
             file.write(f"{run.mask} {run.tokens_per_gpu} {run.provider}\n")
-            for kernel, ms in sorted(profile.kernels.items(), key=lambda item: -item[1])[:12]:
+            for kernel, ms in sorted(profile.kernels.items(), key=lambda item: -item[1])[:40]:
                 file.write(f"  {ms:9.2f} ms  {group_of(kernel)}  {kernel[:140]}\n")
 
 
@@ -428,7 +451,7 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=list(MODELS), default="llama_1b")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", nargs="*", choices=list(PROVIDERS), help="these, or all if none is named")
     parser.add_argument(
         "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"
     )

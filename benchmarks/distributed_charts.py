@@ -12,12 +12,14 @@ COLORS = {
     "alone": "#dddddd", "magi": "#c8372d", "magi_stages": "#8f1f17", "magi_one_launch": "#e8743b",
     "magi_zigzag": "#e39a94", "magi_zigzag_stages": "#f0cdb5", "ring": "#3b6fb6", "double_ring": "#7fa8d9",
     "all_gather": "#8c8c8c", "ulysses": "#5aa3a0", "usp": "#b8a13c",
+    "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
 }  # fmt: skip
 TITLES = {
     "alone": "kernels of here alone", "magi": "here", "magi_stages": "here, in stages",
     "magi_one_launch": "here, one launch", "magi_zigzag": "here, zigzag dispatch",
     "magi_zigzag_stages": "here, zigzag, in stages", "ring": "ring, zigzag",
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
+    "two_levels": "here, two levels", "two_levels_native": "here, two levels, native",
 }  # fmt: skip
 PASSES = ("forward", "backward")
 

@@ -296,7 +296,8 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
     axes = np.atleast_1d(axes)
     for color, name in enumerate(dict.fromkeys(line[0] for line in checked)):
         here = [line for line in checked if line[0] == name]
-        axes[0].scatter([float(x[3]) for x in here], [float(x[5]) for x in here], s=16, color=f"C{color}", label=name)
+        at, marker = ([float(x[i]) for x in here] for i in (3, 5)), "o^"[color // 10 % 2]
+        axes[0].scatter(*at, s=16, color=f"C{color}", marker=marker, label=name)
     axes[0].axhline(1, color="grey", lw=1)
     axes[0].axhspan(0.9, 1.1, color="grey", alpha=0.15, lw=0)
     axes[0].set(

@@ -1,11 +1,11 @@
 """Many calls of group_cast and group_reduce with changing tables, sizes, dtypes and ways, on the GPUs of one machine.
 
-    python benchmarks/soak_collectives.py [--calls 10000] [--csv FILE]
+    python benchmarks/soak_collectives.py [--calls 10000] [--impls NAME ...] [--csv FILE]
 
 Every tenth of the calls is checked, row by row; the others are only waited for. Tables change every few calls, so do
-numbers of rows, widths, dtypes and whether sums are formed at once; two calls are in flight at a time, and from four
-ranks on some tables are in two levels. Memory of device and host is read twenty times; what it grows by after the first
-fifth is a leak. `check` with fewer calls is also a test.
+numbers of rows, widths, dtypes, implementations and whether sums are formed at once; two calls are in flight at a time,
+and from four ranks on some tables are in two levels. Memory of device and host is read twenty times; what it grows by
+after the first fifth is a leak. `check` with fewer calls is also a test.
 """
 
 from __future__ import annotations
@@ -141,10 +141,11 @@ def main() -> None:
     """Runs on all GPUs of the machine; ends with an error if a value is wrong or memory grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=10_000, help="pairs of a cast and a reduction")
+    parser.add_argument("--impls", nargs="+", default=["native", "auto"], help="of the calls, taken at random")
     parser.add_argument("--csv", help="also write memory over calls, of rank 0, to this file")
     options = parser.parse_args()
     num_ranks = torch.cuda.device_count()
-    found = run_ranks(check, num_ranks, options.calls, timeout_s=600.0, backend="nccl")
+    found = run_ranks(check, num_ranks, options.calls, "cuda", tuple(options.impls), timeout_s=600.0, backend="nccl")
     rows = [[num_ranks, call, *(f"{x:.1f}" for x in rest)] for call, *rest in found[0]["memory"]]
     if options.csv:
         write_csv(options.csv, HEADER, rows)

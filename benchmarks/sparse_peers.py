@@ -24,7 +24,7 @@ def flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
     if case.mask is None or case.blocks != (128, 128):
         raise Unavailable("not a mask of blocks of 128")
     mask = case.mask
-    counts, indices = mask.sum(-1, dtype=torch.int32), mask.int().argsort(-1, descending=True, stable=True).int()
+    counts, indices = mask.sum(-1, dtype=torch.int32), mask.int().argsort(dim=-1, descending=True, stable=True).int()
     group = case.heads[0] // len(mask)
     counts, indices = (t.repeat_interleave(group, 0)[None] for t in (counts, indices))
     none = torch.zeros_like(counts)

@@ -103,19 +103,19 @@ class Rates:
 
 H100 = Rates(
     device="H100",
-    forward_tflops=755.0,
-    backward_tflops=615.0,
-    tile_columns=99.6,
+    forward_tflops=763.0,
+    backward_tflops=621.0,
+    tile_columns=94.6,
     tile_rows=2.09,
-    forward_us=36.8,
-    backward_us=19.0,
+    forward_us=34.0,
+    backward_us=16.1,
     memory_gbytes_per_s=2900.0,
-    collective_us=61.7,
+    collective_us=37.1,
     gbytes_per_s=250.0,
     far_collective_us=146.0,
     far_gbytes_per_s=50.0,
     ranks_per_node=8,
-    hidden=0.442,
+    hidden=0.455,
     host_forward_us=85.0,
     host_backward_us=290.0,
     host_stage_forward_us=100.0,
@@ -124,7 +124,7 @@ H100 = Rates(
 )
 """Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
 host: by benchmarks/bench_steps.py on one and two, as far as results tell it. Between nodes: by assumption, a link of
-400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{4,8}gpu.csv, of H100s."""
+400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{2,4,8}gpu.csv, of H100s."""
 
 RATES = {"H100": H100, "H200": replace(H100, device="H200")}
 """Rates by kind of GPU, a part of its name. Those of an H200 are an H100's: with these the steps of 4 H200s in

@@ -47,22 +47,20 @@ SHAPES = {
 }
 
 
-MOST_WAITING = 64
-"""Blocks that may wait for what they take or read, and as many to send or publish, of all groups of a GPU together: it
-has 132 SMs, each of which takes one at least, so those that others wait for always find room. Half as many of
-``exchange``, which take an SM each: NCCL's kernels, in clusters of SMs, must find room beside them on all ranks. Else
-one rank could run NCCL's and another these, each waiting for the other's."""
-
-
 MOST_BESIDE = 24
 """Blocks of ``exchange`` beside other work. 16 fill the links to 0.94 of what 128 do; sums take more."""
 
 
-def blocks_of(name: str, num_groups: int, beside: bool = False) -> int:
-    """Blocks of a kernel where so many groups of a GPU may wait at once; ``beside``: other work."""
-    most = MOST_BESIDE if beside else SHAPES[name].num_blocks
-    room = MOST_WAITING // 2 if name == "exchange" else MOST_WAITING
-    return min(most, room // num_groups)
+def blocks_of(name: str, share: int, beside: bool = False) -> int:
+    """Blocks of a kernel, each on an SM.
+
+    Args:
+        share: SMs of the group, see `megatron_magi.comm.sm_budget`.
+        beside: ``exchange`` sends and takes in one kernel, beside other work; else in two, side by side.
+    """
+    if beside:
+        return min(MOST_BESIDE, share)
+    return min(SHAPES[name].num_blocks, share // 2 if name == "exchange" else share)
 
 
 class PeerKernel(NamedTuple):
@@ -125,12 +123,12 @@ class Launch:
 
     Args:
         kernel: what is launched.
-        num_groups: see `blocks_of`.
+        share: see `blocks_of`.
         params: of the kernel.
         started: see `LaunchConfig`; for what runs beside other work.
     """
 
-    def __init__(self, kernel: PeerKernel, num_groups: int, *params: bytes | int, started: int = 0) -> None:
+    def __init__(self, kernel: PeerKernel, share: int, *params: bytes | int, started: int = 0) -> None:
         self._kernel = kernel.kernel
         self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
@@ -138,7 +136,7 @@ class Launch:
             (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
             for i in range(kernel.num_lists)
         ]
-        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, num_groups, started > 0), started)
+        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, share, started > 0), started)
 
     def step(self, *lists: Sequence[Place]) -> Step:
         """The launch with parameters of its own; ``lists``: where the tensors of `fire` will be."""

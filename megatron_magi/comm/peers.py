@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_magi.comm.groups import names_of, store_of, timeout_s
 from megatron_magi.comm.peer_tables import MAX_RANKS
+from megatron_magi.comm.sm_budget import most_groups
 from megatron_magi.cuda.shared_memory import (
     SharedMemory,
     are_linked,
@@ -36,8 +37,6 @@ PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
 
 _LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it
 _LEAVE_S = 0.5  # how long a rank that leaves waits for the others to leave
-MOST_GROUPS = 16
-"""Of a GPU: with more there would be too few blocks for each, see `peer_kernels.blocks_of`."""
 
 
 class Meeting:
@@ -145,19 +144,25 @@ def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
     return SharedMemory(num_bytes, device)
 
 
-def refusal_of_host(meeting: Meeting, device: torch.device, num_groups: int = 0) -> str | None:
+def refusal_of_host(
+    meeting: Meeting, device: torch.device, num_groups: int = 0, is_captured: bool = False
+) -> str | None:
     """Why the ranks of a group cannot reach each other's memory, None if they can; the same on all; collective.
 
     Args:
         num_groups: of this rank's GPU that do so already.
+        is_captured: CUDA graphs hold launches of some of them.
     """
+    properties = torch.cuda.get_device_properties(device)
     boot = Path("/proc/sys/kernel/random/boot_id")
     said = meeting.gather(
         {
             "host": [socket.gethostname(), boot.read_text() if boot.exists() else ""],
-            "device": str(torch.cuda.get_device_properties(device).uuid),
-            "capability": torch.cuda.get_device_capability(device),
+            "device": str(properties.uuid),
+            "capability": [properties.major, properties.minor],
+            "sms": properties.multi_processor_count,
             "groups": num_groups,
+            "captured": is_captured,
         }
     )
     try:
@@ -178,8 +183,11 @@ def refusal_of(said: list[dict[str, Any]]) -> str | None:
         return "needs GPUs of compute capability 9.0"
     if len({s["device"] for s in said}) < len(said):
         return "needs a GPU for each rank"
-    if max(s["groups"] for s in said) >= MOST_GROUPS:
-        return f"serves at most {MOST_GROUPS} groups of a GPU"
+    most = min(most_groups(s["sms"]) for s in said)
+    if max(s["groups"] for s in said) >= most:
+        return f"serves at most {most} groups of a GPU"
+    if any(s["captured"] for s in said):
+        return "serves no other group of a GPU on which CUDA graphs hold launches for one, with its share of SMs"
     return None
 
 
@@ -222,7 +230,7 @@ class PeerMemory:
     def grow(self, slot_bytes: int) -> str | None:
         """Other slots of so many bytes; why not, None when they are there. Collective; waits for all that is queued."""
         torch.cuda.synchronize(self._device)
-        self._meeting.gather(None)  # nobody reads the old ones any more
+        slot_bytes = max(self._meeting.gather(slot_bytes))  # nobody reads the old ones any more
         if self._data is not None:
             before, self._owned.data = self._data, None
             self._data, self.slot_bytes = None, 0

@@ -144,6 +144,8 @@ class MagiCoreAttention(MegatronModule):
         params = carrier_of(packed_seq_params, type(self).__name__)
         layout = params.layout
         q, k, v = (x if x.dim() == 3 else layout.to_rows(x) for x in (query, key, value))
+        # Kept for the backward, a view would keep the whole output of the layer's first product with it.
+        k, v = k.contiguous(), v.contiguous()
         out, meta = distributed_attention(
             q,
             k,

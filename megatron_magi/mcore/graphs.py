@@ -3,8 +3,8 @@
 Megatron captures an iteration after some that warm up, and replays it on tensors that stay. Here these are those of
 microbatches whose plans stay too (`StaticPlans`). One that does not fit its place gets a larger one, and the graph is
 captured again, with a notice. Another number of microbatches, as while the batch size ramps up, makes the iteration an
-eager one, on its own tensors. Context-parallel ranks decide alike; replicas decide for themselves, as what the graphs
-exchange with them is the same in eager mode.
+eager one, on its own tensors. All ranks decide alike: what NCCL prepares for captured collectives it does on all ranks
+of a group.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_graph_pool, get_shared_capture_stream
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_shared_capture_stream
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
 from megatron_magi.attention import StaticPlans, load_together
+from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.comm.group_collective import forget_graphs
 from megatron_magi.config import MagiConfig
 from megatron_magi.mcore import seams
@@ -29,7 +30,7 @@ from megatron_magi.mcore.carrier import Window
 from megatron_magi.plan import RankPlan
 
 Plans = Mapping[str, RankPlan]
-_MOST_CAPTURES = 8
+_MOST_GROWTHS = 8
 """How often the graph of a stage gives way to one with more room."""
 _WRAPPER = "training.training:FullCudaGraphWrapper"
 _log = logging.getLogger(__name__)
@@ -123,10 +124,10 @@ class StaticBatch:
         """Makes places those of other microbatches, all or none; which one does not fit, and why. Collective."""
         for place, batch in zip(places, batches, strict=True):
             if reason := place.differs(batch):
-                return batch, reason
+                return batch, f"a microbatch does not fit, {reason}"
         pairs = [(place.static, batch.params.plans.named) for place, batch in zip(places, batches, strict=True)]
         if large := load_together(pairs):
-            return batches[large[0]], large[1]
+            return batches[large[0]], f"a microbatch does not fit, {large[1]}"
         for place, batch in zip(places, batches, strict=True):
             place.take(batch)
         return None
@@ -138,6 +139,7 @@ class GraphedIterations(FullCudaGraphWrapper):
     _places: ClassVar[dict[str, list[StaticBatch]]] = {}
     _samples: ClassVar[dict[str, list[Plans]]] = {}
     """By stage: of the first microbatch, for which kernels are chosen, and of those that found no room."""
+    _growths: ClassVar[dict[str, int]] = {}
 
     def __call__(self, **kwargs: Any) -> Any:
         """As Megatron's training and evaluation call a schedule; without `--attention-backend magi` as it does itself.
@@ -160,9 +162,9 @@ class GraphedIterations(FullCudaGraphWrapper):
         reason = None
         if len(places) != len(batches):
             reason = f"it has {len(batches)} microbatches, the graph {len(places)}"
-        elif large := StaticBatch.load(places, batches):
-            reason = f"a microbatch does not fit, {large[1]}"
-            if self._has_grown(stage, large[0], reason):
+        elif large := _agreed(StaticBatch.load(places, batches), step.group):
+            reason = large[1]
+            if self._has_grown(stage, *large):
                 places, reason = self._places_for(stage, batches, step.group), None
         static = {**kwargs, "data_iterator": [ReadBatches([place.batch for place in places])]}
         graph, can_capture = FullCudaGraphWrapper.cuda_graph[stage], all(place.has_run for place in places)
@@ -188,12 +190,13 @@ class GraphedIterations(FullCudaGraphWrapper):
             places += [StaticBatch(batch, group, samples) for batch in batches[len(places) :]]
         return places
 
-    def _has_grown(self, stage: str, large: LocalBatch, reason: str) -> bool:
-        """Drops places, and their graph, for others with room for a microbatch too; not for ever."""
-        samples = self._samples[stage]
-        if len(samples) > _MOST_CAPTURES:
+    def _has_grown(self, stage: str, large: LocalBatch | None, reason: str) -> bool:
+        """Drops places, and their graph, for others with room for a microbatch too, if it is one here; not for ever."""
+        if self._growths.get(stage, 0) == _MOST_GROWTHS:
             return False
-        samples.append(StaticBatch.sample_of(large))
+        self._growths[stage] = self._growths.get(stage, 0) + 1
+        if large is not None:
+            self._samples[stage].append(StaticBatch.sample_of(large))
         if FullCudaGraphWrapper.cuda_graph[stage] is not None:
             _log.warning("the graph of a %s iteration is captured again, with more room: %s", stage, reason)
         self.reset_cuda_graph(stage)
@@ -208,16 +211,21 @@ class GraphedIterations(FullCudaGraphWrapper):
                 forget_graphs(group)
 
     def _capture(self, stage: str, static: Mapping[str, Any]) -> torch.cuda.CUDAGraph:
-        """Captures an iteration; nothing of it runs, so no other rank need do the same."""
+        """Captures an iteration; nothing of it runs."""
         graph = torch.cuda.CUDAGraph()
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
+        dist.barrier()
         torch.cuda.synchronize()
-        pool, stream = get_graph_pool(self.use_single_mempool), get_shared_capture_stream()
+        # Not Megatron's own pool: torch lets nobody into one that all graphs have left.
+        others = [known for known in FullCudaGraphWrapper.cuda_graph.values() if known is not None]
+        shared = self.use_single_mempool and bool(others)
+        pool, stream = others[0].pool() if shared else torch.cuda.graph_pool_handle(), get_shared_capture_stream()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             FullCudaGraphWrapper.result[stage] = self.forward_backward_func(**static)
         FullCudaGraphWrapper.cuda_graph[stage] = graph
         torch.cuda.synchronize()
+        dist.barrier()
         _log.info("captured a %s iteration in a CUDA graph", stage)
         return graph
 
@@ -225,6 +233,15 @@ class GraphedIterations(FullCudaGraphWrapper):
 def install() -> None:
     """Megatron's trainer wraps its schedules for dispatched microbatches. Idempotent."""
     seams.put(_WRAPPER, GraphedIterations)
+
+
+def _agreed(large: tuple[LocalBatch, str] | None, group: dist.ProcessGroup) -> tuple[LocalBatch | None, str] | None:
+    """What does not fit here, as all of ``group`` know, or on other ranks; None on all ranks or on none."""
+    if group.size() == dist.get_world_size():
+        return large
+    found = start_agreement(int(large is not None), None, "captured iterations").values()
+    others = [rank for rank, is_large in enumerate(found) if is_large]
+    return large or ((None, f"a microbatch of ranks {others} does not fit") if others else None)
 
 
 def _tensors(batch: LocalBatch) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import bench_distributed
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from distributed_charts import draw, read_rows, write_rows
 from provenance import write_csv
 from trace_overlap import is_communication, overlap, union
 
-from megatron_magi.config import MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import make_plan
 
@@ -48,6 +50,15 @@ def measured(rank: int, num_ranks: int) -> list[list]:
     return bench_distributed.measure(case, Cluster(), torch.device("cpu"), ways, "torch")
 
 
+def test_in_two_levels_fewer_rows_cross_of_a_mask_that_several_ranks_of_a_node_see():
+    mask = bench_distributed.CASES["full"](64 * 4).mask
+    crossing = []
+    for per_node in (None, 2):
+        plan = make_plan(mask, MagiConfig(comm=CommConfig(ranks_per_node=per_node)), 4)
+        crossing.append(sum(bench_distributed.rows_that_cross(plan.for_rank(r), r, 2) for r in range(4)))
+    assert crossing == [4 * 64 * 2, 4 * 64]  # each row to both ranks of the other node, or once
+
+
 def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
     found = ranks(2, measured)
     assert found[0] == found[1]
@@ -58,6 +69,14 @@ def test_a_row_for_each_way_tells_its_times_or_why_there_are_none(ranks):
     some = [*rows[:2], *rows[3:]]
     assert all(float(r["forward_ms"]) > 0 and float(r["backward_ms"]) > 0 and not r["note"] for r in some)
     assert rows[2]["forward_ms"] == "" and "2 ranks" in rows[2]["note"]
+
+
+def test_zigzag_is_left_out_where_it_is_the_default():
+    cluster = SimpleNamespace(rank=0, num_ranks=2)
+    case = bench_distributed.CASES["causal"](1 << 14)
+    with pytest.raises(Unsupported, match="likewise"):
+        bench_distributed.make_way("magi_zigzag", case, cluster, "torch")
+    bench_distributed.make_way("magi_zigzag", bench_distributed.CASES["documents_8"](1 << 14), cluster, "torch")
 
 
 @pytest.mark.parametrize("degree", [1, 3])

@@ -63,7 +63,7 @@ def test_what_te_cannot_do_is_named() -> None:
     ("kernel", "group"),
     [("ffa_backward", "attention"), ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
      ("nvjet_sm90_tss_256x128", "matrix products"), ("ncclDevKernel_SendRecv(x)", "communication"),
-     ("triton_poi_fused_add", "other")],
+     ("magi_exchange", "communication"), ("triton_poi_fused_add", "other")],
 )  # fmt: skip
 def test_kernels_are_sorted_by_name(kernel: str, group: str) -> None:
     assert bench.group_of(kernel) == group
@@ -150,3 +150,8 @@ def test_parity_run_that_failed_or_stopped_early_is_no_success() -> None:
 def test_largest_number_of_gpus_runs_the_long_batch_and_one_gpu_the_references() -> None:
     assert {run.name for run in parity.runs_of(1, False)} == {"stock", "magi_dense", "magi"}
     assert [run.name for run in parity.runs_of(8, True)] == ["magi", "magi", "long"]
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    assert bench.idle([]) == 0.0
+    assert bench.idle([(5.0, 7.0), (0.0, 4.0), (1.0, 2.0), (10.0, 11.0)]) == 4.0

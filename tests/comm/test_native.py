@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.comm import group_collective, peer_kernels, peer_tables, peers, row_memory
+from megatron_magi.comm import group_collective, peer_kernels, peer_tables, peers, row_memory, sm_budget
 from megatron_magi.comm import slots as native_slots
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.impl import native
@@ -81,7 +81,8 @@ def test_a_wrong_other_side_is_refused(change, message):
 
 
 def rank_says(**change):
-    return {"host": ["a", "boot"], "device": "GPU-0", "capability": [9, 0], "groups": 0, **change}
+    common = {"host": ["a", "boot"], "device": "GPU-0", "capability": [9, 0]}
+    return {**common, "sms": 132, "groups": 0, "captured": False, **change}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,10 @@ def rank_says(**change):
         ([rank_says(), rank_says(device="GPU-1", capability=[8, 0])], "compute capability 9.0"),
         ([rank_says(), rank_says()], "a GPU for each rank"),
         ([rank_says(), rank_says(device="GPU-1", groups=16)], "at most 16 groups"),
+        ([rank_says(groups=9), rank_says(device="GPU-1", groups=9)], None),
+        ([rank_says(), rank_says(device="GPU-1", groups=9, sms=78)], "at most 9 groups"),
+        ([rank_says(sms=60), rank_says(device="GPU-1")], "at most 0 groups"),
+        ([rank_says(captured=True), rank_says(device="GPU-1")], "no other group of a GPU on which CUDA graphs"),
     ],
 )
 def test_ranks_reach_each_others_memory_on_one_host_with_hopper_gpus(said, reason):
@@ -291,10 +296,19 @@ def test_rows_of_a_slot_have_their_tensors_side_by_side():
     assert address == (4096, 8192, 0, 0, 512, 64, 0, 0, 0, 16, 18, 18, 18, 2, 288)
 
 
-@pytest.mark.parametrize("num_groups", range(1, peers.MOST_GROUPS + 1))
-def test_kernels_that_wait_leave_processors_to_those_that_publish_however_many_groups_there_are(num_groups):
-    waiting = num_groups * max(peer_kernels.blocks_of(name, num_groups) for name in peer_kernels.SHAPES)
-    assert num_groups <= waiting <= peer_kernels.MOST_WAITING < 132 / 2  # of both kinds, each with an SM of its own
+@pytest.mark.parametrize("num_sms", [132, 114, 78])
+def test_kernels_that_wait_for_other_ranks_have_sms_of_their_own_however_many_groups_there_are(num_sms):
+    assert sm_budget.most_groups(132) == sm_budget.MOST_GROUPS
+    for num_groups in range(1, sm_budget.most_groups(num_sms) + 1):
+        share = sm_budget.share_of(num_sms, num_groups)
+        apart = 2 * peer_kernels.blocks_of("exchange", share)  # one kernel sends while another takes
+        others = (peer_kernels.blocks_of("exchange", share, beside=True),
+                  *(peer_kernels.blocks_of(name, share) for name in ("publish_rows", "pull_bulk")))  # fmt: skip
+        assert min(apart // 2, *others) > 0
+        free = num_sms - num_groups * max(apart, *others)
+        # NCCL's kernel in clusters, which need SMs of one GPC, wherever the others lie; then one cluster more.
+        clusters = (free - 3 * sm_budget.NUM_GPCS) // sm_budget.NCCL_CLUSTER
+        assert clusters * sm_budget.NCCL_CLUSTER >= sm_budget.NCCL_CHANNELS + sm_budget.NCCL_CLUSTER
     assert all(shape.threads * 64 <= 65536 for shape in peer_kernels.SHAPES.values())  # registers of an SM
 
 

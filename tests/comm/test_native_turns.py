@@ -46,7 +46,8 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     mover = object.__new__(native.Native)
     mover._device, mover._started = torch.device("cuda", 0), SimpleNamespace(cuda_event=3)
     mover._memory, mover._flags = SimpleNamespace(generation=0, packed=b""), torch.zeros(1)
-    made = []
+    mover._num_sms, made = 132, []
+    monkeypatch.setattr(native, "_of_device", lambda _: [mover])
     monkeypatch.setattr(native, "kernel_of", lambda name, *_: SimpleNamespace(name=name, loads=4))
     monkeypatch.setattr(native, "Launch", lambda kernel, *_, **__: made.append(kernel.name) or object())
     x = [torch.zeros(4, 64) for _ in range(3)]

@@ -119,6 +119,20 @@ def test_without_batch_dimension_it_comes_back() -> None:
     torch.testing.assert_close(flat, module(*qkv, None, packed_seq_params=params))
 
 
+def test_backward_does_not_keep_the_tensor_that_q_k_and_v_are_cut_from() -> None:
+    dims = [HEAD_DIM * NUM_HEADS // NUM_GROUPS, HEAD_DIM, HEAD_DIM]
+    mixed = torch.randn(SEQLEN, 1, NUM_GROUPS, sum(dims), requires_grad=True)
+    q, k, v = mixed.split(dims, dim=3)
+    kept = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x):
+        out = _module()(q.reshape(SEQLEN, 1, NUM_HEADS, HEAD_DIM), k, v, None, packed_seq_params=_params(1))
+    begin = mixed.data_ptr()
+    assert kept
+    assert not any(begin <= address < begin + mixed.nbytes for address in kept)
+    out.sum().backward()
+    assert mixed.grad.abs().sum() > 0
+
+
 def test_largest_logit_is_kept_over_microbatches_until_cleared() -> None:
     module = _module(qk_clip=True)
     largest = []

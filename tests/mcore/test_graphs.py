@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -31,7 +33,7 @@ class Place:
     def load(places: Sequence[Place], batches: Sequence[int]) -> tuple[int, str] | None:
         for place, batch in zip(places, batches, strict=True):
             if len(str(batch)) > place._room:
-                return batch, "it is large"
+                return batch, f"a microbatch does not fit, it has {len(str(batch))} digits"
         for place, batch in zip(places, batches, strict=True):
             place.batch[0] = batch
         return None
@@ -51,7 +53,8 @@ class Graph:
 def iterations(monkeypatch):
     """A wrapped schedule that sums microbatches up, and notes which were read from their places."""
     step = MagiForwardStep(lambda: None)
-    step._group = "ranks"
+    step._group = ranks = Group(2)
+    monkeypatch.setattr(graphs.dist, "get_world_size", lambda: 2)
     left = list(range(1, 10))
     monkeypatch.setattr(step, "read", lambda *_: left.pop(0))
     seen, forgotten = [], []
@@ -81,8 +84,11 @@ def iterations(monkeypatch):
     named = {"forward_only": False, "model": [None], "data_iterator": [None], "num_microbatches": 2}
     monkeypatch.setattr(GraphedIterations, "_places", {})
     monkeypatch.setattr(GraphedIterations, "_samples", {})
+    monkeypatch.setattr(GraphedIterations, "_growths", {})
     run = lambda: wrapper(forward_step_func=step, **named)  # noqa: E731
-    return SimpleNamespace(run=run, seen=seen, wrapper=wrapper, named=named, left=left, forgotten=forgotten)
+    return SimpleNamespace(
+        run=run, seen=seen, wrapper=wrapper, named=named, left=left, forgotten=forgotten, ranks=ranks
+    )
 
 
 def test_iterations_are_replayed_on_what_was_read(iterations):
@@ -99,12 +105,28 @@ def test_a_microbatch_without_room_gets_a_larger_place_and_the_graph_is_captured
     assert [iterations.run()[0] for _ in range(3)] == [15, 19, 23] and len(iterations.seen) == 3, "replayed"
     assert len(iterations.forgotten) == 1, "for the places of the first iteration"
     iterations.run()
-    assert "a training iteration is captured again, with more room: a microbatch does not fit, it is" in caplog.text
-    assert iterations.seen[3:] == [[[130], [14]]] and iterations.forgotten == ["ranks"] * 2
+    assert "a training iteration is captured again, with more room: a microbatch does not fit, it has 3" in caplog.text
+    assert iterations.seen[3:] == [[[130], [14]]] and iterations.forgotten == [iterations.ranks] * 2
     assert iterations.run() == [31] and len(iterations.seen) == 5, "warms up again"
     assert [iterations.run()[0] for _ in range(2)] == [197, 39] and len(iterations.seen) == 5, (
         "replayed in larger places"
     )
+
+
+def test_replicas_capture_again_together(iterations, monkeypatch, caplog):
+    large = {3}  # iterations in which ranks 2 and 3 have a microbatch that does not fit
+    asked = []
+
+    def agreement(value: int, group: None, _what: str) -> SimpleNamespace:
+        asked.append(value)
+        return SimpleNamespace(values=lambda: [value, value, *[int(len(asked) - 1 in large)] * 2])
+
+    monkeypatch.setattr(graphs.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(graphs, "start_agreement", agreement)
+    assert [iterations.run()[0] for _ in range(3)] == [3, 7, 11] and len(iterations.seen) == 2
+    assert iterations.run() == [15] and len(iterations.seen) == 3, "not replayed"
+    assert "captured again, with more room: a microbatch of ranks [2, 3] does not fit" in caplog.text
+    assert asked == [0] * 4 and GraphedIterations._samples["training"] == [1]
 
 
 def test_graphs_are_not_captured_again_for_ever(iterations, caplog):
@@ -112,7 +134,7 @@ def test_graphs_are_not_captured_again_for_ever(iterations, caplog):
     iterations.left[:] = [10**n for n in digits for _ in range(2)]
     for n in digits:
         assert iterations.run() == [2 * 10**n]
-    assert caplog.text.count("runs without its CUDA graph: a microbatch does not fit, it is large") == 13 - 9
+    assert caplog.text.count("runs without its CUDA graph: a microbatch does not fit, it has") == 13 - 9
     assert iterations.seen[-1] == [10**13] * 2, "its own tensors"
 
 
@@ -135,7 +157,7 @@ def test_another_number_of_microbatches_than_the_graph_has_runs_by_itself(iterat
 def test_a_reset_drops_the_places_with_the_graph(iterations):
     iterations.run()
     iterations.wrapper.reset_cuda_graph("training")
-    assert iterations.forgotten == ["ranks"]
+    assert iterations.forgotten == [iterations.ranks]
     assert not GraphedIterations._places and FullCudaGraphWrapper.curr_iteration["training"] == 0
 
 
@@ -179,3 +201,36 @@ def test_a_loss_is_scaled_alike_by_a_number_and_by_a_tensor(monkeypatch):
         loss, *_ = microbatch_loss(mask, losses, num_loss_tokens=count, cp_size=2)
         other, *_ = microbatch_loss(mask, losses, num_loss_tokens=torch.tensor(count), cp_size=2)
         assert other.dtype == loss.dtype and torch.allclose(loss, other, rtol=1e-6)
+
+
+def test_a_graph_shares_the_memory_of_another_but_takes_none_that_all_graphs_have_left(monkeypatch):
+    class Captured:
+        def register_generator_state(self, _state: object) -> None:
+            pass
+
+        def pool(self) -> int:
+            return self.memory
+
+    def capturing(graph: Captured, pool: int, **_: object) -> contextlib.AbstractContextManager:
+        graph.memory = pool
+        return contextlib.nullcontext()
+
+    handles = itertools.count(1)
+    for name, value in {
+        "CUDAGraph": Captured, "graph": capturing, "graph_pool_handle": lambda: next(handles),
+        "synchronize": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs.dist, "barrier", lambda: None)
+    monkeypatch.setattr(graphs, "get_all_rng_states", dict)
+    monkeypatch.setattr(graphs, "get_shared_capture_stream", lambda: None)
+    for name, value in {"cuda_graph": None, "result": None, "curr_iteration": 0}.items():
+        monkeypatch.setattr(FullCudaGraphWrapper, name, dict.fromkeys(("training", "validation"), value))
+    wrapper = GraphedIterations(lambda: "done", use_single_mempool=True)
+    assert [wrapper._capture(stage, {}).memory for stage in ("training", "validation")] == [1, 1]
+    wrapper.reset_cuda_graph("training")
+    assert wrapper._capture("training", {}).memory == 1
+    wrapper.reset_cuda_graph()
+    assert wrapper._capture("training", {}).memory == 2
+    wrapper.use_single_mempool = False
+    assert wrapper._capture("validation", {}).memory == 3

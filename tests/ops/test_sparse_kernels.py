@@ -253,10 +253,12 @@ def test_offsets_past_2_to_the_31_reach_their_place(k_block):
 
 
 @pytest.mark.parametrize("form", ["mask", "lists"])
-@pytest.mark.parametrize("k_block", [64, 128])
+@pytest.mark.parametrize("k_block", [1, 64, 128])
 def test_long_lists_that_sms_begin_together_mean_the_same(monkeypatch, k_block, form):
-    monkeypatch.setattr(tuning, "L2_BYTES", 0)
-    pattern = block_pattern(form, 1, 500, 3205, 1, k_block, False)
+    for name in ("L2_BYTES", "SPARSE_QUERY_BYTES"):
+        monkeypatch.setattr(tuning, name, 0)
+    single = k_block == 1
+    pattern = index_pattern(1, 500, 3205, 900) if single else block_pattern(form, 1, 500, 3205, 1, k_block, False)
     x = make_case(pattern, 500, 3205, (64, 1))
     for _ in range(3):
         check_forward(x)

@@ -77,6 +77,23 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
     assert found == [True, False]
 
 
+def test_lists_of_queries_begin_together_for_blocks_of_64_keys_and_where_a_key_head_has_many(launched, monkeypatch):
+    q, k, v = tensors(128)
+    found, make = [], sparse_backward.Launch
+
+    def keep(kernel, num_blocks, params, maps=()):
+        found.extend([params.tiles.long_list] if kernel.handle == "sparse_backward_keys" else [])
+        return make(kernel, num_blocks, params, maps)
+
+    monkeypatch.setattr(sparse_backward, "Launch", keep)
+    for k_block, q_block, most in ((64, 1, 4 * 100 * 4 * 128 - 1), (64, 2, 4 * 100 * 4 * 128), (128, 1, 0)):
+        monkeypatch.setattr(tuning, "SPARSE_QUERY_BYTES", most)
+        lists = torch.zeros(100 // q_block, 3, dtype=torch.int32)
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=q_block, k_block_size=k_block, impl="ffa")
+        out.sum().backward()
+    assert found == [100 // 64, sparse_kernels.BEHIND_ALL, sparse_kernels.BEHIND_ALL]
+
+
 @pytest.mark.parametrize("dim", [32, 96, 256])
 def test_head_dims_of_other_kernels_are_refused_by_name_and_left_to_the_definition(launched, caplog, dim):
     with pytest.raises(ValueError, match=rf"^q, v: .* 64 and 128, got {dim} .* use 'reference'"):

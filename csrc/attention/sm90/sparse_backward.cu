@@ -1,6 +1,6 @@
 // Sparse attention backward for sm_90a: one work item is a tile of 128 places (sparse_tiles.cuh), which goes over the
-// keys of its list in steps of 64. dQ of the tile stays in registers; what the tile adds to dK and dV of a step is
-// computed at once, and added to fp32 sums in device memory.
+// keys of its list in steps of 64 single keys, or of 128 keys of blocks. dQ of the tile stays in registers; what the
+// tile adds to dK and dV of a step is computed at once, and added to fp32 sums in device memory.
 //
 // A consumer warpgroup owns 64 places: S, dP, and dQ += dS K with dS from registers. P and dS of all 128 places also go
 // through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q, which the second does.
@@ -15,8 +15,7 @@
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
-constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
-constexpr int kStages = INDEXED ? 2 : 3;
+constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = INDEXED ? 64 : 128, kStages = 2;
 using T = DTYPE;
 
 #include "row_products.cuh"
@@ -45,12 +44,12 @@ struct Shared {
   u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u16 probs[kKept][kGroups][kPlaces][kStep];
-  u16 ds[kKept][kGroups][kPlaces][kStep];
+  u16 probs[kKept][INDEXED ? kGroups : 1][INDEXED ? kPlaces : 1][kStep];
+  u16 ds[kKept][INDEXED ? kGroups : 1][INDEXED ? kPlaces : 1][kStep];
   u64 rows_full, rows_empty;
   u64 full[kStages], empty[kStages];
   StepInfo info[kStages];
-  int index[kStages][kStep];  // INDEXED: numbers of keys, -1 for none
+  alignas(16) int index[kStages][kStep];  // INDEXED: numbers of keys in the order of the list, -1 for none
 };
 
 constexpr u32 kBytesRows = sizeof(Shared::q) / kGroups;
@@ -90,13 +89,12 @@ struct Loader {
   DEVICE void step(const Tile& tile, int flags, const int4& keys) {
     if (lane == 0) {
       const u32 bar = smem_address(&s.full[ring.index]);
-      const int first = keys.x == kNoKey ? 0 : keys.x;
       barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
       describe(tile, flags);
-      s.info[ring.index].keys[0] = keys.x;
+      *reinterpret_cast<int4*>(s.info[ring.index].keys) = keys;
       barrier_expect_bytes(bar, 2 * kBytesK);
-      load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k[ring.index]), kStep * 128, first, tile.head_kv, bar);
-      load_panels<kHeadDim / kPanel>(&p.v, smem_address(s.v[ring.index]), kStep * 128, first, tile.head_kv, bar);
+      load_pieces(&p.k, smem_address(s.k[ring.index]), keys, tile.head_kv, bar);
+      load_pieces(&p.v, smem_address(s.v[ring.index]), keys, tile.head_kv, bar);
     }
     ring.advance();
   }
@@ -107,16 +105,18 @@ struct Loader {
     const u32 bits = __ballot_sync(0xffffffffu, seen);
     const u32 bar = smem_address(&s.full[ring.index]);
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
-    if (lane < kWarpKeys) s.index[ring.index][warp * kWarpKeys + lane] = seen ? index : -1;
-    __syncwarp();
+    share_numbers(s.index[ring.index], warp, lane, seen ? index : -1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags);
-      set_seen(s.info[ring.index], warp, bits);
+      s.info[ring.index].keys[warp] = static_cast<int>(bits);
       barrier_arrive(bar);
     }
-    index = seen ? index : 0;
-    gather_rows(smem_address(s.k[ring.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
-    gather_rows(smem_address(s.v[ring.index]), p.values + tile.head_kv * p.v_head, p.v_row, index, warp, lane);
+    const u32 place = gather_place(warp, lane);
+    const int column = lane % kChunks * 8, (&numbers)[kStep] = s.index[ring.index];
+    gather_rows(smem_address(s.k[ring.index]) + place, p.keys + tile.head_kv * p.k_head + column, p.k_row, numbers,
+                warp, lane);
+    gather_rows(smem_address(s.v[ring.index]) + place, p.values + tile.head_kv * p.v_head + column, p.v_row, numbers,
+                warp, lane);
     copies_arrive(bar);
     ring.advance();
   }
@@ -207,13 +207,7 @@ struct Consumer {
       hide_unseen(x, info, lane);
       return;
     }
-    int2 bounds[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int past = min(p.tiles.num_keys, info.first_row + row[r] + p.tiles.reach);
-      bounds[r] = make_int2(0, past - info.keys[0]);
-    }
-    apply_mask(x, 2 * (lane % 4), bounds);
+    hide_pieces(x, info, lane, [&](int r) { return min(p.tiles.num_keys, info.first_row + row[r] + p.tiles.reach); });
   }
 
   DEVICE void wait_keys() const {
@@ -232,15 +226,12 @@ struct Consumer {
   }
 
   // P and dS of the step whose S is the last product under way; both are there for all after a barrier.
-  // `then` is called when S is there.
-  template <typename Then>
-  DEVICE void form_ds(float (&x)[kStep / 2], u32 (&ds)[kStep / 4], Then then) {
+  DEVICE void form_ds(float (&x)[kStep / 2], u32 (&ds)[kStep / 4]) {
     float y[kStep / 2];
     issue_logits<kHeadDim, kStep>(y, Operand(smem_address(s.dout[warpgroup])), Operand(smem_address(s.v[ring.index])));
     buffer.advance();
     wgmma_wait<1>();
     pin(x);
-    then();
     if (INDEXED || flags & kHidesKeys) hide_keys(x, s.info[ring.index]);
     u32 probs[kStep / 4];
 #pragma unroll
@@ -268,7 +259,8 @@ struct Consumer {
 
   // Keys of the two rows that this thread has of a part; negative for none.
   DEVICE int2 keys_of(int stage) const {
-    return make_int2(s.index[stage][row_of_warpgroup], s.index[stage][row_of_warpgroup + 8]);
+    return make_int2(s.index[stage][entry_of_row(row_of_warpgroup)],
+                     s.index[stage][entry_of_row(row_of_warpgroup + 8)]);
   }
 
   DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {
@@ -328,7 +320,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.f;
       issue_s(x);
-      form_ds(x, ds, [] {});
+      form_ds(x, ds);
       // The loop opens with dS of its step in registers and no product under way: the assembler would serialise all
       // products if one crossed the place where the loop closes.
       while (true) {
@@ -344,20 +336,13 @@ struct Consumer {
         wait_keys();
         issue_s(x);
         flags = uniform(s.info[ring.index].flags);
-        auto gradients_done = [&] {
-          pin(dq);
-          pin(ds);
-          if (INDEXED) pin(part);
-          release(s.empty[now], lane);
-        };
-        if (INDEXED) {  // registers are scarce: dP takes those of the part
-          wgmma_wait<1>();
-          gradients_done();
-          add_part(part, keys, head_kv);
-          form_ds(x, ds, [] {});
-        } else {
-          form_ds(x, ds, gradients_done);
-        }
+        wgmma_wait<1>();
+        pin(dq);
+        pin(ds);
+        if (INDEXED) pin(part);
+        release(s.empty[now], lane);
+        add_part(part, keys, head_kv);
+        form_ds(x, ds);  // registers are scarce: dP takes those of the part
       }
       const int2 keys = INDEXED ? keys_of(ring.index) : make_int2(-1, -1);
       issue_gradients(dq, part, ds, ring.index);
@@ -381,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   if (threadIdx.x == 0) {
     init_buffer(s.rows_full, s.rows_empty, 4 * kGroups);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.full[i]), INDEXED ? 128 + kArrivals : 1);  // each lane's copies, and what is said
+      barrier_init(smem_address(&s.full[i]), kArrivals);
       barrier_init(smem_address(&s.empty[i]), 4 * kGroups);
     }
     barrier_init_fence();

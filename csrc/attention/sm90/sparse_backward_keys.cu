@@ -36,7 +36,8 @@ constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
 struct SparseKeysParams {
   TensorMap q, k, v, dout;
-  SparseTiles tiles;  // lists are of blocks of queries, [lists of heads, blocks of keys]; offsets: one array
+  SparseTiles
+      tiles;  // lists, and long_list, are of blocks of queries, [lists of heads, blocks of keys]; offsets: one array
   // [packs, stats_rows, heads of a tile]: lse times log2 e. A block of queries has stats_block rows, so that it begins
   // at a multiple of 16 bytes.
   const float *lse, *delta;
@@ -138,6 +139,8 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     int left = t.offsets ? __ldg(t.offsets + list + 1) - __ldg(t.offsets + list) : __ldg(t.counts + list);
     loader.keys(piece, head_kv);
     s.item = make_int2(piece, head_kv);
+    if (left >= t.long_list)  // for at most a tenth of the time that they take
+      keep_together(t.counter, item, t.num_items, left * t.packs * (t.query_block << t.log2_heads) / (kPlaces / 4));
     for (; left > 0; --left) {
       const int block = __ldg(at++);
       const int rows = min(t.num_rows - block * t.query_block, t.query_block);

@@ -11,7 +11,7 @@
 #include "softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kStep = 64 * GROUPS;
-constexpr int kKStages = INDEXED ? 3 : 2, kStages = 2, kQStages = 4 - kKStages;
+constexpr int kKStages = INDEXED ? 3 : 2, kStages = 2;
 using T = DTYPE;
 
 #include "row_products.cuh"
@@ -31,15 +31,16 @@ struct SparseForwardParams {
 };
 
 struct Shared {
-  alignas(1024) u16 q[kQStages][kGroups][kHeadDim / kPanel][kPlaces][kPanel];
+  alignas(1024) u16 q[kStages][kGroups][kHeadDim / kPanel][kPlaces][kPanel];
   u16 k[kKStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u64 q_full[kQStages], q_empty[kQStages];
+  u64 q_full[kStages], q_empty[kStages];
   u64 k_full[kKStages], k_empty[kKStages], v_full[kStages], v_empty[kStages];
   alignas(16) StepInfo info[kKStages];
+  int numbers[INDEXED ? 2 : 1][kStep];  // of the keys of this step and of the one before
 };
 
-constexpr u32 kBytesQ = sizeof(Shared::q) / (kQStages * kGroups);
+constexpr u32 kBytesQ = sizeof(Shared::q) / (kStages * kGroups);
 constexpr u32 kBytesK = sizeof(Shared::v) / kStages;
 
 // ---- producers ----
@@ -48,20 +49,13 @@ struct Loader {
   const SparseForwardParams& p;
   Shared& s;
   const int warp, lane;
-  Ring<kQStages> rq;
   Ring<kKStages> rk;
-  Ring<kStages> rv;
+  Ring<kStages> rq, rv;
   // Values follow the keys of the next step, be it of the next item, for they are used after them.
   int4 earlier = make_int4(0, 0, 0, 0);  // blocks: first keys
-  int earlier_index = 0, earlier_head = -1;
-  u32 pending = 0;  // barrier of the rows gathered last
+  int earlier_head = -1, slot = 0;       // slot: of the numbers
 
   DEVICE void queries(const Tile& tile) {
-    if (INDEXED && kQStages == 1) {  // their place is free when the last values of the tile before are there
-      gather_values();
-      drain();
-      earlier_head = -1;
-    }
     if (warp == 0 && lane == 0) {
       const u32 bar = smem_address(&s.q_full[rq.index]);
       barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
@@ -73,15 +67,6 @@ struct Loader {
                                        tile.head + (w * kPlaces & (1 << p.tiles.log2_heads) - 1), bar);
     }
     rq.advance();
-  }
-
-  DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int head_kv, u32 bar) const {
-    barrier_expect_bytes(bar, kBytesK);
-    const int first[2] = {keys.x, keys.y};
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i)
-      load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * 128, kStep * 128, first[i] == kNoKey ? 0 : first[i],
-                                     head_kv, bar);
   }
 
   DEVICE void describe(const Tile& tile, int flags, const int4& keys) const {
@@ -97,6 +82,7 @@ struct Loader {
       const u32 bar = smem_address(&s.k_full[rk.index]);
       barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
       describe(tile, flags, keys);
+      barrier_expect_bytes(bar, kBytesK);
       load_pieces(&p.k, smem_address(s.k[rk.index]), keys, tile.head_kv, bar);
       load_values();
     } else if (earlier_head >= 0) {
@@ -109,71 +95,50 @@ struct Loader {
   DEVICE void load_values() {
     if (earlier_head < 0) return;
     barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    load_pieces(&p.v, smem_address(s.v[rv.index]), earlier, earlier_head, smem_address(&s.v_full[rv.index]));
+    const u32 bar = smem_address(&s.v_full[rv.index]);
+    barrier_expect_bytes(bar, kBytesK);
+    load_pieces(&p.v, smem_address(s.v[rv.index]), earlier, earlier_head, bar);
     rv.advance();
   }
 
-  // Single keys. Rows that were gathered are announced when those after them are under way, or have to wait.
+  // Single keys. Nobody waits here for what is gathered.
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
-    const u32 bits = __ballot_sync(0xffffffffu, seen);
-    index = seen ? index : 0;
-    await_place(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
+    const u32 bits = __ballot_sync(0xffffffffu, seen), bar = smem_address(&s.k_full[rk.index]);
+    share_numbers(s.numbers[slot], warp, lane, seen ? index : -1);
+    barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
     if (lane == 0) {
       if (warp == 0) describe(tile, flags, earlier);
-      set_seen(s.info[rk.index], warp, bits);
+      s.info[rk.index].keys[warp] = static_cast<int>(bits);
+      barrier_arrive(bar);
     }
-    gather_rows(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, index, warp, lane);
-    submit(smem_address(&s.k_full[rk.index]));
+    gather(smem_address(s.k[rk.index]), p.keys + tile.head_kv * p.k_head, p.k_row, slot, bar);
     rk.advance();
     gather_values();
-    earlier_index = index, earlier_head = tile.head_kv;
+    slot ^= 1;
+    earlier_head = tile.head_kv;
   }
 
   DEVICE void gather_values() {
     if (earlier_head < 0) return;
-    await_place(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
-    gather_rows(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, earlier_index, warp, lane);
-    submit(smem_address(&s.v_full[rv.index]));
+    barrier_wait(smem_address(&s.v_empty[rv.index]), rv.parity ^ 1);
+    gather(smem_address(s.v[rv.index]), p.values + earlier_head * p.v_head, p.v_row, slot ^ 1,
+           smem_address(&s.v_full[rv.index]));
     rv.advance();
   }
 
-  DEVICE void await_place(u32 bar, u32 parity) {
-    if (barrier_done(bar, parity)) return;
-    drain();
-    barrier_wait(bar, parity);
-  }
-
-  DEVICE void submit(u32 bar) {
-    copies_commit();
-    if (pending) {
-      copies_wait<1>();
-      announce();
-    }
-    pending = bar;
-  }
-
-  DEVICE void drain() {
-    if (!pending) return;
-    copies_wait<0>();
-    announce();
-    pending = 0;
-  }
-
-  DEVICE void announce() const {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(pending);
+  DEVICE void gather(u32 smem, const u16* rows, int row_stride, int slot, u32 bar) const {
+    gather_rows(smem + gather_place(warp, lane), rows + lane % kChunks * 8, row_stride, s.numbers[slot], warp, lane);
+    copies_arrive(bar);
   }
 
   // Nobody uses what is computed of the last step.
   DEVICE void end() {
-    if (INDEXED) {
+    if (INDEXED)
       gather_values();
-      drain();
-    } else if (lane == 0) {
+    else if (lane == 0)
       load_values();
-    }
+    const u32 bar = smem_address(&s.k_full[rk.index]);
     if (lane == 0) {
       barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
       if (warp == 0) {
@@ -181,8 +146,10 @@ struct Loader {
         barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
         barrier_arrive(smem_address(&s.q_full[rq.index]));
       }
-      barrier_arrive(smem_address(&s.k_full[rk.index]));
+      barrier_arrive(bar);
     }
+    __syncwarp();
+    if (INDEXED) copies_arrive(bar);
   }
 };
 
@@ -253,17 +220,7 @@ DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info, const SparseT
     hide_unseen(x, info, lane);
     return;
   }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int past = min(p.num_keys, info.first_row + rows.row[r] + p.reach) - 2 * (lane % 4);
-    u32 hidden = bits_from(past - info.keys[0], kPiece) & 0xffff;
-    if (kPieces > 1) hidden |= bits_from(past - info.keys[1], kPiece) << 16;
-#pragma unroll
-    for (int i = 0; i < kStep / 4; ++i) {
-      float& logit = x[4 * (i / 2) + 2 * r + i % 2];
-      logit = hidden & (1u << i) ? -kInfinity : logit;
-    }
-  }
+  hide_pieces(x, info, lane, [&](int r) { return min(p.num_keys, info.first_row + rows.row[r] + p.reach); });
 }
 
 DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
@@ -275,14 +232,17 @@ DEVICE void consume(const SparseForwardParams& p, Shared& s, int warpgroup) {
     if (leads) barrier_arrive(barrier);
   };
   Ring<kKStages> rk;
-  Ring<kStages> rv;
-  Ring<kQStages> rq;
+  Ring<kStages> rq, rv;
   // Sums of 32 bits, which stay in uniform registers.
   auto nth = [](const void* first, u32 bytes, int index) { return smem_address(first) + index * bytes; };
   int flags;  // of the step whose logits were computed last
   float logits[kStep / 2];
-  auto wait_k = [&] { barrier_wait(nth(s.k_full, 8, rk.index), rk.parity); };
-  auto wait_v = [&] { barrier_wait(nth(s.v_full, 8, rv.index), rv.parity); };
+  auto wait_rows = [](u32 barrier, u32 parity) {
+    barrier_wait(barrier, parity);
+    if (INDEXED) fence_async_proxy();
+  };
+  auto wait_k = [&] { wait_rows(nth(s.k_full, 8, rk.index), rk.parity); };
+  auto wait_v = [&] { wait_rows(nth(s.v_full, 8, rv.index), rv.parity); };
   auto wait_q = [&] { barrier_wait(nth(s.q_full, 8, rq.index), rq.parity); };
   auto release_k = [&] {
     release(nth(s.k_empty, 8, rk.index));
@@ -387,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 3 - kGroups)
       barrier_init(smem_address(&s.k_empty[i]), 4 * kGroups);
     }
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.v_full[i]), kArrivals);
+      barrier_init(smem_address(&s.v_full[i]), INDEXED ? 128 : 1);
       barrier_init(smem_address(&s.v_empty[i]), 4 * kGroups);
     }
     barrier_init_fence();

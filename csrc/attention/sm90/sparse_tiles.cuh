@@ -14,8 +14,8 @@
 constexpr int kPlaces = 64;  // of a warpgroup
 constexpr int kPiece = 64;   // keys that lie together in a step
 constexpr int kPieces = kStep / kPiece;
-constexpr int kNoKey = 1 << 30;             // behind all keys: hidden
-constexpr u32 kArrivals = INDEXED ? 4 : 1;  // that fill a buffer of keys or values, one a warp
+constexpr int kNoKey = 1 << 30;                   // behind all keys: hidden
+constexpr u32 kArrivals = INDEXED ? 128 + 4 : 1;  // that fill a buffer of keys: each lane's copies, and what is said
 
 struct SparseTiles {
   const int* entries;        // of the lists: numbers of blocks or of keys; what is no such number is passed over
@@ -56,26 +56,41 @@ struct alignas(16) StepInfo {
   int keys[4];                              // INDEXED: bits of keys that are seen; else of each piece the first key
 };
 
-// Of a step of single keys, which of those that a warp gathers are seen.
-DEVICE void set_seen(StepInfo& info, int warp, u32 bits) {
-  if (kStep == 128)
-    info.keys[warp] = static_cast<int>(bits);
-  else
-    reinterpret_cast<u16*>(info.keys)[warp] = static_cast<u16>(bits);
+// Single keys: kChunks lanes copy a row, 16 bytes each, so that four warps copy kUnits at once. Unit u brings kUnitKeys
+// entries that follow each other in the list to rows u, u + kUnits and so on: these differ by multiples of 8, which the
+// swizzle does not tell apart.
+constexpr int kChunks = kHeadDim / 8, kUnits = 128 / kChunks, kUnitKeys = kStep / kUnits;
+
+// Hides what is not seen; each word is of the lanes of a warp that gathered.
+DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
+  constexpr int kUnitsOfWarp = kUnits / 4;
+  constexpr u32 kAll = 0xffffffffu >> 32 - 2 * kChunks;
+#pragma unroll
+  for (int half = 0; half < kUnits / 8; ++half) {  // rows 8 and so on of every 16 are of other units
+    const int unit = 8 * half + 2 * (lane % 4);
+    const u32 seen = static_cast<u32>(info.keys[unit / kUnitsOfWarp]) >> unit % kUnitsOfWarp * kChunks;
+    if ((seen & kAll) == kAll) continue;
+#pragma unroll
+    for (int j = half; j < kStep / 8; j += kUnits / 8)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!(seen >> i % 2 * kChunks + j * 8 / kUnits & 1)) x[4 * j + i] = -kInfinity;
+  }
 }
 
-// Hides what is not.
-DEVICE void hide_unseen(float (&x)[kStep / 2], const StepInfo& info, int lane) {
-  const int4 words = *reinterpret_cast<const int4*>(info.keys);
-  const int all = kStep == 128 ? words.x & words.y & words.z & words.w : words.x & words.y;
-  if (all == -1) return;
+// Of pieces of blocks, hides from each row of a tile what is not before the key that `past` says.
+template <typename Past>
+DEVICE void hide_pieces(float (&x)[kStep / 2], const StepInfo& info, int lane, Past past) {
 #pragma unroll
-  for (int j = 0; j < kStep / 8; ++j) {
-    const int word = j < 4 ? words.x : j < 8 ? words.y : j < 12 ? words.z : words.w;
-    const u32 two = static_cast<u32>(word) >> 8 * (j % 4) + 2 * (lane % 4);
+  for (int r = 0; r < 2; ++r) {
+    const int end = past(r) - 2 * (lane % 4);
+    u32 hidden = bits_from(end - info.keys[0], kPiece) & 0xffff;
+    if (kPieces > 1) hidden |= bits_from(end - info.keys[1], kPiece) << 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (!(two >> i % 2 & 1)) x[4 * j + i] = -kInfinity;
+    for (int i = 0; i < kStep / 4; ++i) {
+      float& logit = x[4 * (i / 2) + 2 * r + i % 2];
+      logit = hidden & (1u << i) ? -kInfinity : logit;
+    }
   }
 }
 
@@ -133,6 +148,15 @@ struct Pieces {
   }
 };
 
+// Pieces into swizzled panels; `keys`: the first of each.
+DEVICE void load_pieces(const TensorMap* map, u32 smem, const int4& keys, int head_kv, u32 bar) {
+  const int first[2] = {keys.x, keys.y};
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i)
+    load_panels<kHeadDim / kPanel>(map, smem + i * kPiece * 128, kStep * 128, first[i] == kNoKey ? 0 : first[i],
+                                   head_kv, bar);
+}
+
 // Loader: queries(tile), step(tile, info, first key of each piece), end(), all called by all lanes.
 template <typename Loader>
 DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
@@ -145,8 +169,9 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
     if (tile.first_row < tile.past_row) {
       loader.queries(tile);
       pieces.open(tile);
-      if (lane == 0 && pieces.count * p.key_block >= p.long_list)
-        keep_together(p.counter, item, p.num_items, pieces.count);
+      const int keys_listed = pieces.count * p.key_block;
+      if (lane == 0 && keys_listed >= p.long_list)  // for at most 2 % of the time that they take
+        keep_together(p.counter, item, p.num_items, keys_listed / 64);
       const int all_see = min(p.num_keys, tile.first_row + p.reach);
       int ahead = pieces.next();
       bool last = false;
@@ -174,11 +199,6 @@ DEVICE void copy_async(u32 smem, const void* global) {
   else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
 }
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-DEVICE void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 
 // An arrival of this thread once all that it copies has come. Who waits has to call fence_async_proxy before the tensor
 // cores read it, so that nobody who copies waits.
@@ -186,28 +206,36 @@ DEVICE void copies_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Whether a barrier is done with the phase; the same for all lanes.
-DEVICE bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return __all_sync(0xffffffffu, done);
+// The entry of a step whose number a lane holds.
+DEVICE int gathered_entry(int warp, int lane) {
+  return (warp * kUnits / 4 + lane / kChunks) * kUnitKeys + lane % kUnitKeys;
 }
 
-constexpr int kWarpKeys = kStep / 4;  // keys of a step that one warp gathers; lane i holds the number of key i
+// The entry of a step whose row it is.
+DEVICE int entry_of_row(int row) { return row % kUnits * kUnitKeys + row / kUnits; }
 
-// Rows of keys or values of a step into swizzled panels.
-DEVICE void gather_rows(u32 smem, const u16* from, int row_stride, int index, int warp, int lane) {
-  constexpr int kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;  // 16 bytes each of a row; rows
-  const int chunk = lane % kChunks, first = lane / kChunks;
-  const u16* column = from + chunk * 8;
-  const u32 to = smem + (chunk / 8 * kStep + warp * kWarpKeys + first) * 128;
+// Where a lane's copies of the first row of its unit go, in a buffer of swizzled panels.
+DEVICE u32 gather_place(int warp, int lane) {
+  const int unit = warp * kUnits / 4 + lane / kChunks, chunk = lane % kChunks;
+  return (chunk / 8 * kStep + unit) * 128 + ((chunk % 8 ^ unit % 8) << 4);
+}
+
+// Lets the lanes of a unit read each other's numbers, -1 for none.
+DEVICE void share_numbers(int (&numbers)[kStep], int warp, int lane, int index) {
+  if (lane % kChunks < kUnitKeys) numbers[gathered_entry(warp, lane)] = index;
+  __syncwarp();
+}
+
+// Rows of keys or values of a step. `to`: gather_place() in their buffer; `column`: of this lane, of row 0.
+DEVICE void gather_rows(u32 to, const u16* column, int row_stride, const int (&numbers)[kStep], int warp, int lane) {
+  const int4* four = reinterpret_cast<const int4*>(numbers + (warp * kUnits / 4 + lane / kChunks) * kUnitKeys);
 #pragma unroll
-  for (int i = 0; i < kWarpKeys; i += kAtOnce) {
-    const int row = __shfl_sync(0xffffffffu, index, i + first);
-    copy_async(to + i * 128 + ((chunk % 8 ^ (i + first) % 8) << 4), column + static_cast<i64>(row) * row_stride);
+  for (int i = 0; i < kUnitKeys; i += 4) {
+    const int4 rows = four[i / 4];
+    const int row[4] = {rows.x, rows.y, rows.z, rows.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      copy_async(to + (i + j) * kUnits * 128, column + static_cast<i64>(max(row[j], 0)) * row_stride);
   }
 }
 
@@ -232,7 +260,7 @@ DEVICE void walk_indices(const SparseTiles& p, Loader& loader, int warp, int lan
     const int* list = p.entries + list_begin(p, tile, count);
     count = trimmed(list, count, p.num_keys, lane);
     auto load = [&](int step) {
-      const int at = step * kStep + warp * kWarpKeys + lane % kWarpKeys;
+      const int at = step * kStep + gathered_entry(warp, lane);
       return at < count ? __ldg(list + at) : -1;
     };
     loader.queries(tile);

@@ -42,6 +42,7 @@ from megatron_magi.comm.row_memory import (
     with_rows,
 )
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
+from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.call_list import CallList, Place, Step
 
@@ -61,6 +62,7 @@ class Native:
         self._meeting, self._memory, self._device = meeting, memory, device
         self._notice = memoryview(memory.notice.numpy())
         self._room = Room(memory)
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
@@ -227,6 +229,10 @@ class Native:
             return "group collective: the group was ended by an earlier error"
         return f"group collective: {waited} for {self._meeting.timeout_s:g} s" if part else None
 
+    def is_captured(self) -> bool:
+        """Whether CUDA graphs hold launches."""
+        return self._room.stays
+
     def forget_graphs(self) -> None:
         """No CUDA graph is left that has captured calls, on any rank: slots may grow again."""
         self._room.stays = False
@@ -308,16 +314,16 @@ class Native:
         results: list[Rows],
         prepare: Callable[[int], tuple[Launch, ...]],
     ) -> tuple[Launch, ...]:
-        """What ``prepare`` makes for so many groups, once for calls of a ``kind`` that differ in addresses alone."""
+        """What ``prepare`` makes for a share of SMs, once for calls of a ``kind`` that differ in addresses alone."""
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
-        num_groups = len(_of_device(self._device))
-        key = (self._memory.generation, num_groups, *kind, *forms)
+        share = share_of(self._num_sms, len(_of_device(self._device)))
+        key = (self._memory.generation, share, *kind, *forms)
         known = args.launches.get(self)
         if known is None:
             known = args.launches[self] = {}
         launches = known.get(key)
         if launches is None:
-            launches = known[key] = prepare(num_groups)
+            launches = known[key] = prepare(share)
         return launches
 
     def _exchanges(
@@ -345,7 +351,7 @@ class Native:
         types: tuple[torch.dtype, ...],
         roles: tuple[int, ...],
         index: int,
-        num_groups: int,
+        share: int,
     ) -> tuple[Launch, ...]:
         """The kernels of a call with their parameters, all but addresses of rows: one for each of ``roles``."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
@@ -373,10 +379,10 @@ class Native:
             sent_shift(row_bytes, most),
         )
         started = self._started.cuda_event if roles == _BOTH else 0
-        return tuple(Launch(kernel, num_groups, *parts, role, started=started) for role in roles)
+        return tuple(Launch(kernel, share, *parts, role, started=started) for role in roles)
 
     def _prepare_announced(
-        self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], num_groups: int
+        self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
     ) -> tuple[Launch, ...]:
         """The kernel that publishes rows and the one that reads them, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
@@ -393,8 +399,8 @@ class Native:
             for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
         )
         return (
-            Launch(publish, num_groups, packed, of_rows, *published, shift),
-            Launch(pull, num_groups, packed, of_results, *pulled, shift, *after),
+            Launch(publish, share, packed, of_rows, *published, shift),
+            Launch(pull, share, packed, of_results, *pulled, shift, *after),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
@@ -484,7 +490,8 @@ def present_native(group: dist.ProcessGroup) -> Native | None:
 
 def _decide(group: dist.ProcessGroup, device: torch.device) -> tuple[Native | None, str]:
     meeting = Meeting(group)
-    reason = refusal_of_host(meeting, device, len(_of_device(device)))
+    others = list(_of_device(device))
+    reason = refusal_of_host(meeting, device, len(others), any(other.is_captured() for other in others))
     if reason is not None:
         return None, reason
     memory, reason = PeerMemory.make(meeting, device)

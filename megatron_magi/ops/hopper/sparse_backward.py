@@ -132,6 +132,8 @@ def backward_by_keys(
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
         tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
+        together = pattern.k_block == kernels.PIECE and 4 * q.numel() // heads_kv > tuning.SPARSE_QUERY_BYTES
+        tiles.long_list = blocks // 64 if together else kernels.BEHIND_ALL
         params = SparseKeysParams(
             tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),

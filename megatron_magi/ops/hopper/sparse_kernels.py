@@ -18,7 +18,8 @@ from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 DIMS = ((64, 64), (128, 128))
 PIECE = 64
 """Places (queries times heads) of a warpgroup; keys of a step of the backward, and of a box of keys."""
-_BEHIND_ALL = 1 << 30
+BEHIND_ALL = 1 << 30
+"""More than there are keys, or queries."""
 
 
 @cache
@@ -30,15 +31,15 @@ def _load(device: torch.device, name: str, defines: tuple[str, ...], threads: in
 def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: int, indexed: bool) -> Kernel:
     """Forward; ``groups``: 1 or 2 times 64 places a tile; ``indexed``: lists are of single keys."""
     defines = f"HEAD_DIM={dim}", f"GROUPS={groups}", f"INDEXED={int(indexed)}", element(dtype)
-    # two stages of values, four of queries and keys together
-    shared = 2 * dim * 6 * PIECE * groups + 1024
+    # two stages of queries, of keys, of values; of single keys a third
+    shared = (2 * dim * (6 + indexed) * PIECE + 1024) * groups
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
 def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool, fixed: bool = False) -> Kernel:
     """Backward: dq, and of single keys sums of dk and dv; ``fixed``: as integers."""
     defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", f"FIXED={int(fixed)}", element(dtype)
-    # q and dout, two stages of k and v, twice P and dS; of blocks three stages and little else
+    # q and dout; two stages of k and v, of 64 single keys or 128 keys of blocks; of single keys twice P and dS
     shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
     return _load(device, "sparse_backward", defines, 384, shared)
 
@@ -101,8 +102,8 @@ def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups:
         packs=packs, heads_kv=heads_kv, list_heads=pattern.num_lists, query_block=pattern.q_block,
         key_block=pattern.k_block, key_blocks=num_blocks(k.shape[0], pattern.k_block),
         num_rows=num_rows, num_keys=k.shape[0],
-        reach=k.shape[0] - num_rows + 1 if pattern.causal else _BEHIND_ALL,
+        reach=k.shape[0] - num_rows + 1 if pattern.causal else BEHIND_ALL,
         log2_heads=heads.bit_length() - 1,
         # Where keys and values exceed the L2 cache, SMs that share many of their keys begin together.
-        long_list=k.shape[0] // 64 if k.shape[0] * 2 * k.shape[2] * k.element_size() > tuning.L2_BYTES else _BEHIND_ALL,
+        long_list=k.shape[0] // 64 if k.shape[0] * 2 * k.shape[2] * k.element_size() > tuning.L2_BYTES else BEHIND_ALL,
     )  # fmt: skip

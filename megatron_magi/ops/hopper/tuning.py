@@ -89,3 +89,7 @@ SM."""
 MOST_SPARSE_DQ_BYTES = 112 << 20
 """Up to so many bytes of fp32 dq one kernel for all gradients of blocks of 128 keys is faster than two: 1.18 and 1.24
 times as fast at 34 and 101 MB, level at 67, 0.76 at 134 MB of one key head, 0.69 to 0.83 at 268 MB of eight."""
+
+SPARSE_QUERY_BYTES = 192 << 20
+"""Bytes of q and dout of a key head from which on SMs begin their lists of queries together, in the backward of blocks
+of 64 keys: at 134, 268 and 537 MB 0.97, 1.08 and 1.24 times as fast; of 128 keys 0.96 to 0.98."""
