@@ -1,6 +1,6 @@
 """Distributed attention in one launch over all stages, and stage by stage: time, launches, host time.
 
-    python benchmarks/bench_one_launch.py [--csv FILE] [--cases NAME:TOKENS ...] [--traces FOLDER]
+    python benchmarks/bench_one_launch.py [--csv FILE] [--cases NAME:TOKENS ...] [--ways NAME ...] [--traces FOLDER]
 
 For each mask, on the GPUs of one machine through native collectives: microseconds a call of the slowest rank, for calls
 that follow each other without a pause; of attention alone, over the same keys in one place (`alone`); what a call takes
@@ -98,7 +98,7 @@ def alone(rank_plan: RankPlan, tensors: list[torch.Tensor]) -> list[float]:
     return [forward, time_us(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))]
 
 
-def measure(rank: int, num_ranks: int, name: str, tokens: int, traces: str | None) -> list[list]:
+def measure(rank: int, num_ranks: int, name: str, tokens: int, ways: list[str], traces: str | None) -> list[list]:
     """Rows of the table for one mask, equal on all ranks."""
     cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
     config = MagiConfig(overlap=OverlapConfig(cost=cost, one_launch=True), comm=CommConfig(impl="native"))
@@ -113,7 +113,7 @@ def measure(rank: int, num_ranks: int, name: str, tokens: int, traces: str | Non
     fetched = max(plan.stats().received_rows) * 4 * HEADS_KV * HEAD_DIM / 1e6
     alone_us = alone(plan.for_rank(rank), tensors)
     rows = []
-    for way in WAYS:
+    for way in ways:
         rank_plan = make_plan(plan.mask, config, num_ranks, plan.dispatch).for_rank(rank)
         staged = mock.patch.object(distributed, "pays", return_value=False)
         if way == "stages":
@@ -139,13 +139,15 @@ def measure(rank: int, num_ranks: int, name: str, tokens: int, traces: str | Non
     return rows
 
 
-def measure_all(rank: int, num_ranks: int, cases: list[str], traces: str | None, csv: str | None) -> None:
+def measure_all(
+    rank: int, num_ranks: int, cases: list[str], ways: list[str], traces: str | None, csv: str | None
+) -> None:
     """All rows; rank 0 prints and writes them as they come."""
     torch.cuda.set_device(rank)
     rows = []
     for case in cases:
         name, tokens = case.split(":")
-        new = measure(rank, num_ranks, name, int(tokens), traces)
+        new = measure(rank, num_ranks, name, int(tokens), ways, traces)
         rows += new
         if rank == 0:
             for row in new:
@@ -159,10 +161,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="also write the rows to this file")
     parser.add_argument("--cases", nargs="+", default=CASES, help="kinds of masks and tokens a GPU")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--traces", help="folder for a trace of one call of each row and rank")
     options = parser.parse_args()
     num_ranks = torch.cuda.device_count()
-    run_ranks(measure_all, num_ranks, options.cases, options.traces, options.csv, timeout_s=300.0, backend="nccl")
+    run_ranks(
+        measure_all,
+        num_ranks,
+        options.cases,
+        options.ways,
+        options.traces,
+        options.csv,
+        timeout_s=300.0,
+        backend="nccl",
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Training steps of attention alone, with a new mask in each: what planning, copies and the host cost.
 
-    python benchmarks/bench_steps.py [--csv FILE] [--cases NAME ...] [--layers N] [--steps N] [--comm IMPL ...]
+    python benchmarks/bench_steps.py [--csv FILE] [--cases NAME ...] [--ways NAME ...] [--layers N] [--steps N]
+                                     [--comm IMPL ...]
 
-A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Four ways:
+A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Five ways:
 
-- ``prepared``: a new mask each step, prepared ahead by worker processes of a data loader (`prepare_batch`);
+- ``prepared``: a new mask each step, prepared ahead by worker processes of a data loader (`prepare_batch`), and
+  brought to the device while it is busy with the step before (`PreparedBatch.to` with ``like``);
+- ``at_begin``: likewise, but brought to the device when the step begins, and its launches prepared by the first layer;
 - ``due``: a new mask each step, planned when the step begins;
 - ``same``: a mask that was used in the steps before, with its plan;
 - ``captured``: as ``prepared``, and all passes of the step are one CUDA graph, captured once and replayed for each mask
@@ -37,6 +40,7 @@ from megatron_magi.config import CommConfig, CostModel, MagiConfig, OverlapConfi
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask.builders import causal, varlen
 from megatron_magi.ops.hopper import backward as hopper_backward
+from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import RankPlan, make_plan
@@ -45,6 +49,7 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 HEADER = ["documents", "tokens_a_gpu", "ranks", "comm", "way", "step_ms", "tflops_a_gpu", "rate_to_same",
           "host_forward_us", "host_backward_us", "host_step_us"]  # fmt: skip
 WARM_UP = 2
+WAYS = ("same", "prepared", "at_begin", "due", "captured")
 
 
 def short_documents(total: int, seed: int) -> AttnMask:
@@ -131,23 +136,41 @@ class Steps:
         return run
 
 
-def time_steps(run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, bool]]) -> float:
+def with_one_stage(config: MagiConfig) -> MagiConfig:
+    """Captured collectives are those of one stage."""
+    return replace(config, overlap=replace(config.overlap, degree=1, one_launch=False))
+
+
+def capture(
+    rank: int, plan: RankPlan, num_layers: int, config: MagiConfig
+) -> tuple[Steps, Callable[[RankPlan], None], dict]:
+    """Steps of their own, what loads a mask and replays them, and what batches are to be prepared like."""
+    static = StaticPlans({"full": plan}, torch.device("cuda", rank), dist.group.WORLD, headroom=4)
+    steps = Steps(rank, plan.num_rows, num_layers, config)
+    return steps, steps.captured(static), static.facts
+
+
+def time_steps(run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, bool]], ahead: bool) -> float:
     """Median time of the steps that count, milliseconds, of the slowest rank. What ``plans`` takes to make one counts.
 
     Args:
         run: one step.
         plans: the plan of each step, and whether the step counts.
+        ahead: a plan is asked for once the step before is issued, not when that is over.
     """
     torch.cuda.synchronize()
     dist.barrier()
     times, begin = [], time.perf_counter()
-    for plan, counts in plans:
+    plan, counts = next(plans)
+    while plan is not None:
         run(plan)
+        following = next(plans, (None, False)) if ahead else None
         torch.cuda.synchronize()
         now = time.perf_counter()
         if counts:
             times.append(1e3 * (now - begin))
         begin = now
+        plan, counts = following or next(plans, (None, False))
     slowest = torch.tensor(times[WARM_UP:], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest.median())
@@ -155,12 +178,12 @@ def time_steps(run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, 
 
 def forget() -> None:
     """Empties what is kept of masks on the device."""
-    for kept in (hopper_plan._plans, hopper._passes, hopper_backward._passes):
+    for kept in (hopper_plan._plans, *(m._passes for m in (hopper, hopper_backward, gated, gated_backward))):
         kept.drop(lambda _key: True)
 
 
 def measure(
-    rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, num_steps: int, comm: str
+    rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, num_steps: int, comm: str, ways: list[str]
 ) -> list[list]:
     """Rows of the table for one kind of mask, equal on all ranks."""
     torch.cuda.set_device(rank)
@@ -169,21 +192,21 @@ def measure(
     config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl=comm))
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
 
-    # Captured collectives are those of one stage.
-    one_stage = (
-        replace(config, overlap=replace(config.overlap, degree=1, one_launch=False)) if num_ranks > 1 else config
-    )
+    one_stage = config if num_ranks == 1 else with_one_stage(config)
 
     def plan_of(seed: int, config: MagiConfig = config) -> RankPlan:
         return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)
 
-    def prepared(config: MagiConfig = config, like: dict | None = None) -> Iterator[tuple[RankPlan, bool]]:
-        masks = Masks(partial(plan_of, config=config), shape, config, len(seeds), like)
+    def prepared(
+        config: MagiConfig = config, facts: dict | None = None, ahead: bool = True
+    ) -> Iterator[tuple[RankPlan, bool]]:
+        masks, last = Masks(partial(plan_of, config=config), shape, config, len(seeds), facts), None
         loader = DataLoader(
-            masks, batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
+            masks, batch_size=None, num_workers=4, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
         )
         for batch in loader:
-            batch.to(torch.device("cuda", rank))
+            batch.to(torch.device("cuda", rank), like=last)
+            last = batch.plans if ahead else None
             yield batch.plans["full"], True
 
     def due() -> Iterator[tuple[RankPlan, bool]]:
@@ -202,15 +225,15 @@ def measure(
     for seed in seeds:  # compiles kernels
         steps.run(plan_of(1000 + seed))
     results = []
-    ways = [("same", steps.run, same), ("prepared", steps.run, prepared), ("due", steps.run, due)]
-    static = StaticPlans({"full": plan_of(0, one_stage)}, torch.device("cuda", rank), dist.group.WORLD, headroom=4)
-    captured = Steps(rank, plan_of(0).num_rows, num_layers, one_stage)
-    ways.append(("captured", captured.captured(static), partial(prepared, one_stage, static.facts)))
-    for way, run, plans in ways:
+    makers = {"same": same, "prepared": prepared, "at_begin": partial(prepared, ahead=False), "due": due}
+    for way in ways:
+        run, plans, of_way = steps.run, makers.get(way), steps
+        if way == "captured":
+            of_way, run, facts = capture(rank, plan_of(0, one_stage), num_layers, one_stage)
+            plans = partial(prepared, one_stage, facts, ahead=False)
         forget()
-        of_way = captured if way == "captured" else steps
         of_way.host_us.clear()
-        step_ms = time_steps(run, plans())
+        step_ms = time_steps(run, plans(), ahead=way == "prepared")
         results.append((way, step_ms, np.median(of_way.host_us[WARM_UP:], axis=0)))
     return [
         [
@@ -228,12 +251,12 @@ def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespac
     rows = []
     for case, comm in itertools.product(options.cases, options.comm):
         name, tokens = case.split(":")
-        rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps, comm)
+        rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps, comm, options.ways)
         if rank == 0:
-            for row in rows[-4:]:
+            for row in rows[-len(options.ways) :]:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
-    if rank == 0 and options.csv:
-        write_csv(options.csv, HEADER, rows)
+            if options.csv:
+                write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
 
 
@@ -243,6 +266,7 @@ def main() -> None:
     parser.add_argument("--csv", help="also write the rows to this file")
     cases = [f"{name}:{tokens}" for tokens in (8192, 32768) for name in ("64", "short", "8", "causal")]
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short, causal):tokens a GPU")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="rates are to those of the first")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--comm", nargs="*", default=["auto"], help="implementations of group_cast and group_reduce")

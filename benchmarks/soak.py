@@ -80,8 +80,10 @@ def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) ->
     looks = {max(1, num_steps // 20), *(num_steps * i // 10 for i in range(1, 11))}
     rows, begin = [], time.perf_counter()
     x = torch.randn(tokens, HEADS_Q, HEAD_DIM, dtype=dtype, device=device, requires_grad=True)
+    last = None
     for step, batch in enumerate(loader, start=1):
-        batch.to(device)
+        batch.to(device, like=last)
+        last = batch.plans
         y = x
         for _ in range(NUM_LAYERS):
             kv = y[:, :HEADS_KV]

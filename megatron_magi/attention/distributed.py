@@ -2,92 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
-from megatron_magi.attention.one_launch import OneLaunch, backward_pays, pays
+from megatron_magi.attention.kinds import Call, Kind
+from megatron_magi.attention.one_launch import OneLaunch, backward_pays, is_alone, pays
 from megatron_magi.attention.runtime import cleared, plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
-from megatron_magi.comm.group_collective import Args, group_cast, group_reduce, make_room
+from megatron_magi.comm.group_collective import group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.options import AttnOptions, make_options
+from megatron_magi.ops.options import make_options
 from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
-from megatron_magi.plan import RankPlan, Schedule, StepKind
+from megatron_magi.plan import RankPlan, StepKind
 
 _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
 """Kinds of calls that are remembered with a plan; trainers have a few."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """What calls fix that differ in nothing but addresses and content of their tensors.
-
-    It is kept with the plan, to which it does not refer: a cycle would keep device memory until the garbage collector
-    runs. Nor does it keep the group, which may end before the plan.
-
-    Attributes:
-        record, backward_record: what other ranks must mean too.
-        hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
-        delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
-        tail: rows behind those that are fetched, to be cleared; None where their number is known.
-        comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
-        one_launch: the forward over all stages at once, where that pays and the implementation has it.
-        sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
-    """
-
-    schedule: Schedule
-    bands: tuple[np.ndarray, ...]
-    casts: tuple[Args, ...]
-    plan_hash: int
-    cp_size: int
-    group_ref: Callable[[], dist.ProcessGroup | None]
-    config: MagiConfig
-    module: ModuleType  # the implementation
-    forward_options: AttnOptions
-    backward_options: AttnOptions
-    sink_layout: str
-    return_max_logits: bool
-    record: AttentionCall
-    backward_record: AttentionCall
-    hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
-    one_launch: OneLaunch | None
-    sums_meet: bool
-    delta_memo: dict | None
-    tail: torch.Tensor | None
-    comm_impl: str
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks; None for one.
-
-        Raises:
-            RuntimeError: the group has ended: None would stand for another one.
-        """
-        group = self.group_ref()
-        if group is None and self.cp_size > 1:
-            raise RuntimeError("group: does not exist any more")
-        return group
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether several stages' partial results meet, and are kept wide until the end."""
-        return bool(self.casts)
 
 
 @torch.compiler.disable
@@ -149,9 +92,10 @@ def distributed_attention(
         if call is None:
             check_inputs(q, k, v, rank_plan, group)
             check_sinks(sink, sink_layout, q)
-            call = _make_call(
-                q, k, v, sink, rank_plan, group, config, sink_layout, softmax_scale, softcap, return_max_logits
-            )
+            kind = _make_kind(
+                q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits
+            )  # fmt: skip
+            call = _make_call(kind, rank_plan)
             if len(known) >= _MOST_CALLS:
                 known.clear()
             if key is not None:
@@ -190,48 +134,58 @@ def _no_group() -> None:
     """Stands for a reference to the group of one rank."""
 
 
-def _make_call(
+def _make_kind(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    plan: RankPlan,
     group: dist.ProcessGroup | None,
     config: MagiConfig,
     sink_layout: str,
     softmax_scale: float | None,
     softcap: float,
     return_max_logits: bool,
-) -> _Call:
+) -> Kind:
+    options = make_options(q, softmax_scale, softcap, config.attend.deterministic, 0)
+    record = AttentionCall.of(
+        "attention", q, k, v, sink,
+        sink_layout=sink_layout, softmax_scale=options.softmax_scale, softcap=options.softcap,
+        max_logits=return_max_logits, sanity_check=config.attend.sanity_check,
+    )  # fmt: skip
+    return Kind(
+        (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
+        resolve_impl(config.attend.impl, q, v, options.deterministic), options.softmax_scale, options.softcap,
+        options.deterministic, sink_layout, return_max_logits, record, {},
+    )  # fmt: skip
+
+
+def _make_call(kind: Kind, plan: RankPlan) -> Call:
+    (q, k, v), config, module = kind.layouts, kind.config, kind.module
     attend = config.attend
     # Where nothing is fetched, no collective runs beside attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
-    options = [make_options(q, softmax_scale, softcap, attend.deterministic, margin) for margin in margins]
-    module = resolve_impl(attend.impl, q, v, options[0].deterministic)
-    record = AttentionCall.of(
-        "attention", q, k, v, sink,
-        sink_layout=sink_layout, softmax_scale=options[0].softmax_scale, softcap=options[0].softcap,
-        max_logits=return_max_logits, sanity_check=attend.sanity_check,
-    )  # fmt: skip
+    options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
     check_static(plan, module, attend.sanity_check)
-    one_launch = remembers and pays(plan, (q.shape[2], v.shape[2]), config.comm.impl)
+    dims = q.shape[2], v.shape[2]
+    one_launch = remembers and (is_alone(plan, dims) or pays(plan, dims, config.comm.impl))
     num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
-    return _Call(
+    return Call(
+        kind=kind,
         schedule=plan.schedule,
         bands=plan.bands,
         casts=casts,
         plan_hash=plan.plan_hash,
         cp_size=plan.cp_size,
-        group_ref=_no_group if group is None else ref(group),
+        group_ref=kind.group_ref,
         config=config,
         module=module,
         forward_options=options[0],
         backward_options=options[1],
-        sink_layout=sink_layout,
-        return_max_logits=return_max_logits,
-        record=record,
-        backward_record=record._replace(operation="attention backward", gradient=False),
+        sink_layout=kind.sink_layout,
+        return_max_logits=kind.return_max_logits,
+        record=kind.record,
+        backward_record=kind.record._replace(operation="attention backward", gradient=False),
         # Weak: what is remembered holds device memory, which those bound who make it.
         hints=tuple(
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
@@ -245,18 +199,39 @@ def _make_call(
     )
 
 
-def _make_room(k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
+def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
+    """Has calls of a plan find all they launch, if they are those that were made of another one.
+
+    Collective where those are. What cannot be foreseen calls make themselves.
+
+    Args:
+        plan: on its device, not called yet.
+        like: of an earlier batch; its kernels are of the current stream.
+    """
+    if (plan.num_rows, plan.cp_size) != (like.num_rows, like.cp_size) or "tail" in plan.runtime:
+        return
+    known = plan.runtime.setdefault("calls", {})
+    for key, earlier in like.runtime.get("calls", {}).items():
+        if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
+            call = known[key] = _make_call(earlier.kind, plan)
+            _make_room(*call.kind.layouts[1:], call)
+            earlier.note_made()
+            call.make_ready()
+
+
+def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
     """Has collectives get the memory that the stages of both passes take, before anything of the step waits for it."""
     of_keys, of_gradients = (
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
     # Where a graph is captured, one of a backward may follow, when memory grows no more.
     back = of_gradients if call.record.gradient or call.tail is not None else None
-    casts = call.casts if call.one_launch is None else (*call.casts, call.one_launch.cast)
+    joined = None if call.one_launch is None else call.one_launch.cast
+    casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
     make_room(casts, of_keys, back, call.group, call.comm_impl)
 
 
-def _partial_dtype(k: torch.Tensor, call: _Call) -> torch.dtype:
+def _partial_dtype(k: torch.Tensor, call: Call) -> torch.dtype:
     """Of the gradients of fetched keys."""
     return accumulate_dtype(k.dtype) if call.config.comm.backward_high_precision_reduce else k.dtype
 
@@ -269,7 +244,7 @@ def _agree(
     calls: CallLog | NoCalls,
     record: AttentionCall,
     qkv_sink: tuple,
-    call: _Call,
+    call: Call,
     plan: RankPlan,
     dout: torch.Tensor | None = None,
 ) -> None:
@@ -282,7 +257,7 @@ def _agree(
 
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, sink, call: _Call, plan: RankPlan):
+    def forward(ctx: Any, q, k, v, sink, call: Call, plan: RankPlan):
         walk = _Forward(q, k, v, sink, call)
         out, lse, max_logits = walk.run()
         ctx.call, ctx.plan = call, plan
@@ -297,7 +272,7 @@ class _DistributedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout, _dlse, _dmax_logits):
         q, k, v, sink, out, lse, *saved_keys = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: Call = ctx.call
         if dout is None:
             # Nothing depends on the output here, but other ranks' keys may need this rank to take part.
             dout = torch.zeros_like(out)
@@ -321,7 +296,7 @@ class _DistributedAttention(torch.autograd.Function):
 class _Forward:
     """One forward pass: partial results of the stages are merged into ``out`` and ``lse``."""
 
-    def __init__(self, q, k, v, sink, call: _Call) -> None:
+    def __init__(self, q, k, v, sink, call: Call) -> None:
         self._q, self._k, self._v, self._sink, self._call = q, k, v, sink, call
         self._schedule = call.schedule
         self._fetches: dict[int, Any] = {}
@@ -365,11 +340,11 @@ class _Forward:
             self._max_logits = max_logits if seen is None else torch.maximum(seen, max_logits)
 
 
-def _backward_at_once(dout, qkv, out, lse, call: _Call, wants_delta: bool) -> tuple | None:
+def _backward_at_once(dout, qkv, out, lse, call: Call, wants_delta: bool) -> tuple | None:
     """Gradients and delta in one launch over all stages, where that is done."""
     if call.one_launch is None or not backward_pays((qkv[0].shape[2], qkv[2].shape[2])):
         return None
-    partial = _partial_dtype(qkv[1], call)
+    partial = _partial_dtype(qkv[1], call) if call.casts else qkv[1].dtype
     return call.one_launch.backward(
         call.group, dout, qkv, out, lse, call.backward_options, partial, wants_delta
     )  # fmt: skip
@@ -378,7 +353,7 @@ def _backward_at_once(dout, qkv, out, lse, call: _Call, wants_delta: bool) -> tu
 class _Backward:
     """One backward pass: dq stays here; dk and dv of fetched keys travel back to their owners."""
 
-    def __init__(self, dout, q, k, v, lse, delta, saved_keys, call: _Call) -> None:
+    def __init__(self, dout, q, k, v, lse, delta, saved_keys, call: Call) -> None:
         self._dout, self._q, self._k, self._v = dout, q, k, v
         self._lse, self._delta, self._call = lse, delta, call
         self._saved_keys = saved_keys
@@ -460,7 +435,7 @@ class _Backward:
         self._reduces.append(handle)
 
 
-def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: _Call) -> Any:
+def _fetch(k: torch.Tensor, v: torch.Tensor, stage: int, call: Call) -> Any:
     return group_cast([k, v], call.casts[stage - 1], call.group, impl=call.comm_impl, kept=True)
 
 
@@ -479,7 +454,7 @@ def _narrow(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
     return tuple(grad if grad.dtype == dtype else next(left) for grad in grads)
 
 
-def _reduce_dsink(dsink: torch.Tensor, call: _Call) -> torch.Tensor:
+def _reduce_dsink(dsink: torch.Tensor, call: Call) -> torch.Tensor:
     op = call.config.comm.dsink_all_reduce
     if op == "none" or call.cp_size == 1 or call.sink_layout != "sh":
         return dsink

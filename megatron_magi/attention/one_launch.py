@@ -1,5 +1,7 @@
 """Attention in one launch over all stages: own keys, and behind them those of all stages, which arrive meanwhile.
 
+Where no keys arrive, as for one rank, it is one over own keys.
+
 What a pass queues is prepared once for a layout of its tensors, as a list of calls; the calls give addresses.
 """
 
@@ -19,11 +21,14 @@ import torch.distributed as dist
 from megatron_magi.attention.runtime import joined_cast
 from megatron_magi.comm.announced import announced_cast, may_announce, returned_sums
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
+from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
 from megatron_magi.cuda.call_list import CallList, Place, Step
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS, kernel_dims
+from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable, stream_lock
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
@@ -45,34 +50,43 @@ class _Walk:
     Attributes:
         num_scratch: bytes of memory that it takes.
         later: where in them partial gradients of fetched keys and values are, which are left to be sent.
-        is_local: no key arrives here; the calls move rows alone, there and in a second list back.
+        is_empty: this rank has no rows; the calls move those of others, there and in a second list back.
+        make: makes one for another mask, of its `OneLaunch` and the group.
     """
+
+    make: Callable[[OneLaunch, dist.ProcessGroup | None], tuple[_Walk | None, Any]]
 
     def __init__(
         self,
-        native: Any,
+        native: Native | None,
         lists: Sequence[Sequence[Step]],
         slots: Sequence[str],
         stream: int,
         device: torch.device,
         num_scratch: int,
         later: tuple[int, int] | None = None,
-        is_local: bool = False,
+        is_empty: bool = False,
     ) -> None:
         # Not kept alive: with the group goes memory that other ranks have mapped.
-        self._native, self._version = ref(native), native.version()
-        self._stream, self.num_scratch, self.later, self.is_local = stream, num_scratch, later, is_local
+        self._native = None if native is None else ref(native)
+        self._version = None if native is None else native.version()
+        self._stream, self.num_scratch, self.later, self.is_empty = stream, num_scratch, later, is_empty
         lock = stream_lock(device, stream)
         self._lists = [CallList(steps, slots, stream, lock) for steps in lists]
 
     def holds(self) -> bool:
         """Whether it can be queued still."""
+        if self._native is None:
+            return True
         native = self._native()
         return native is not None and native.version() == self._version
 
     def queue(self, *addresses: int, part: int = 0) -> None:
         """Queues one of the lists."""
-        self._native().queue(self._lists[part], self._stream, *addresses)
+        if self._native is None:
+            self._lists[part].queue(*addresses)
+        else:
+            self._native().queue(self._lists[part], self._stream, *addresses)
 
 
 @profiled_forward_calls
@@ -92,27 +106,27 @@ class OneLaunch:
     """What calls of a plan need for it that differ in addresses, and in strides of what autograd gives back.
 
     Attributes:
-        cast: brings the keys of all stages.
+        cast: brings the keys of all stages; None where there are none.
         bands: over all keys, as `gated` numbers them.
         impl: of the cast.
         walks: of both passes, by layout. Kept by the passes, which hold device memory, and by `kept` where none is.
-        own_memo, own_backward_memo: where kernels without keys that arrive remember what calls have in common.
-        delta_memo: likewise, for `hopper.row_delta`.
     """
 
-    cast: GroupCastArgs
+    cast: GroupCastArgs | None
     bands: np.ndarray
     impl: str
     walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
     kept: dict[tuple, _Walk] = field(default_factory=dict)
-    own_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
-    own_backward_memo: WeakValueDictionary = field(default_factory=WeakValueDictionary)
-    delta_memo: dict = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
-        """For a plan with remote stages."""
-        return cls(joined_cast(plan, device), joined_bands(plan), impl)
+        """For a plan."""
+        return cls(joined_cast(plan, device) if plan.degree else None, joined_bands(plan), impl)
+
+    @property
+    def num_recv(self) -> int:
+        """Keys that arrive."""
+        return 0 if self.cast is None else self.cast.num_recv
 
     def forward(
         self,
@@ -127,7 +141,7 @@ class OneLaunch:
         """Output, lse and largest logits; None, on all ranks, where stages do it: where rows do not travel so that a
         kernel can wait, and where that takes longer.
         """
-        if not forward_pays(self.cast, k, v):
+        if self.cast is not None and not forward_pays(self.cast, k, v):
             return None
         q, k, v = loadable(q), loadable(k), loadable(v)
         rows_k, rows_v = with_rows(k), with_rows(v)
@@ -139,18 +153,16 @@ class OneLaunch:
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
         key = stream, q.stride(), k.stride(), v.stride()
-        tensors = q, k, v, rows_k, rows_v, out, lse
         walk = self._known(
-            key, lambda: self._make_forward(group, tensors, sink, options, return_max_logits, stream)
+            key, group, OneLaunch._make_forward, (q, k, v, rows_k, rows_v, out, lse, sink),
+            options, return_max_logits, stream,
         )  # fmt: skip
         if walk is None:
             return None
         scratch = torch.empty(walk.num_scratch, dtype=torch.uint8, device=device)
-        if walk.is_local:
+        if walk.is_empty:
             walk.queue(rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr())
-            return forward_pass(
-                q, k, v, self.bands, options, hopper, given, return_max_logits, q.dtype, memo=self.own_memo
-            )  # fmt: skip
+            return forward_pass(q, k, v, self.bands, options, hopper, given, return_max_logits, q.dtype)
         max_logits, more = None, []
         if sink is not None:
             more.append(sink.data_ptr())
@@ -194,107 +206,119 @@ class OneLaunch:
         new = functools.partial(torch.empty, device=device)
         dq, dk, dv = new(q.shape, dtype=q.dtype), new(k.shape, dtype=partial), new(v.shape, dtype=partial)
         key = stream, q.stride(), k.stride(), v.stride(), dout.stride(), out.stride(), lse.stride(), wants_delta
-        tensors = q, k, v, rows_k, rows_v, dout, out, lse
         walk = self._known(
-            key, lambda: self._make_backward(group, tensors, (dq, dk, dv), options, wants_delta, stream)
+            key, group, OneLaunch._make_backward, (q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv),
+            options, wants_delta, stream,
         )  # fmt: skip
         if walk is None:
             return None
         scratch = new(walk.num_scratch, dtype=torch.uint8)
         addresses = rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        delta = new(lse.shape, dtype=torch.float32) if wants_delta and not walk.is_local else None
-        if walk.is_local:
-            delta = hopper.row_delta(dout, out, self.delta_memo)
+        delta = new(lse.shape, dtype=torch.float32) if wants_delta and not walk.is_empty else None
+        if walk.is_empty:
+            delta = hopper.row_delta(dout, out)
             walk.queue(*addresses)
-            hopper.backward(
-                dout, q, k, v, lse, delta, self.bands, options,
-                grads=(dq, dk, dv), accumulate=False, memo=self.own_backward_memo,
-            )  # fmt: skip
+            hopper.backward(dout, q, k, v, lse, delta, self.bands, options, grads=(dq, dk, dv), accumulate=False)
         else:
             rest = (t.data_ptr() for t in (q, k, v, dout, out, lse, dq, *(() if delta is None else (delta,))))
             _attend_back(walk.queue, (*addresses, *rest), q, v, self.bands)
-        if walk.later is None and walk.is_local:
+        if walk.later is None and walk.is_empty:
             walk.queue(*addresses, part=1)
         if walk.later is not None:
+            assert self.cast is not None
             shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
             later = [_view(scratch, at, shape, partial) for at, shape in zip(walk.later, shapes, strict=True)]
             group_reduce(later, self.cast, group, into=[dk, dv], impl=self.impl, at_once=True, kept=True).wait()
         return dq, dk, dv, delta
 
-    def _known(self, key: tuple, make: Callable[[], tuple[_Walk | None, Any]]) -> _Walk | None:
+    def _known(
+        self, key: tuple, group: dist.ProcessGroup | None, make: Callable, tensors: Sequence[Any], *options: Any
+    ) -> _Walk | None:
         """The walk of a layout, made where there is none or it does not hold any more."""
         walk = self.walks.get(key)
         if walk is None or not walk.holds():
-            walk, keeper = make()
-            if walk is not None:
-                (self.kept if keeper is None else keeper.lists.setdefault(self, {}))[key] = walk
-                self.walks[key] = walk
+            layouts = tuple(None if t is None else Layout.of(t) for t in tensors)
+            walk = self.make(key, group, functools.partial(_made, make, layouts, options))
+        return walk
+
+    def make(self, key: tuple, group: dist.ProcessGroup | None, make: Callable) -> _Walk | None:
+        """A walk, as `_Walk.make` makes one; kept for calls of a layout."""
+        walk, keeper = make(self, group)
+        if walk is not None:
+            walk.make = make
+            (self.kept if keeper is None else keeper.lists.setdefault(self, {}))[key] = walk
+            self.walks[key] = walk
         return walk
 
     def _make_forward(
-        self, group, tensors: tuple[torch.Tensor, ...], sink, options: AttnOptions, max_logits: bool, stream: int
+        self, group, tensors: tuple[Layout, ...], options: AttnOptions, max_logits: bool, stream: int
     ) -> tuple[_Walk | None, Any]:
-        q, k, v, rows_k, rows_v, out, lse = tensors
-        places, num_scratch = _places("scratch", [(self.cast.num_recv, k), (self.cast.num_recv, v)])
-        found = self._announced(group, rows_k, rows_v, places, num_scratch)
-        if found is None:
+        q, k, v, rows_k, rows_v, out, lse, sink = tensors
+        places, num_scratch = _places("scratch", [(self.num_recv, k), (self.num_recv, v)])
+        native, arriving = (None, None) if self.cast is None else self._announced(group, rows_k, rows_v, places)
+        if self.cast is not None and native is None:
             return None, None
-        native, arriving = found
-        if self._is_local(q):
+        moving = () if arriving is None else arriving.steps
+        if not q.shape[0]:
             slots = "k_rows", "v_rows", "scratch"
-            return _Walk(native, [arriving.steps], slots, stream, q.device, num_scratch, is_local=True), None
-        keeper, step = gated.forward_step(
-            q, k, v, arriving, self.bands, options,
-            out=out, lse=lse, sink_lse=sink, max_logits=max_logits, stream=stream,
-        )  # fmt: skip
+            return _Walk(native, [moving], slots, stream, q.device, num_scratch, is_empty=True), None
+        given = {"out": out, "lse": lse, "sink_lse": sink, "max_logits": max_logits, "stream": stream}
+        if self.num_recv:
+            keeper, step = gated.forward_step(q, k, v, arriving, self.bands, options, **given)
+        else:
+            keeper, step = hopper.forward_step(q, k, v, self.bands, options, **given)
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
         slots = ("k_rows", "v_rows", "scratch", "q", "k", "v", "out", "lse", *more)
-        return _Walk(native, [(*arriving.steps, step)], slots, stream, q.device, num_scratch), keeper
+        return _Walk(native, [(*moving, step)], slots, stream, q.device, num_scratch), keeper
 
     def _make_backward(
-        self, group, tensors: tuple[torch.Tensor, ...], grads, options: AttnOptions, delta: bool, stream: int
+        self, group, tensors: tuple[Layout, ...], options: AttnOptions, delta: bool, stream: int
     ) -> tuple[_Walk | None, Any]:
-        (q, k, v, rows_k, rows_v, dout, out, lse), (_, dk, dv) = tensors, grads
-        count, device = self.cast.num_recv, q.device
+        q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv = tensors
+        count, device = self.num_recv, q.device
         places, num_scratch = _places("scratch", [(count, k), (count, v), (count, dk), (count, dv)])
         of_keys, of_gradients = places[:2], places[2:]
-        found = self._announced(group, rows_k, rows_v, of_keys, num_scratch)
-        if found is None:
+        native, arriving = (None, None) if self.cast is None else self._announced(group, rows_k, rows_v, of_keys)
+        if self.cast is not None and native is None:
             return None, None
-        native, arriving = found
-        later = [dk.new_empty((count, *t.shape[1:])) for t in (dk, dv)]
-        sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), of_gradients, _GRADIENTS)
-        left, back = (tuple(at for _, at in of_gradients), ()) if sums is None else (None, (sums,))
+        moving, left, back = () if arriving is None else arriving.steps, None, ()
+        later = tuple(dk.new_empty((count, *t.shape[1:])) for t in (dk, dv))
+        if self.cast is not None:
+            sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), of_gradients, _GRADIENTS)
+            left, back = (tuple(at for _, at in of_gradients), ()) if sums is None else (None, (sums,))
         slots: tuple[str, ...] = ("k_rows", "v_rows", "scratch", "dk", "dv")
-        if self._is_local(q):
-            lists = [arriving.steps, back]
-            return _Walk(native, lists, slots, stream, device, num_scratch, left, is_local=True), None
-        keeper, steps = gated_backward.backward_steps(
-            (q, k, v, dout), out, lse, arriving, self.bands, options,
-            grads=grads, arriving_grads=later, places=of_gradients, scratch=("scratch", num_scratch),
-            delta=delta, sends=bool(back), stream=stream,
-        )  # fmt: skip
-        publish, pull = arriving.steps
+        if not q.shape[0]:
+            return _Walk(native, [moving, back], slots, stream, device, num_scratch, left, is_empty=True), None
+        given = {"grads": (dq, dk, dv), "scratch": ("scratch", num_scratch), "delta": delta, "sends": bool(back)}
+        inputs = q, k, v, dout
+        if count:
+            keeper, steps = gated_backward.backward_steps(
+                inputs, out, lse, arriving, self.bands, options,
+                arriving_grads=later, places=of_gradients, stream=stream, **given,
+            )  # fmt: skip
+            publish, pull = moving
+            first = [publish, *steps.before, pull]
+        else:
+            keeper, steps = hopper.backward_steps(inputs, out, lse, self.bands, options, stream=stream, **given)
+            first = [*moving, *steps.before]
         # Who waits for keys looks at the number of the call that was published last: nothing is sent before its end.
         ends = (*steps.rest, *back) if steps.rest_waits else (*back, *steps.rest)
-        queued = [publish, *steps.before, pull, *steps.keys, *ends]
+        queued = [*first, *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 
-    def _announced(self, group, k: torch.Tensor, v: torch.Tensor, places, num_scratch: int):
-        def into() -> list[torch.Tensor]:
-            memory = torch.empty(num_scratch, dtype=torch.uint8, device=k.device)
-            shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
-            return [_view(memory, at, shape, k.dtype) for (_, at), shape in zip(places, shapes, strict=True)]
-
-        return announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places)
-
-    def _is_local(self, q: torch.Tensor) -> bool:
-        """Whether no key arrives, or none is looked at; others may need this rank to take part."""
-        return not self.cast.num_recv or not q.shape[0]
+    def _announced(self, group, k: Layout, v: Layout, places):
+        assert self.cast is not None
+        into = [t.new_empty((self.num_recv, *t.shape[1:])) for t in (k, v)]
+        return announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places) or (None, None)
 
 
-def _places(slot: str, rows: Sequence[tuple[int, torch.Tensor]]) -> tuple[tuple[Place, ...], int]:
+def _made(make: Callable, tensors: tuple, options: tuple, one: OneLaunch, group: dist.ProcessGroup | None):
+    """A `_Walk.make`."""
+    return make(one, group, tensors, *options)
+
+
+def _places(slot: str, rows: Sequence[tuple[int, Layout]]) -> tuple[tuple[Place, ...], int]:
     """Where rows like those of tensors, so many of each, lie one behind the other, and bytes of all."""
     places, end = [], 0
     for count, like in rows:
@@ -310,6 +334,8 @@ def _view(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dt
 
 def joined_bands(plan: RankPlan) -> np.ndarray:
     """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan."""
+    if not plan.transfers:
+        return plan.bands[0]
     known = plan.runtime.get("joined bands")
     if known is None:
         firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
@@ -327,6 +353,11 @@ def forward_pays(cast: GroupCastArgs, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the forward is one launch where the backward is; the same on all ranks. ``cast``: of keys and values."""
     row_bytes = sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v))
     return cast.num_ranks == 2 or cast.most is None or cast.most[1] * row_bytes <= MOST_FORWARD_BYTES
+
+
+def is_alone(plan: RankPlan, dims: tuple[int, int]) -> bool:
+    """Whether no rank fetches anything, and kernels take heads of such dims as they are."""
+    return not plan.degree and not is_static(plan.bands[0]) and kernel_dims(dims) == dims
 
 
 def pays(plan: RankPlan, dims: tuple[int, int], impl: str) -> bool:

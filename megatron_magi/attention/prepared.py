@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.attention.distributed import make_calls_ready
 from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
@@ -109,11 +110,17 @@ class PreparedBatch(Sendable[_Parts]):
     def _pinned(self, parts: _Parts) -> _Parts:
         return parts._replace(packed=parts.packed.pin_memory())
 
-    def to(self, device: torch.device | str) -> dict[str, Tensor]:
+    def to(self, device: torch.device | str, like: Mapping[Hashable, RankPlan] | None = None) -> dict[str, Tensor]:
         """Brings everything to ``device`` and makes the plans ready to run there.
 
         One copy, queued on the current stream; the host does not wait. Call it in the thread and on the stream in
         which the layers will run.
+
+        Args:
+            device: where the layers run.
+            like: `plans` of a batch before, which layers have run with: launches are prepared like theirs, which else
+                the first layer does. Best while the device is busy with that batch. Collective over the ranks of the
+                plans.
 
         Returns:
             The ``arrays`` of `prepare_batch`, on the device.
@@ -131,6 +138,9 @@ class PreparedBatch(Sendable[_Parts]):
         named = {name: next(left) for name in parts.names}
         for prepared in parts.plans.values():
             prepared.keep(left, device, ready, plan_bytes)
+        for name, plan in self.plans.items():
+            if like is not None and name in like:
+                make_calls_ready(plan, like[name])
         return named
 
 

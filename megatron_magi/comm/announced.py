@@ -5,7 +5,7 @@ Both are steps of a list of calls, prepared once and queued by `Native.queue`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from megatron_magi.comm.peers import MAX_RANKS
 from megatron_magi.comm.row_memory import can_add
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.layout import Like
 
 
 def may_announce(num_ranks: int, impl: str) -> bool:
@@ -26,11 +27,11 @@ def may_announce(num_ranks: int, impl: str) -> bool:
 
 @torch.no_grad()
 def announced_cast(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Like],
     args: GroupCastArgs,
     group: dist.ProcessGroup | None,
     impl: str,
-    into: Callable[[], Sequence[torch.Tensor]],
+    into: Sequence[Like],
     sources: Sequence[Place],
     places: tuple[Place, Place],
 ) -> tuple[Native, Arriving] | None:
@@ -38,22 +39,21 @@ def announced_cast(
 
     Args:
         tensors, args, group, impl: as in `megatron_magi.comm.group_collective.group_cast`.
-        into: makes them, where rows travel so; as `sources` and `places` in `Native.arriving`.
-        sources, places: see there.
+        into, sources, places: as in `Native.arriving`.
     """
     mover, layout = choose_mover(tensors, args, group, impl)
     if not isinstance(mover, Native):
         return None
-    return mover, mover.arriving(tensors, args, layout, into(), sources, places)
+    return mover, mover.arriving(tensors, args, layout, into, sources, places)
 
 
 @torch.no_grad()
 def returned_sums(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Like],
     args: GroupCastArgs,
     group: dist.ProcessGroup | None,
     impl: str,
-    into: Sequence[torch.Tensor],
+    into: Sequence[Like],
     sources: Sequence[Place],
     places: Sequence[Place],
 ) -> Step | None:

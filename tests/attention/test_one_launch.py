@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.attention import distributed, distributed_attention
+from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated
+from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.plan import make_plan
 from megatron_magi.testing.spawn import run_ranks
 from tests.attention import cases as cs
@@ -103,6 +104,69 @@ def compare(rank, num_ranks):
 @on_gpus
 def test_one_launch_computes_what_stages_do(num_ranks):
     assert min(run_ranks(compare, num_ranks, backend="nccl", timeout_s=180)) > 8
+
+
+@pytest.mark.sm90
+def test_one_rank_computes_what_the_operator_does():
+    """Where nothing is fetched a pass is one list of calls."""
+    for i, (mask, _) in enumerate(masks(2)):
+        deterministic = i % 5 == 4
+        config = MagiConfig(attend=AttendConfig(deterministic=deterministic))
+        plan = make_plan(mask, config).for_rank(0)
+        q, k, v = (t.requires_grad_() for t in tensors_of(plan.num_rows, i, **OPTIONS[i % len(OPTIONS)]))
+        more = {"return_max_logits": i % 2 == 0, "softcap": 2.0 * (i % 3 == 1)}
+        leaves = [q, k, v]
+        if i % 4 == 3:
+            more["sink"] = torch.randn(2, q.shape[1], device="cuda", requires_grad=True)
+            leaves.append(more["sink"])
+        dout = torch.randn(*q.shape[:2], v.shape[2], device="cuda").to(q.dtype)
+        (out, meta), (expected, of_operator) = (
+            distributed_attention(q, k, v, plan, None, config=config, **more),
+            slice_attention(q, k, v, plan.bands[0], deterministic=deterministic, **more),
+        )
+        assert torch.equal(out, expected) and torch.equal(meta.lse, of_operator.lse), i
+        if more["return_max_logits"]:
+            assert torch.equal(meta.max_logits, of_operator.max_logits), i
+        for a, b in zip(
+            torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+        ):
+            a, b = a.float(), b.float()
+            assert a.isfinite().all() and float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) < 1e-2, i
+
+
+def launch_like_the_batch_before(rank, num_ranks):
+    """Results of batches whose launches are prepared like those of the batch before, beside those of their plans."""
+    torch.cuda.set_device(rank)
+    device, total, last, found = torch.device("cuda", rank), 1024 * num_ranks, None, 0
+    config = MagiConfig(overlap=OverlapConfig(one_launch=True), comm=NATIVE)
+    shape = AttnShape(8, 2, 128, 128, torch.bfloat16).kernels_for(device)
+    kinds = [
+        builders.varlen(doc_lengths=[total // 4] * 4, causal=True),  # fetches nothing
+        *(builders.varlen(doc_lengths=[100 * n, 13, total - 13 - 100 * n], causal=True) for n in range(2, 8)),
+        builders.causal(total), builders.sliding_window(total, 200, 0), builders.full(total),
+    ]  # fmt: skip
+    for i, mask in enumerate((*kinds, *kinds[::-1], *kinds)):
+        plan = make_plan(mask, config, num_ranks).for_rank(rank)
+        q, k, v = (t.requires_grad_() for t in tensors_of(plan.num_rows, 10 * i + rank))
+        dout, results = torch.randn_like(q), []
+        batch = prepare_batch({0: plan}, shape, config)
+        batch.to(device, like=last)
+        last = batch.plans
+        for of_batch in (last[0], make_plan(mask, config, num_ranks).for_rank(rank)):
+            known = len(of_batch.runtime.get("calls", {}))
+            out, meta = distributed_attention(q, k, v, of_batch, dist.group.WORLD, config=config)
+            results.append([out.detach(), meta.lse, *torch.autograd.grad(out, (q, k, v), dout)])
+            assert len(of_batch.runtime["calls"]) == 1 and known == (i > 0 and of_batch is last[0])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
+        assert torch.equal(results[0][0], results[1][0])
+        found += 1
+    return found
+
+
+@on_gpus
+def test_launches_prepared_like_those_of_the_batch_before_compute_the_same(num_ranks):
+    assert min(run_ranks(launch_like_the_batch_before, num_ranks, backend="nccl", timeout_s=180)) == 30
 
 
 def change_plans(rank, num_ranks, num_calls):

@@ -21,6 +21,7 @@ from megatron_magi.cuda.call_list import Step
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.hopper import backward as hopper_backward
+from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import make_plan
@@ -91,7 +92,7 @@ def one_rank_alone(monkeypatch):
     def announced(tensors, args, group, impl, into, sources, places):
         native.asked += 1
         steps = step("publish"), step("pull")
-        return None if impl != "native" else (native, Arriving(into(), places, steps, 0, 0, 0, 0, 0))
+        return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0))
 
     nowhere = driver.LaunchConfig(driver.Kernel("", 1, 0), 1), 0, None
     monkeypatch.setattr(one_launch, "announced_cast", announced)
@@ -282,6 +283,47 @@ def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_w
             module._passes.drop(lambda _key: True)
         gc.collect()
         assert len(set(hopper_plan._prepared) - known) <= of_last
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "options"),
+    [(1, {}), (2, {"comm": CommConfig("native", verify=False)}), (2, {"overlap": OverlapConfig(degree=2)})],
+)
+def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the_batch_before(
+    monkeypatch, one_rank_alone, cp_size, options
+):
+    config = MagiConfig(**{"comm": CommConfig("all_to_all", verify=False), **options})
+    config = replace(config, attend=replace(config.attend, impl="ffa"))
+    group = one_rank_alone if cp_size > 1 else None
+    modules = gated, gated_backward, hopper, hopper_backward
+
+    def step(plan) -> None:
+        q, k, v = tensors(plan.num_rows, SHAPE)
+        out = distributed_attention(q, k, v, plan, group, config=config)[0]
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+    with fake_driver(monkeypatch) as launched:
+        last, expected = None, None
+        for n in range(6):
+            # The first two have keys that arrive, and have none; what both kinds launch is known then.
+            mask = MASKS["documents"] if n % 2 == 0 else builders.varlen(doc_lengths=[100 + n, 924 - n, 1024])
+            plan = make_plan(mask, config, cp_size).for_rank(0)
+            batch = prepare_batch({0: plan}, SHAPE, config)
+            batch.to(CPU, like=last)
+            assert batch.plans[0] is plan and len(plan.runtime.get("calls", {})) == (n > 0)
+            with monkeypatch.context() as patch:
+                if n > 1:
+                    for name in ("_Pass", "Pass"):
+                        for module in modules:
+                            patch.setattr(module, name, lambda *_: pytest.fail("made in a layer"), raising=False)
+                    patch.setattr(one_launch, "_Walk", lambda *_args, **_options: pytest.fail("made in a layer"))
+                launched.clear()
+                step(plan)
+                first = list(launched)
+                launched.clear()
+                step(plan)
+                assert launched == first and (n < 2 or n % 2 or launched == expected)
+            expected, last = expected or first, batch.plans
 
 
 def refuse(monkeypatch) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_magi.attention import one_launch
 from megatron_magi.cuda import call_list, driver, launch
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward, backward_ends, gated, gated_backward, kernels, support
@@ -24,7 +25,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     monkeypatch.setattr(driver, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(driver, "move_tensor_map", lambda *_: None)
     monkeypatch.setattr(kernels, "_load", lambda _d, name, _m, threads, size: driver.Kernel(name, threads, size))
-    for module in (hopper, backward, backward_ends):
+    for module in (hopper, backward, backward_ends, one_launch):
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)
     monkeypatch.setattr(call_list, "_library", lambda: None)
     monkeypatch.setattr(launch, "_launches", LruCache(1 << 30))

@@ -5,17 +5,20 @@ What a pass over tensors of one layout does, for one mask, is found out once (`_
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from functools import reduce
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial, reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.cuda.call_list import Place
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
@@ -101,22 +104,69 @@ def backward(
     inputs = tuple(map(loadable, (q, k, v, in_dtype(dout, q.dtype))))
     lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
     tensors = *inputs, lse, delta, *grads
+    found = _known(tensors, (accumulate, adds_keys), parts is not None, bands, options, stream)
+    found.run(inputs, lse, delta, grads, parts)
+    is_given = all(a is b for a, b in zip(given, tensors, strict=False))
+    if memo is not None and is_given and not any(t.data_ptr() % 16 for t in grads):
+        memo[_layout(stream, q, k, v, dout, lse, grads)] = found
+
+
+def _known(
+    tensors: Sequence[Like],
+    adds: tuple[bool, bool],
+    is_part: bool,
+    bands: np.ndarray,
+    options: AttnOptions,
+    stream: int,
+    out: Like | None = None,
+) -> _Pass:
+    """The pass over tensors of a layout, made unless it is kept; of an ``out`` it computes delta itself."""
     key = (
-        hopper_plan.content_digest(bands), q.device, stream, options, accumulate, adds_keys, parts is None,
-        *((t.dtype, t.shape, t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in grads),
+        hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
+        None if out is None else out.stride(),
+        *((t.dtype, tuple(t.shape), t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in tensors[-3:]),
     )  # fmt: skip
     found = _passes.get(key)
     if found is None:
-        found = _Pass(inputs, lse, delta, bands, options, grads, (accumulate, adds_keys), stream)
+        layouts = tuple(map(Layout.of, tensors))
+        found = _Pass(layouts, adds, bands, options, stream, out)
+        found.make = partial(_make_pass, layouts, adds, is_part, options, stream)
         _passes.put(key, found, found.num_bytes)
-    found.run(inputs, lse, delta, grads, parts)
-    if memo is not None and all(a is b for a, b in zip(given, tensors, strict=False)) and not any(key[-3:]):
-        memo[_layout(stream, q, k, v, dout, lse, grads)] = found
+    return found
+
+
+def _make_pass(
+    tensors: Sequence[Layout], adds: tuple[bool, bool], is_part: bool, options: AttnOptions, stream: int,
+    bands: np.ndarray, num_keys: int,
+) -> _Pass:  # fmt: skip
+    """A `_Pass.make`."""
+    q, k, v, dout, lse, delta, dq, dk, dv = tensors
+    k, v, dk, dv = (t.with_rows(num_keys) for t in (k, v, dk, dv))
+    return _known((q, k, v, dout, lse, delta, dq, dk, dv), adds, is_part, bands, options, stream)
 
 
 def _layout(stream: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, grads: Grads) -> tuple:
     """What may change from call to call: hooks of saved tensors may give them back with other strides."""
     return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, *grads)]
+
+
+def backward_steps(
+    inputs: hopper_parts.Inputs,
+    out: Like,
+    lse: Like,
+    bands: np.ndarray,
+    options: AttnOptions,
+    *,
+    grads: tuple[Like, Like, Like],
+    scratch: Place,
+    delta: bool,
+    sends: bool,
+    stream: int,
+) -> tuple[_Pass, hopper_parts.Steps]:
+    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
+    tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
+    known = _known(tensors, (False, False), False, bands, options, stream, out)
+    return known, known.steps(inputs, scratch, delta, sends)
 
 
 class Parts:
@@ -145,6 +195,10 @@ class _Target(NamedTuple):
     dtype: torch.dtype = torch.float32
     is_zeroed: bool = False
 
+    def layout(self, grad: Layout) -> Layout:
+        """Of `buffer`."""
+        return grad.new_empty((*grad.shape[:2], self.columns), self.dtype) if self.columns else grad
+
     def buffer(self, grad: Tensor) -> Tensor:
         """What the kernels write to."""
         if self.columns:
@@ -157,10 +211,16 @@ class _Pass:
 
     Attributes:
         num_bytes: of device memory that is kept: the tile plans.
+        make: makes one for another mask, over so many keys.
+        num_scratch: bytes of memory that `steps` take, aligned to 128.
+        lists: calls that it is part of, by who makes them; they go with either.
     """
 
-    def __init__(self, inputs, lse: Tensor, delta: Tensor, bands, options, grads: Grads, adds, stream: int) -> None:
-        q, k, v, _ = inputs
+    make: Callable[[np.ndarray, int], _Pass]
+
+    def __init__(self, tensors: Sequence[Layout], adds, bands, options, stream: int, out: Like | None = None) -> None:
+        q, k, v, dout, lse, delta, *grads = tensors
+        inputs = q, k, v, dout
         problem, dtype, scale = problem_of(q, k, v), q.dtype, options.softmax_scale
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
         whole, adds_dq, shape, packed = choice
@@ -176,12 +236,13 @@ class _Pass:
         store, of_dk, of_dv = _key_targets(grads[1:], dims, dtype, adds[1], splits)
         self._targets, self._adds = (of_dq, of_dk, of_dv), (adds[0], adds[1], adds[1])
         self._is_direct = not any(target.columns or target.is_zeroed for target in self._targets)
-        dq, dk, dv = (target.buffer(grad) for target, grad in zip(self._targets, grads, strict=True))
+        dq, dk, dv = (target.layout(grad) for target, grad in zip(self._targets, grads, strict=True))
         rows = padded(q.shape[0], shape[1])
         self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
         self._lock = stream_lock(q.device, stream)
         is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
         self.num_bytes = plan.num_bytes
+        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole, num_stats = False, whole, rows * packed
         # Statistics of rows, and sums: one block of memory, in this order.
@@ -190,16 +251,12 @@ class _Pass:
         self._num_key_sums = self._num_zeroed = numbers = 0
         if whole:
             room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
-            split = most_split(choice, problem, room)
-            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, split)
+            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most_split(choice, problem, room))
             numbers = plan.fields(schedule=schedule).get("numbers", 0)
-            tile_sums = 2 * shape[0] * k.shape[1] * dims[0]
-            self._num_key_sums = schedule.num_split * tile_sums
-            self._num_zeroed = tile_sums if plan.is_static else self._num_key_sums
-            self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
             self._keys, self._keys_numbers = keys_launch(
                 inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
             )
+            self._split(schedule.num_split, plan, 2 * shape[0] * k.shape[1] * dims[0], room)
             if schedule.num_split:
                 self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store, numbers=numbers)
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
@@ -207,18 +264,37 @@ class _Pass:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(
                 inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
             )
-        self._stats = stats_launch(lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E, numbers=numbers)
+        self._stats = stats_launch(
+            lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E,
+            of_delta=None if out is None else (dout, out), numbers=numbers,
+        )  # fmt: skip
         if adds_dq:
-            self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
+            self._of_dq = dq, num_stats // UNIT, dtype, scale, dq_store
+            self._finish_dq = finish_dq_launch(*self._of_dq)
         else:
-            tiling = Tiling(False, q.shape[0], *query_tiles(problem, packed))
-            rows_plan = hopper_plan.device_plan(bands, tiling, q.device)
-            self._queries, self._queries_numbers = hopper_parts.queries_launch(
-                inputs, dims, num_stats, options, rows_plan, seen, dq_store, dq, stream
+            self._queries, self._queries_numbers = self._queries_of(
+                inputs, dims, num_stats, options, bands, query_tiles(problem, packed), seen, dq_store, dq
             )
-            self.num_bytes += rows_plan.num_bytes
         own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
         self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
+        self.num_scratch = 4 * self._num_floats
+
+    def _split(self, num_split: int, plan: DevicePlan, tile_sums: int, room: int | None) -> None:
+        """Notes where sums of so many tiles lie, of ``tile_sums`` floats each; ``room``: bytes in dq."""
+        self._num_key_sums = num_split * tile_sums
+        self._num_zeroed = tile_sums if plan.is_static else self._num_key_sums
+        self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
+
+    def _queries_of(
+        self, inputs: hopper_parts.Inputs, dims, num_stats: int, options, bands, tiles, seen, store: int, dq
+    ) -> tuple[Launch, Numbers]:
+        """The kernel for dq."""
+        q = inputs[0]
+        plan = hopper_plan.device_plan(bands, Tiling(False, q.shape[0], *tiles), q.device)
+        self.num_bytes += plan.num_bytes
+        return hopper_parts.queries_launch(
+            inputs, dims, num_stats, options, plan, seen, store, dq, self._stream
+        )  # fmt: skip
 
     def run(
         self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None
@@ -276,6 +352,48 @@ class _Pass:
                 if target.columns and (is_last or grad is not grads[0]):
                     made = buffer[..., : grad.shape[2]]
                     grad.copy_(grad + made if adds else made)
+
+    def steps(self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool) -> hopper_parts.Steps:
+        """The kernels, for tensors of the layout, of a pass that computes delta."""
+        assert self._is_direct and self._whole
+        (slot, begin), overlaps = scratch, self._overlaps
+        of: dict[str, Place] = {name: (name, 0) for name in ("dout", "out", "lse", "delta", "dq", "dk", "dv")}
+        stats, minus_delta = (slot, begin), (slot, begin + 4 * self._num_stats)
+        sums = slot, begin + 8 * self._num_stats
+        key_sums = of["dq"] if self._key_sums_in_dq else (slot, sums[1] + 4 * self._num_sums)
+        maps = (("q", 0), ("k", 0), ("v", 0), of["dout"])
+        of_rows, of_keys = {"lse": stats, "delta": minus_delta}, {"dk": of["dk"], "dv": of["dv"]}
+        before = self._stats.step(
+            {
+                **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
+                "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
+            },
+            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4},
+            overlaps=overlaps,
+        )  # fmt: skip
+        keys = [
+            self._keys.step(
+                {**of_rows, **of_keys, "dq": sums, "key_sums": key_sums}, maps,
+                numbers=self._keys_numbers, mapped=inputs, overlaps=overlaps,
+            )
+        ]  # fmt: skip
+        if self._finish_keys is not None:
+            keys.append(
+                self._finish_keys.step(
+                    {"sums": key_sums, **of_keys}, values={"tiles": self._tiles},
+                    num_blocks=self._finish_keys_blocks, overlaps=overlaps,
+                )
+            )  # fmt: skip
+        if self._finish_dq is not None:
+            finish_dq = finish_dq_launch(*self._of_dq, beside=True) if sends else self._finish_dq
+            rest = finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=overlaps)
+        else:
+            assert self._queries is not None
+            rest = self._queries.step(
+                {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
+                numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
+            )  # fmt: skip
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""

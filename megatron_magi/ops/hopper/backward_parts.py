@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper.params import BackwardPartParams, CapturedBackwardPartParams, GatedBackwardPartParams
@@ -22,6 +24,23 @@ from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v, dout, as TMA can read them."""
+
+
+class Steps(NamedTuple):
+    """Kernels of a backward pass.
+
+    Attributes:
+        before: those before the keys arrive.
+        keys: the one that waits for keys, and what finishes their gradients.
+        rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
+            runs beside it; or behind, where ``rest_waits`` for keys, as `Gate` of arrivals.cuh wants it, or for what
+            is before it.
+    """
+
+    before: tuple[Step, ...]
+    keys: tuple[Step, ...]
+    rest: tuple[Step, ...]
+    rest_waits: bool
 
 
 def keys_launch(

@@ -18,6 +18,7 @@ from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
+from megatron_magi.ops.frozen import FrozenMemo
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import tiles as hopper_tiles
@@ -44,6 +45,7 @@ from megatron_magi.ops.hopper.support import (
 from megatron_magi.ops.options import AttnOptions
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
+_seen: FrozenMemo[tuple[int, int, int, int, int]] = FrozenMemo()
 
 
 def first_arriving(num_keys: int) -> int:
@@ -52,11 +54,18 @@ def first_arriving(num_keys: int) -> int:
 
 
 def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, int, int]:
-    """Rows of q, k, v and of the keys and values that arrive up to the last that is seen, at least one of each."""
-    arrives = bands[:, bd.K0] >= first
-    row, own = seen_rows(bands[~arrives])
-    last_row, later = seen_rows(bd.shift_keys(bands[arrives], -first))
-    return max(row, last_row), own, own, later, later
+    """Rows of q, k, v and of the keys and values that arrive up to the last that is seen, at least one of each.
+
+    ``first``: the same whenever this is asked of a table.
+    """
+    seen = _seen.get(bands)
+    if seen is None:
+        arrives = bands[:, bd.K0] >= first
+        row, own = seen_rows(bands[~arrives])
+        last_row, later = seen_rows(bd.shift_keys(bands[arrives], -first))
+        seen = max(row, last_row), own, own, later, later
+        _seen.put(bands, seen)
+    return seen
 
 
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:

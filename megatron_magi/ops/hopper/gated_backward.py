@@ -6,14 +6,14 @@ For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
 
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.call_list import Place
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward_parts as hopper_parts
@@ -45,7 +45,7 @@ def backward_steps(
     delta: bool,
     sends: bool,
     stream: int,
-) -> tuple[Pass, Steps]:
+) -> tuple[Pass, hopper_parts.Steps]:
     """The kernels that write all gradients.
 
     They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, and ``delta`` where
@@ -75,22 +75,6 @@ def backward_steps(
         known = Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
         _passes.put(key, known, known.num_bytes)
     return known, known.steps(inputs, arriving, places, scratch, delta, sends)
-
-
-class Steps(NamedTuple):
-    """Kernels of a backward pass.
-
-    Attributes:
-        before: those before the keys arrive.
-        keys: the one that waits for keys, and what finishes their gradients.
-        rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs beside it; or behind, where ``rest_waits`` for keys, as `Gate` of arrivals.cuh wants it.
-    """
-
-    before: tuple[Step, ...]
-    keys: tuple[Step, ...]
-    rest: tuple[Step, ...]
-    rest_waits: bool
 
 
 class Pass:
@@ -155,7 +139,7 @@ class Pass:
 
     def steps(
         self, inputs, arriving: Arriving, places: tuple[Place, Place], scratch: Place, delta: bool, sends: bool
-    ) -> Steps:
+    ) -> hopper_parts.Steps:
         """The kernels, for tensors of the layout."""
         q, k, v, dout = inputs
         mapped, gate = (q, k, v, *arriving.tensors, dout), arriving.gate(self._first)
@@ -195,4 +179,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping, Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import Parts, backward
+from megatron_magi.ops.hopper.backward import Parts, backward, backward_steps
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.params import CapturedForwardParams, ForwardParams
@@ -46,7 +50,18 @@ from megatron_magi.ops.hopper.support import (
 )
 from megatron_magi.ops.options import AttnOptions
 
-__all__ = ["Parts", "backward", "forward", "is_supported", "row_delta", "say_why_not", "sm_count", "takes"]
+__all__ = [
+    "Parts",
+    "backward",
+    "backward_steps",
+    "forward",
+    "forward_step",
+    "is_supported",
+    "row_delta",
+    "say_why_not",
+    "sm_count",
+    "takes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +117,7 @@ def forward(
         bands = _NOTHING_SEEN
     target = _target(out, q.dtype, problem_of(q, k, v).dims[1], accumulate)
     target_lse = in_dtype(lse, torch.float32)
-    key = _key(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
-    known = _passes.get(key)
-    if known is None:
-        known = _Pass(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
-        _passes.put(key, known, known.plan.num_bytes)
+    known = _known(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
     fired = known.run(q, k, v, target, target_lse, sink_lse, max_logits)
     assert fired
     if target is not out:
@@ -114,6 +125,40 @@ def forward(
     if target_lse is not lse:
         lse.copy_(target_lse)
     return max_logits
+
+
+def _known(q, k, v, bands: np.ndarray, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream) -> _Pass:
+    """The pass over tensors of a layout, made unless it is kept."""
+    key = _key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
+    known = _passes.get(key)
+    if known is None:
+        tensors = *map(Layout.of, (q, k, v, out, lse)), None if sink_lse is None else Layout.of(sink_lse)
+        known = _Pass(*tensors, bands, options, accumulate, stream)
+        _passes.put(key, known, known.plan.num_bytes)
+    return known
+
+
+def forward_step(
+    q: Like,
+    k: Like,
+    v: Like,
+    bands: np.ndarray,
+    options: AttnOptions,
+    *,
+    out: Like,
+    lse: Like,
+    sink_lse: Like | None,
+    max_logits: bool,
+    stream: int,
+) -> tuple[_Pass, Step]:
+    """`forward` as a step of a list of calls, for head dims that kernels have; arguments as of `gated.forward_step`.
+
+    Raises:
+        ValueError: as `forward`.
+    """
+    check_support(q, (q.shape[2], v.shape[2]))
+    known = _known(q, k, v, bands, options, out, lse, False, sink_lse, stream)
+    return known, known.step((q, k, v), sink_lse is not None, max_logits)
 
 
 def _target(out: Tensor, dtype: torch.dtype, columns: int, accumulate: bool) -> Tensor:
@@ -146,9 +191,12 @@ class _Pass:
 
     Attributes:
         plan: the tiles of the mask.
+        make: makes one for another mask, over so many keys.
+        lists: calls that it is part of, by who makes them; they go with either.
     """
 
-    def __init__(self, q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream: int) -> None:
+    def __init__(self, q, k, v, out, lse, sink_lse, bands, options: AttnOptions, accumulate: bool, stream: int) -> None:
+        self.make = partial(_make_pass, (q, k, v, out, lse, sink_lse), options, accumulate, stream)
         num_rows, num_heads, _ = q.shape
         problem = problem_of(q, k, v)
         tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem)
@@ -160,6 +208,7 @@ class _Pass:
         work = row_work(plan, num_heads, tile[1], k, v)
         grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
         self._stream = stream
+        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         rows, keys = seen_rows(bands)
         self._numbers = Numbers(
             plan, grid, (rows, keys, keys),
@@ -207,6 +256,23 @@ class _Pass:
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
             launch.fire(self._stream)
         return True
+
+    def step(self, qkv: tuple[Like, Like, Like], has_sink: bool, max_logits: bool) -> Step:
+        """The kernel, for tensors of the layout."""
+        fields = {"out": ("out", 0), "lse": ("lse", 0)}
+        if has_sink:
+            fields["sink_lse"] = ("sink", 0)
+        if max_logits:
+            fields["max_logits"] = ("max_logits", 0)
+        maps = (("q", 0), ("k", 0), ("v", 0), ("out", 0))
+        return self._launch.step(fields, maps, numbers=self._numbers, mapped=qkv)
+
+
+def _make_pass(tensors: tuple, options: AttnOptions, accumulate: bool, stream: int, bands: np.ndarray, num_keys: int):
+    """A `_Pass.make`."""
+    q, k, v, out, lse, sink_lse = tensors
+    k, v = k.with_rows(num_keys), v.with_rows(num_keys)
+    return _known(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
 
 
 def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:

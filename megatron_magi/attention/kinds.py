@@ -1,0 +1,129 @@
+"""What calls of attention have in common that differ in nothing but addresses, and with calls of other masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_magi.attention.calls import AttentionCall
+from megatron_magi.attention.one_launch import OneLaunch
+from megatron_magi.comm.group_collective import Args
+from megatron_magi.config import MagiConfig
+from megatron_magi.cuda.layout import Layout
+from megatron_magi.ops.options import AttnOptions
+from megatron_magi.plan import Schedule
+
+
+class Kind(NamedTuple):
+    """What calls of one kind share, whatever their mask.
+
+    Attributes:
+        layouts: of q, k and v.
+        made: of earlier masks, by stage ("walk": all in one launch), pass and layout: what makes the kernels of another
+            mask. Calls of later masks add to it.
+    """
+
+    layouts: tuple[Layout, Layout, Layout]
+    group_ref: Callable[[], dist.ProcessGroup | None]
+    config: MagiConfig
+    module: ModuleType
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+    sink_layout: str
+    return_max_logits: bool
+    record: AttentionCall
+    made: dict[tuple, Callable]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What calls fix that differ in nothing but addresses and content of their tensors.
+
+    It is kept with the plan, to which it does not refer: a cycle would keep device memory until the garbage collector
+    runs. Nor does it keep the group, which may end before the plan.
+
+    Attributes:
+        kind: what calls of other masks share with it.
+        record, backward_record: what other ranks must mean too.
+        hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
+        delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
+        tail: rows behind those that are fetched, to be cleared; None where their number is known.
+        comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
+        one_launch: the forward over all stages at once, where that pays and the implementation has it.
+        sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
+    """
+
+    kind: Kind
+    schedule: Schedule
+    bands: tuple[np.ndarray, ...]
+    casts: tuple[Args, ...]
+    plan_hash: int
+    cp_size: int
+    group_ref: Callable[[], dist.ProcessGroup | None]
+    config: MagiConfig
+    module: ModuleType  # the implementation
+    forward_options: AttnOptions
+    backward_options: AttnOptions
+    sink_layout: str
+    return_max_logits: bool
+    record: AttentionCall
+    backward_record: AttentionCall
+    hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
+    one_launch: OneLaunch | None
+    sums_meet: bool
+    delta_memo: dict | None
+    tail: torch.Tensor | None
+    comm_impl: str
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; None for one.
+
+        Raises:
+            RuntimeError: the group has ended: None would stand for another one.
+        """
+        group = self.group_ref()
+        if group is None and self.cp_size > 1:
+            raise RuntimeError("group: does not exist any more")
+        return group
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether several stages' partial results meet, and are kept wide until the end."""
+        return bool(self.casts)
+
+    def _memos(self) -> Iterator[tuple[int, int, MutableMapping, np.ndarray, int]]:
+        """Where passes are remembered: stage and pass as in `Kind.made`, what they are over, and how many keys."""
+        own, of_keys = self.kind.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
+        for stage, (bands, count) in enumerate(zip(self.bands, (own, *of_keys), strict=True)):
+            for which in (0, 1):
+                if "memo" in self.hints[stage][which]:
+                    yield stage, which, self.hints[stage][which]["memo"], bands, count
+
+    def note_made(self) -> None:
+        """Tells the kind what calls of this mask have found out."""
+        for stage, which, memo, *_ in self._memos():
+            for layout, known in memo.items():
+                self.kind.made[stage, which, layout] = known.make
+        if self.one_launch is not None:
+            for layout, walk in self.one_launch.walks.items():
+                self.kind.made["walk", 0, layout] = walk.make
+
+    def make_ready(self) -> None:
+        """Makes what calls of other masks have found out for this one."""
+        one_launch, made = self.one_launch, list(self.kind.made.items())
+        for stage, which, memo, bands, count in self._memos():
+            for (of, passes, layout), make in made:
+                if (of, passes) == (stage, which) and count:
+                    memo[layout] = make(bands, count)
+        for (of, _, layout), make in made:
+            if of == "walk" and one_launch is not None:
+                one_launch.make(layout, self.group, make)
