@@ -367,6 +367,17 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
         assert len(forms) > 1
 
 
+def test_keys_that_nobody_fetches_are_read_where_they_lie(monkeypatch):
+    plan = make_plan(MASKS["causal"], cp_size=1).for_rank(0)
+    q, k, v = tensors(plan.num_rows, SHAPE)
+    k, v = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (k, v))  # heads lie apart
+    with fake_driver(monkeypatch) as launched:
+        monkeypatch.setattr(one_launch, "with_rows", lambda _: pytest.fail("copied"))
+        out = distributed_attention(q, k, v, plan, None, config=MagiConfig(attend=AttendConfig(impl="ffa")))[0]
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        assert launched[0] == "forward"
+
+
 def refuse(monkeypatch) -> None:
     """Makes it an error to plan, hash or copy anything to the device."""
 
