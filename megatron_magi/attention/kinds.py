@@ -26,8 +26,8 @@ class Kind(NamedTuple):
 
     Attributes:
         layouts: of q, k and v.
-        made: of earlier masks, by stage ("walk": all in one launch), pass and layout: what makes the kernels of another
-            mask. Calls of later masks add to it.
+        made: of earlier masks, by form, stage ("walk": all in one launch), pass and layout: what makes the kernels of
+            another mask of that form (`Call.form`). Calls of later masks add to it.
     """
 
     layouts: tuple[Layout, Layout, Layout]
@@ -100,6 +100,13 @@ class Call:
         """Whether several stages' partial results meet, and are kept wide until the end."""
         return bool(self.casts)
 
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """What passes over tensors of equal layouts differ in from mask to mask: dtypes of partial results and margins
+        of SMs, where keys are fetched, and whether the passes of a backward are parts of one.
+        """
+        return self.accumulates, self.sums_meet
+
     def _memos(self) -> Iterator[tuple[int, int, MutableMapping, np.ndarray, int]]:
         """Where passes are remembered: stage and pass as in `Kind.made`, what they are over, and how many keys."""
         own, of_keys = self.kind.layouts[0].shape[0], [cast.num_recv for cast in self.casts]
@@ -112,18 +119,18 @@ class Call:
         """Tells the kind what calls of this mask have found out."""
         for stage, which, memo, *_ in self._memos():
             for layout, known in memo.items():
-                self.kind.made[stage, which, layout] = known.make
+                self.kind.made[self.form, stage, which, layout] = known.make
         if self.one_launch is not None:
             for layout, walk in self.one_launch.walks.items():
-                self.kind.made["walk", 0, layout] = walk.make
+                self.kind.made[(self.accumulates, False), "walk", 0, layout] = walk.make
 
     def make_ready(self) -> None:
         """Makes what calls of other masks have found out for this one."""
         one_launch, made = self.one_launch, list(self.kind.made.items())
         for stage, which, memo, bands, count in self._memos():
-            for (of, passes, layout), make in made:
-                if (of, passes) == (stage, which) and count:
+            for (form, of, passes, layout), make in made:
+                if (form, of, passes) == (self.form, stage, which) and count:
                     memo[layout] = make(bands, count)
-        for (of, _, layout), make in made:
-            if of == "walk" and one_launch is not None:
+        for (form, of, _, layout), make in made:
+            if (form, of) == ((self.accumulates, False), "walk") and one_launch is not None:
                 one_launch.make(layout, self.group, make)

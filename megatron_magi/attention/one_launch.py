@@ -144,7 +144,7 @@ class OneLaunch:
         if self.cast is not None and not forward_pays(self.cast, k, v):
             return None
         q, k, v = loadable(q), loadable(k), loadable(v)
-        rows_k, rows_v = with_rows(k), with_rows(v)
+        rows_k, rows_v = self._rows(k), self._rows(v)
         device, stream = q.device, current_stream(q.device)
         num_rows, num_heads, _ = q.shape
         out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=device)
@@ -200,7 +200,7 @@ class OneLaunch:
             wants_delta: ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``, is returned too.
         """
         q, k, v = map(loadable, qkv)
-        rows_k, rows_v = with_rows(k), with_rows(v)
+        rows_k, rows_v = self._rows(k), self._rows(v)
         dout, out = loadable(in_dtype(dout, q.dtype)), loadable(out)
         device, stream = q.device, current_stream(q.device)
         new = functools.partial(torch.empty, device=device)
@@ -230,6 +230,10 @@ class OneLaunch:
             later = [_view(scratch, at, shape, partial) for at, shape in zip(walk.later, shapes, strict=True)]
             group_reduce(later, self.cast, group, into=[dk, dv], impl=self.impl, at_once=True, kept=True).wait()
         return dq, dk, dv, delta
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """What is published; where nothing is it need not lie in rows."""
+        return x if self.cast is None else with_rows(x)
 
     def _known(
         self, key: tuple, group: dist.ProcessGroup | None, make: Callable, tensors: Sequence[Any], *options: Any

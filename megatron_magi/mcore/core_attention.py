@@ -144,8 +144,7 @@ class MagiCoreAttention(MegatronModule):
         params = carrier_of(packed_seq_params, type(self).__name__)
         layout = params.layout
         q, k, v = (x if x.dim() == 3 else layout.to_rows(x) for x in (query, key, value))
-        # Kept for the backward, a view would keep the whole output of the layer's first product with it.
-        k, v = k.contiguous(), v.contiguous()
+        k, v = (_apart(x, q) for x in (k, v))
         out, meta = distributed_attention(
             q,
             k,
@@ -201,6 +200,13 @@ class MagiTECoreAttention(MagiCoreAttention):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         state_dict.pop(prefix + _EXTRA_STATE, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _apart(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values as the backward is to keep them: a view would keep the whole output of the layer's first product
+    with it. Where ``q`` is a view of that too it is kept anyway, and a copy would come on top.
+    """
+    return x if x.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() else x.contiguous()
 
 
 def _device() -> torch.device:

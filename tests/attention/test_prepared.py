@@ -306,7 +306,7 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
         last, expected = None, None
         for n in range(6):
             # The first two have keys that arrive, and have none; what both kinds launch is known then.
-            mask = MASKS["documents"] if n % 2 == 0 else builders.varlen(doc_lengths=[100 + n, 924 - n, 1024])
+            mask = builders.full(2048) if n % 2 == 0 else builders.varlen(doc_lengths=[100 + n, 924 - n, 1024])
             plan = make_plan(mask, config, cp_size).for_rank(0)
             batch = prepare_batch({0: plan}, SHAPE, config)
             batch.to(CPU, like=last)
@@ -324,6 +324,58 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
                 step(plan)
                 assert launched == first and (n < 2 or n % 2 or launched == expected)
             expected, last = expected or first, batch.plans
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((128, 128), {"overlap": OverlapConfig(degree=2)}),
+        ((128, 128), {"comm": CommConfig("native", verify=False, backward_high_precision_reduce=True)}),
+        ((256, 256), {}),
+    ],
+)
+def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
+    monkeypatch, one_rank_alone, dims, options
+):
+    """Masks that fetch keys, that fetch none, and of which this rank alone fetches none write other dtypes."""
+    config = MagiConfig(**{"comm": CommConfig("all_to_all", verify=False), **options})
+    config = replace(config, attend=replace(config.attend, impl="ffa"))
+    shape = AttnShape(4, 2, *dims, torch.bfloat16, num_sms=132)
+    masks = [builders.full(2048), builders.varlen(doc_lengths=[1024, 1024]), builders.causal(2048)]
+
+    def run(plan) -> tuple[list, dict]:
+        q, k, v = tensors(plan.num_rows, shape)
+        for _ in range(2):
+            out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        (call,) = plan.runtime["calls"].values()
+        # Passes that are alike are one object, which is kept.
+        passes = [sorted(map(id, memo["memo"].values())) for both in call.hints for memo in both]
+        walks = {} if call.one_launch is None else dict(call.one_launch.walks)
+        # Dtypes of what they take, those of the gradients among them.
+        return passes, {key: [t and t.dtype for t in walk.make.args[1]] for key, walk in walks.items()}
+
+    with fake_driver(monkeypatch):
+        forms, last = set(), None
+        for mask in (*masks, *masks[::-1], *masks):
+            plans = [make_plan(mask, config, 2).for_rank(0) for _ in range(2)]
+            batch = prepare_batch({0: plans[0]}, shape, config)
+            batch.to(CPU, like=last)
+            assert run(batch.plans[0]) == run(plans[1])
+            forms.add(next(iter(plans[0].runtime["calls"].values())).form)
+            last = batch.plans
+        assert len(forms) > 1
+
+
+def test_keys_that_nobody_fetches_are_read_where_they_lie(monkeypatch):
+    plan = make_plan(MASKS["causal"], cp_size=1).for_rank(0)
+    q, k, v = tensors(plan.num_rows, SHAPE)
+    k, v = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (k, v))  # heads lie apart
+    with fake_driver(monkeypatch) as launched:
+        monkeypatch.setattr(one_launch, "with_rows", lambda _: pytest.fail("copied"))
+        out = distributed_attention(q, k, v, plan, None, config=MagiConfig(attend=AttendConfig(impl="ffa")))[0]
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        assert launched[0] == "forward"
 
 
 def refuse(monkeypatch) -> None:

@@ -133,6 +133,18 @@ def test_backward_does_not_keep_the_tensor_that_q_k_and_v_are_cut_from() -> None
     assert mixed.grad.abs().sum() > 0
 
 
+def test_backward_keeps_no_copies_beside_a_tensor_that_q_keeps() -> None:
+    mixed = torch.randn(SEQLEN, 1, NUM_HEADS, 3 * HEAD_DIM, requires_grad=True)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x
+    ):
+        out = _module()(*mixed.split(HEAD_DIM, dim=3), None, packed_seq_params=_params(1))
+    begin = mixed.untyped_storage().data_ptr()
+    assert begin in kept
+    assert sum(x.nbytes for at, x in kept.items() if at != begin) < 2 * out.nbytes, "out and lse"
+
+
 def test_largest_logit_is_kept_over_microbatches_until_cleared() -> None:
     module = _module(qk_clip=True)
     largest = []
