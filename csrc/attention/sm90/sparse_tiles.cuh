@@ -222,6 +222,7 @@ DEVICE u32 gather_place(int warp, int lane) {
 
 // Lets the lanes of a unit read each other's numbers, -1 for none.
 DEVICE void share_numbers(int (&numbers)[kStep], int warp, int lane, int index) {
+  __syncwarp();  // all have read what was there: of lanes apart the assembler moves the store before a vote
   if (lane % kChunks < kUnitKeys) numbers[gathered_entry(warp, lane)] = index;
   __syncwarp();
 }
