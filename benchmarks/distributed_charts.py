@@ -61,7 +61,7 @@ def draw(
 
     panels = list(dict.fromkeys((int(r["ranks"]), int(r["tokens_a_gpu"])) for r in rows))
     masks = list(dict.fromkeys(r["mask"] for r in rows))
-    ways = [way for way in TITLES if any(r["way"] == way for r in rows)]
+    ways = [way for way in TITLES if any(r["way"] == way and r["forward_tflops_a_gpu"] for r in rows)]
     figure, axes = plt.subplots(
         2 * len(panels), 1, figsize=(max(8.0, 1.7 * len(masks)), 2.4 * 2 * len(panels)), squeeze=False,
         layout="constrained",
