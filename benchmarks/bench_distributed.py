@@ -313,7 +313,7 @@ def main() -> None:
             write_rows(options.csv, notes, rows)
         if options.chart:
             source = ", ".join(notes.get(name, "") for name in ("device", "commit", "date"))
-            draw(options.chart, source, rows, {"8192": PUBLISHED})
+            draw(options.chart, source, rows, {(8, 8192): PUBLISHED})
 
 
 if __name__ == "__main__":

@@ -45,11 +45,14 @@ def write_rows(path: str | Path, notes: Mapping[str, str], rows: Sequence[Row]) 
         csv.writer(file, lineterminator="\n").writerows([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
-def draw(path: str | Path, source: str, rows: Sequence[Row], published: Mapping[str, Mapping[str, tuple]]) -> None:
+def draw(
+    path: str | Path, source: str, rows: Sequence[Row], published: Mapping[tuple[int, int], Mapping[str, tuple]]
+) -> None:
     """A panel for each number of GPUs and tokens, and pass; a group of bars for each mask.
 
     Args:
-        published: for some tokens a GPU, by mask: rates of passes that others have published, shown as marks.
+        published: for some numbers of GPUs and of tokens a GPU, by mask: rates of passes that others have published,
+            shown as marks.
     """
     import matplotlib
 
@@ -58,7 +61,7 @@ def draw(path: str | Path, source: str, rows: Sequence[Row], published: Mapping[
 
     panels = list(dict.fromkeys((int(r["ranks"]), int(r["tokens_a_gpu"])) for r in rows))
     masks = list(dict.fromkeys(r["mask"] for r in rows))
-    ways = [way for way in TITLES if any(r["way"] == way for r in rows)]
+    ways = [way for way in TITLES if any(r["way"] == way and r["forward_tflops_a_gpu"] for r in rows)]
     figure, axes = plt.subplots(
         2 * len(panels), 1, figsize=(max(8.0, 1.7 * len(masks)), 2.4 * 2 * len(panels)), squeeze=False,
         layout="constrained",
@@ -72,7 +75,7 @@ def draw(path: str | Path, source: str, rows: Sequence[Row], published: Mapping[
             bars = axis.bar(at, values, width, color=COLORS[way])
             labels = [f"{v:.0f}" if v else "" for v in values]
             axis.bar_label(bars, labels, fontsize=5.5, rotation=90, padding=1.5)
-        for mask, rates in published.get(str(tokens), {}).items():
+        for mask, rates in published.get((ranks, tokens), {}).items():
             if mask in masks:
                 at = masks.index(mask)
                 axis.plot([at - 0.45, at + 0.45], [rates[PASSES.index(which)]] * 2, color="black", ls="--", lw=1)
@@ -82,7 +85,7 @@ def draw(path: str | Path, source: str, rows: Sequence[Row], published: Mapping[
         axis.margins(y=0.16)
         axis.grid(axis="y", lw=0.3)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[way], label=TITLES[way]) for way in ways]
-    if any(set(by_mask) & set(masks) for by_mask in published.values()):
+    if any(set(published.get(panel, {})) & set(masks) for panel in panels):
         label = "MagiAttention, published: 8 H100, 8k"
         handles.append(plt.Line2D([], [], color="black", ls="--", lw=1, label=label))
     figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)

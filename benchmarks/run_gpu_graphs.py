@@ -125,6 +125,7 @@ def main() -> None:
             losses.append([*(of_iterations[i] for i in sorted(of_iterations)), *map(float, evals)])
             difference = max(abs(a / b - 1) for a, b in zip(losses[-1], losses[0], strict=True))
             captured, again, eager = (outputs[0].count(text) for text in COUNTED)
+            eager = eager if name == "graph" else options.iters
             rows.append([
                 name, len(outputs), options.layers, options.tokens * options.cp_size // len(outputs), MICROBATCHES,
                 options.iters, f"{losses[-1][0]:.6f}", f"{losses[-1][options.iters - 1]:.6f}",

@@ -305,7 +305,8 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
     )
     axes[0].set_yticks([0.25, 0.5, 0.8, 1, 1.25, 2], ["0.25", "0.5", "0.8", "1", "1.25", "2"])
     axes[0].minorticks_off()
-    axes[0].legend(fontsize=6.5)
+    names = axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower left", ncols=8, fontsize=6.5, frameon=False)
     for axis, size in zip(axes[1:], sizes, strict=True):
         for color, name in enumerate(dict.fromkeys(line[0] for line in rows)):
             here = [line for line in rows if line[0] == name and line[1] == size]

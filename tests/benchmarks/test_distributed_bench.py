@@ -117,11 +117,11 @@ def test_communication_is_told_by_names(name, moves):
 
 def test_chart_shows_what_was_measured_and_leaves_out_what_was_not(tmp_path):
     measured = ["1.0", "600", "2.5", "500", "0.1", "0.9", ""]
-    rows = [["full", 8192, 4, "magi", *measured], ["full", 8192, 4, "ring", *measured],
+    rows = [["full", 8192, 8, "magi", *measured], ["full", 8192, 4, "ring", *measured],
             ["window", 8192, 4, "magi", *measured], ["window", 8192, 4, "ring", *[""] * 6, "no such mask"]]  # fmt: skip
     write_csv(tmp_path / "a.csv", bench_distributed.HEADER, rows)
     _, found = read_rows([tmp_path / "a.csv"])
-    draw(tmp_path / "a.png", "", found, {"8192": bench_distributed.PUBLISHED})
+    draw(tmp_path / "a.png", "", found, {(8, 8192): bench_distributed.PUBLISHED})
     assert len(found) == 4 and (tmp_path / "a.png").stat().st_size > 10_000
 
 
