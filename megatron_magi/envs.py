@@ -459,6 +459,14 @@ def profile_mode(environ: Mapping[str, str] | None = None) -> bool:
     return bool(VARIABLES[_PROFILE].parse(text or "0"))
 
 
+def set_for_megatron() -> None:
+    """Sets what Megatron insists on with tensor or context parallelism, unless it is set.
+
+    CUDA reads it when a process first uses a GPU.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:
     """What the environment says of compiling; other variables are not looked at.
 

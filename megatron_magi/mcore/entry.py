@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_magi import envs
 from megatron_magi.mcore.config_file import expand_config
 from megatron_magi.mcore.installation import install
 
@@ -39,8 +39,7 @@ def main(
     Raises:
         ValueError: an argument, or the version of megatron-core, is not supported.
     """
-    # Megatron insists on it with tensor or context parallelism; CUDA reads it when a process first uses a GPU.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    envs.set_for_megatron()
     if argv is not None:
         # Megatron's trainer parses sys.argv again.
         sys.argv = [sys.argv[0], *argv]
