@@ -15,11 +15,11 @@ COLORS = {
     "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
 }  # fmt: skip
 TITLES = {
-    "alone": "kernels of here alone", "magi": "here", "magi_stages": "here, in stages",
-    "magi_one_launch": "here, one launch", "magi_zigzag": "here, zigzag dispatch",
-    "magi_zigzag_stages": "here, zigzag, in stages", "ring": "ring, zigzag",
+    "alone": "magi, keys all there", "magi": "magi", "magi_stages": "magi, in stages",
+    "magi_one_launch": "magi, one launch", "magi_zigzag": "magi, zigzag dispatch",
+    "magi_zigzag_stages": "magi, zigzag, in stages", "ring": "ring, zigzag",
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
-    "two_levels": "here, two levels", "two_levels_native": "here, two levels, native",
+    "two_levels": "magi, two levels", "two_levels_native": "magi, two levels, native",
 }  # fmt: skip
 PASSES = ("forward", "backward")
 

@@ -9,7 +9,7 @@ from attention_charts import Row, read_results
 
 PASSES = ("forward", "backward")
 PEER_STYLES = {
-    "ffa": ("here", "#c8372d"),
+    "ffa": ("FFA", "#c8372d"),
     "flex": ("FlexAttention", "#b8a13c"),
     "flashinfer": ("FlashInfer", "#3b6fb6"),
 }
@@ -26,9 +26,13 @@ PUBLISHED = {("blocks", "128"): (432, 598, 607, 624, 624), ("index", "1"): (482,
 
 
 def draw(paths: Sequence[str]) -> None:
-    """``sparse_lists.png`` and ``sparse_masks.png``, of those cases that the files have, beside the first file."""
+    """``sparse_lists.png`` and ``sparse_masks.png``, of those cases that the files have, beside the first file.
+
+    Of a case that is in several the last is drawn.
+    """
     read = [read_results(path) for path in paths]
-    rows = [row for _, table in read for row in table]
+    names = "case", "k_block", "queries", "keys", "provider"
+    rows = list({tuple(row[name] for name in names): row for _, table in read for row in table}.values())
     notes = read[0][0]
     source = " · ".join(notes[name] for name in ("device", "software", "commit", "date") if name in notes)
     folder = Path(paths[0]).parent
@@ -111,7 +115,7 @@ def _draw_masks(path: Path, rows: Sequence[Row], dense: dict[int, Row], source: 
     from matplotlib import pyplot as plt
 
     handles = [plt.Rectangle((0, 0), 1, 1, color=PEER_STYLES[p][1], label=PEER_STYLES[p][0]) for p in providers]
-    handles.append(plt.Line2D([], [], color="black", ls=":", lw=1, label="here, dense"))
+    handles.append(plt.Line2D([], [], color="black", ls=":", lw=1, label="FFA, dense"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     figure.supxlabel(f"TFLOP/s of visible pairs\n{source}", fontsize=8)
     figure.savefig(path, dpi=110)
