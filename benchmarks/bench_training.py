@@ -348,6 +348,8 @@ def bench(options: argparse.Namespace) -> list[Run]:
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
         if same:
             run.training, run.kernels = same[0].training, same[0].kernels
+            if _main_rank():
+                _report(run, runs, None, options)
             continue
         steps = options.steps
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * _world_size()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import bench_training as bench
 import pytest
 import run_gpu_te as te
@@ -119,6 +121,16 @@ def test_groups_serve_runs_of_the_same_parallelism_and_attention_alone() -> None
     first, same, *others = [training_session._parallelism(line.split()) for line in asked]
     assert first == same
     assert all(other not in (first, *others[:n]) for n, other in enumerate(others))
+
+
+def test_last_run_that_repeats_another_is_in_the_table(monkeypatch, tmp_path) -> None:
+    done = run("causal", "te_p2p", 20.0).training
+    monkeypatch.setattr(bench.TrainingSession, "run", lambda self, argv, around_step: done)
+    monkeypatch.setattr(bench, "_gather", lambda made: None)
+    asked = [("causal", "te_p2p", 4096), ("window_sink", "te_p2p", 4096)]
+    bench.bench(argparse.Namespace(runs=asked, providers=[], model="llama_1b", steps=4, profile=None, out=tmp_path))
+    rows = (tmp_path / "training.csv").read_text().splitlines()
+    assert "full attention, no sink" in rows[-1]
 
 
 def parity_run(name: str, dtype: str, ranks: int, loss: float, error: str = "") -> parity.Run:
