@@ -43,6 +43,15 @@ def test_magi_is_compared_with_the_best_of_tes_ways_for_the_same_mask_and_length
     assert table["causal", 4096, "te_a2a"][-1] == ""
 
 
+def test_captured_steps_are_compared_with_te_too_and_no_way_of_te() -> None:
+    runs = [run("causal", "te_p2p", 30.0), run("causal", "magi", 20.0), run("causal", "magi_graph", 15.0)]
+    table = {row[2]: row for row in bench.figures(runs)}
+    assert (table["magi"][-1], table["magi_graph"][-1]) == ("1.500", "2.000")
+    arguments = bench.run_args(runs[-1])
+    assert "full_iteration" in arguments
+    assert "--cp-comm-type" not in arguments
+
+
 def test_first_half_of_the_steps_is_not_timed() -> None:
     row = bench.figures([run("causal", "magi", 20.0)])[0]
     assert row[4:7] == ["20.0", "20.0", f"{1e3 * 4096 / 20:.0f}"]
@@ -128,7 +137,9 @@ def test_last_run_that_repeats_another_is_in_the_table(monkeypatch, tmp_path) ->
     monkeypatch.setattr(bench.TrainingSession, "run", lambda self, argv, around_step: done)
     monkeypatch.setattr(bench, "_gather", lambda made: None)
     asked = [("causal", "te_p2p", 4096), ("window_sink", "te_p2p", 4096)]
-    bench.bench(argparse.Namespace(runs=asked, providers=[], model="llama_1b", steps=4, profile=None, out=tmp_path))
+    bench.bench(
+        argparse.Namespace(runs=asked, providers=[], model="llama_1b", steps=4, further=[], profile=None, out=tmp_path)
+    )
     rows = (tmp_path / "training.csv").read_text().splitlines()
     assert "full attention, no sink" in rows[-1]
 
