@@ -440,7 +440,7 @@ def draw(table: Path, picture: Path) -> None:
         for bar, group in zip(bars, groups, strict=True):
             if group in found and found[group]["ran"] != group[0]:
                 axes.annotate("*", (bar.get_x() + width / 2, bar.get_height()), ha="center")
-    axes.set_xticks(range(len(groups)), [f"{mask}\n{int(n) // 1024}k a GPU" for mask, n in groups])
+    axes.set_xticks(range(len(groups)), [f"{mask.replace('_', ' with ')}\n{int(n) // 1024}k a GPU" for mask, n in groups])
     axes.set_ylabel("thousand tokens/s/GPU")
     axes.set_title("Llama with TE layers, bf16, context parallelism alone (* nearest mask that TE can do)")
     axes.legend()
