@@ -11,8 +11,8 @@ NUM_HEADS, HEAD_DIM = 32, 128
 
 HEAD = """# Masks
 
-Which builder to take, with a picture, the code and the cost of each. The code needs `from megatron_magi.mask import AttnMask,
-MaskType, builders`. (This page is made by `python docs/make_masks.py`.)
+Which builder to take, with a picture, the code and the cost of each. The code needs
+`from megatron_magi.mask import AttnMask, MaskType, builders`. (This page is made by `python docs/make_masks.py`.)
 
 | tokens are | builder | with `--magi-mask` ([how](megatron.md#other-masks)) |
 | --- | --- | --- |
