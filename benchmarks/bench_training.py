@@ -29,7 +29,6 @@ long the device has nothing to do; rank 0 keeps its trace.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -44,6 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 from provenance import write_csv
+from training_charts import draw
 from training_session import Training, TrainingSession
 
 NUM_LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 16, 2048, 8192, 16, 4, 128, 32000
@@ -417,35 +417,6 @@ def _report(run: Run, runs: Sequence[Run], profile: Profile | None, options: arg
             file.write(f"{run.mask} {run.tokens_per_gpu} {run.provider}\n")
             for kernel, ms in sorted(profile.kernels.items(), key=lambda item: -item[1])[:40]:
                 file.write(f"  {ms:9.2f} ms  {group_of(kernel)}  {kernel[:140]}\n")
-
-
-def draw(table: Path, picture: Path) -> None:
-    """A chart of a table that `bench` has written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with table.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    groups = list(dict.fromkeys((row["mask"], row["tokens_per_gpu"]) for row in rows))
-    figure, axes = pyplot.subplots(figsize=(10, 4.2))
-    providers = [name for name in PROVIDERS if any(row["provider"] == name for row in rows)]
-    width = 0.8 / len(providers)
-    for number, provider in enumerate(providers):
-        found = {(r["mask"], r["tokens_per_gpu"]): r for r in rows if r["provider"] == provider}
-        places = [i + (number - (len(providers) - 1) / 2) * width for i in range(len(groups))]
-        heights = [float(found[g]["tokens_per_s_per_gpu"] or 0) / 1e3 if g in found else 0 for g in groups]
-        bars = axes.bar(places, heights, width, label=provider.replace("_", " "))
-        for bar, group in zip(bars, groups, strict=True):
-            if group in found and found[group]["ran"] != group[0]:
-                axes.annotate("*", (bar.get_x() + width / 2, bar.get_height()), ha="center")
-    axes.set_xticks(range(len(groups)), [f"{mask.replace('_', ' with ')}\n{int(n) // 1024}k a GPU" for mask, n in groups])
-    axes.set_ylabel("thousand tokens/s/GPU")
-    axes.set_title("Llama with TE layers, bf16, context parallelism alone (* nearest mask that TE can do)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
 
 
 def main() -> None:
