@@ -92,7 +92,11 @@ def build_kernels(folder: Path | None, jobs: int | None) -> str:
 def _build(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
     if not args.optional:
-        print(build_kernels(args.into, args.jobs))
+        try:
+            print(build_kernels(args.into, args.jobs))
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return 1
         return 0
     try:
         wanted = envs.load_build().prebuild
@@ -129,6 +133,13 @@ def _calibrate() -> int:
     return 0
 
 
+def _count(text: str) -> int:
+    """An option that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The commands and their options."""
     parser = argparse.ArgumentParser(prog="python -m megatron_magi", description=__doc__)
@@ -137,7 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     env.add_argument("--markdown", action="store_true", help="the page of the documentation instead")
     build = commands.add_parser("build", help="compile the common kernels, so that first steps need not")
     build.add_argument("--into", type=Path, help="folder; that of the cache when not given")
-    build.add_argument("--jobs", type=int, help="kernels at a time; 90 %% of the cores when not given")
+    build.add_argument("--jobs", type=_count, help="kernels at a time; 90 %% of the cores when not given")
     build.add_argument("--optional", action="store_true", help="a step of an installation: failing is no error")
     commands.add_parser(
         "calibrate", help="measure the rates of this GPU, and under torchrun of what connects several, and keep them"

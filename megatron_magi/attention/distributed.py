@@ -80,6 +80,8 @@ def distributed_attention(
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = _DEFAULTS if config is None else config
+    if not isinstance(config, MagiConfig):
+        raise ValueError(f"config: expected a MagiConfig or None, got {type(config).__name__}")
     if not isinstance(rank_plan, RankPlan):
         found = type(rank_plan).__name__
         raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")

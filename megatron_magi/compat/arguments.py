@@ -10,17 +10,6 @@ from typing import Any
 import torch
 
 
-def flag(value: Any, name: str) -> bool:
-    """``value``, which must be True or False.
-
-    Raises:
-        ValueError: anything else; ``"no"`` and 2 would count as True.
-    """
-    if value is not True and value is not False:
-        raise ValueError(f"{name}: expected True or False, got {value!r}")
-    return value
-
-
 def number(value: Any, name: str, least: float, what: str = "") -> None:
     """Raises ValueError unless ``value`` is a finite number of at least ``least``."""
     if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < float("inf"):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_magi.checks import flag
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, make_options
@@ -125,9 +126,8 @@ def attend_pattern(
     """`block_sparse_attention` of checked tensors and a checked pattern."""
     if sink is not None:
         check_sink(sink, q)
-    for name, value in (("return_max_logits", return_max_logits), ("deterministic", deterministic)):
-        if value is not True and value is not False:
-            raise ValueError(f"{name}: expected True or False, got {value!r}")
+    flag(return_max_logits, "return_max_logits")
+    flag(deterministic, "deterministic")
     if not isinstance(impl, str) or impl not in ("auto", *IMPLS):
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
     if torch.compiler.is_compiling():

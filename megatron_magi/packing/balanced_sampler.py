@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_magi.mask.documents import IntArrayLike, int_array, int_at_least
+from megatron_magi.checks import IntArrayLike, int_array, int_at_least
 
 
 def causal_area(lengths: np.ndarray) -> np.ndarray:

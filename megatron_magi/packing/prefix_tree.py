@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_magi.checks import IntArrayLike, int_array
 from megatron_magi.mask import AttnMask
-from megatron_magi.mask.documents import IntArrayLike, int_array
 from megatron_magi.mask.prefix_tree import prefix_tree
 
 

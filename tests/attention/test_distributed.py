@@ -327,6 +327,13 @@ def test_a_plan_of_all_ranks_is_refused() -> None:
         distributed_attention(x, x, x, make_plan(cs.documents([8]), cp_size=1), None)
 
 
+@pytest.mark.parametrize("config", ["fast", 3, MagiConfig])
+def test_a_configuration_of_another_type_is_refused(config) -> None:
+    x, plan = torch.zeros(8, 2, 8), make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    with pytest.raises(ValueError, match=r"^config: expected a MagiConfig or None, got (str|int|type)"):
+        distributed_attention(x, x, x, plan, None, config=config)
+
+
 def test_a_plan_for_several_ranks_needs_a_group() -> None:
     plan = make_plan(cs.documents([8]), cp_size=2).for_rank(0)
     x = torch.zeros(4, 2, 8)

@@ -51,6 +51,8 @@ def test_bands_that_were_checked_are_checked_again_when_they_or_the_tensors_chan
         ({"k": torch.zeros(5, 2, 8).double()}, "^k: expected the dtype of q"),
         ({"q": torch.zeros(6, 4, 8, dtype=torch.int64)}, "^q: expected a floating-point dtype"),
         ({"q": torch.zeros(6, 0, 8)}, "^q, k, v: heads"),
+        ({"k": torch.zeros(5, 2, 8).to_sparse()}, "^k: expected a dense tensor, got one of layout torch.sparse_coo"),
+        ({"v": [[[0.0] * 3] * 2] * 5}, "^v: expected a tensor, got list"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(changes, message):
