@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.checks import IntArrayLike, flag, integer
+from megatron_magi.checks import IntArrayLike, flag, integer, renamed
 from megatron_magi.comm import dispatch as _dispatch
 from megatron_magi.comm import roll as _roll
 from megatron_magi.comm.groups import Group, group_of
@@ -288,7 +288,7 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
     flag(is_partial_grad, "is_partial_grad")
     runtime = _RUNTIMES.get(key).agreed()
     args = runtime.shard.undispatch_args(x.device)
-    with arguments.renamed("x_local", "x"):
+    with renamed("x_local", "x"):
         verify = key.config.comm.verify
         return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
 
@@ -317,7 +317,7 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
     shift = integer(shift, "shift") % max(key.mask.total_seqlen_q, 1)
     args = runtime.shard.roll_args(shift, x.device)
     comm = key.config.comm
-    with arguments.renamed("x_local", "x"):
+    with renamed("x_local", "x"):
         return _roll.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 
 
@@ -397,7 +397,7 @@ def make_static_key(key: DistAttnRuntimeKey, headroom: float = 2.0) -> StaticKey
         RuntimeError: the ranks' keys disagree.
     """
     arguments.instance(key, "key", DistAttnRuntimeKey)
-    with arguments.renamed("plans", "key"):
+    with renamed("plans", "key"):
         return StaticKey(key, _RUNTIMES, headroom)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,14 @@ def int_at_least(value: Any, name: str, least: int, most: int = MAX_TOKENS) -> i
     if number > most:
         raise ValueError(f"{name}: expected at most {most}, got {number}")
     return number
+
+
+@contextmanager
+def renamed(inside: str, outside: str) -> Iterator[None]:
+    """A ValueError of the block that begins with the argument ``inside`` begins with ``outside`` instead."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith(f"{inside}:"):
+            raise
+        raise ValueError(f"{outside}:{str(error).removeprefix(inside + ':')}") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -35,17 +33,6 @@ def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
     if x.dim() == 0:
         raise ValueError(f"{name}: expected a tensor {shape}, got one without dimensions")
     return x
-
-
-@contextmanager
-def renamed(inside: str, outside: str) -> Iterator[None]:
-    """A ValueError of the block that begins with the argument ``inside`` begins with ``outside`` instead."""
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith(f"{inside}:"):
-            raise
-        raise ValueError(f"{outside}:{str(error).removeprefix(inside + ':')}") from None
 
 
 def rows(x: Any, name: str, num_rows: int, whose: str) -> torch.Tensor:
