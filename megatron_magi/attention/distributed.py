@@ -24,7 +24,7 @@ from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import make_options
-from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
+from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
 
 _DEFAULTS = MagiConfig()

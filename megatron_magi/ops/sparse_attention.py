@@ -1,6 +1,6 @@
 """Attention in which each block of queries, or each query, sees the keys of a list of its own.
 
-Tensors are ``thd`` as in `megatron_magi.ops.slice_attention`; values must be finite. Patterns are tensors on the
+Tensors are ``thd`` as in `megatron_magi.ops.slice_passes`; values must be finite. Patterns are tensors on the
 device of q, may differ from call to call and are never copied to the host.
 """
 
@@ -18,7 +18,7 @@ from megatron_magi.checks import flag
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, make_options
-from megatron_magi.ops.slice_attention import row_delta
+from megatron_magi.ops.slice_passes import row_delta
 from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, index_pattern
 
 IMPLS = {

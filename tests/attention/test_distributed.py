@@ -16,7 +16,7 @@ from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
-from megatron_magi.ops.slice_attention import resolve_impl
+from megatron_magi.ops.slice_passes import resolve_impl
 from megatron_magi.plan import Plan, make_plan
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.attention import cases as cs

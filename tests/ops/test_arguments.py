@@ -9,13 +9,8 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.ops.hopper import support as hopper_support
 from megatron_magi.ops.impl import blocked, hopper
 from megatron_magi.ops.options import check_bands, make_options
-from megatron_magi.ops.slice_attention import (
-    IMPLS,
-    resolve_impl,
-    slice_attention,
-    slice_attention_backward,
-    slice_attention_forward,
-)
+from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import IMPLS, resolve_impl, slice_attention_backward, slice_attention_forward
 
 BANDS = AttnMask([(0, 6, 0, 5, 1)], 6, 5).bands
 
