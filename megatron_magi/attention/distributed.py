@@ -204,7 +204,8 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
 def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
     """Has calls of a plan find all they launch, if they are those that were made of another one.
 
-    Collective where those are. What cannot be foreseen calls make themselves.
+    Collective where those are: room for the rows of both passes is made on all ranks first. Ranks may make other passes
+    ready than their peers, so these must ask nothing of them. What cannot be foreseen calls make themselves.
 
     Args:
         plan: on its device, not called yet.

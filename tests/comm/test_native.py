@@ -253,6 +253,12 @@ def test_room_is_made_for_the_largest_call_of_a_plan_before_any_begins(monkeypat
     for most_rows, most_recv, most_send in sizes:
         assert room.refusal(there, most_rows) is None and room.refusal(there, most_recv) is None
         assert room.refusal(back, most_send) is None
+    for cast in casts:  # what a rank may ask alone from then on
+        for dtype, is_back in ((torch.bfloat16, False), (torch.float32, True)):
+            mover, _ = group_collective.choose_mover(
+                [torch.zeros(1, 8, 128, dtype=dtype)], cast, group, "auto", is_back
+            )
+            assert mover is room
     assert len(slots.grown) == 1
 
 
