@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,12 @@ def int_at_least(value: Any, name: str, least: int, most: int = MAX_TOKENS) -> i
     if number > most:
         raise ValueError(f"{name}: expected at most {most}, got {number}")
     return number
+
+
+def number(value: Any, name: str, least: float, what: str = "") -> None:
+    """Raises ValueError unless ``value`` is a finite number of at least ``least``."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number of at least {least}{what}, got {value!r}")
 
 
 @contextmanager

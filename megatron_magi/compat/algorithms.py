@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from megatron_magi.checks import flag, integer
-from megatron_magi.compat.arguments import number
+from megatron_magi.checks import flag, integer, number
 
 
 class DispatchAlgType(Enum):

@@ -8,12 +8,6 @@ from typing import Any
 import torch
 
 
-def number(value: Any, name: str, least: float, what: str = "") -> None:
-    """Raises ValueError unless ``value`` is a finite number of at least ``least``."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number of at least {least}{what}, got {value!r}")
-
-
 def instance(value: Any, name: str, *classes: type) -> None:
     """Raises ValueError unless ``value`` is an instance of one of ``classes``."""
     if not isinstance(value, classes):
