@@ -21,7 +21,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_products(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)``; see `megatron_magi.ops.slice_attention.row_delta`."""
+    """``rowsum(dout * out)``; see `megatron_magi.ops.slice_passes.row_delta`."""
     dtype = accumulate_dtype(out.dtype)
     return torch.where(out == 0, 0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
 

@@ -9,12 +9,8 @@ from megatron_magi.mask import AttnMask, MaskType, builders
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.block_plan import BlockLimits, make_block_plan
 from megatron_magi.ops.impl import blocked
-from megatron_magi.ops.slice_attention import (
-    row_delta,
-    slice_attention,
-    slice_attention_backward,
-    slice_attention_forward,
-)
+from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.ops.naive import Case, assert_close, masks, packed_causal
 
