@@ -52,7 +52,11 @@ class MaskSource:
         try:
             inspect.signature(function).bind(None, **arguments)
         except TypeError as error:
-            raise ValueError(f"{option}: {text!r}: {error}") from None
+            takes = inspect.signature(function)
+            raise ValueError(
+                f"{option}: {text!r}: {error}; it is called with a batch and {arguments or 'nothing else'}, "
+                f"and takes {takes.replace(return_annotation=takes.empty)}"
+            ) from None
         return cls(text, option, function, tuple(arguments.items()))
 
     def __reduce__(self) -> tuple:

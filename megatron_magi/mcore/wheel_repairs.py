@@ -89,7 +89,7 @@ def _repair_layer_spec() -> None:
     def submodules(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "transformer_impl: transformer_engine, which is Megatron's default, but Transformer Engine cannot be "
-            "imported; install megatron_magi[te], or give --transformer-impl local"
+            "imported; pip install '.[te]' in a checkout, or give --transformer-impl local"
         )
 
     seams.put(_LAYERS, submodules)
