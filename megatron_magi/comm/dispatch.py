@@ -191,7 +191,7 @@ def undispatch(
         dim = sequence_dimension(dim, x_local)
         _check_ranks(args, group)
         if x_local.shape[dim] != num_rows:
-            raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {num_rows}")
+            raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, this rank's shard has {num_rows}")
         calls.agree(RowsCall.of("undispatch", x_local, dim, is_partial_grad=is_partial_grad))
         return _Undispatch.apply(x_local.movedim(dim, 0), args, group, is_partial_grad, verify).movedim(0, dim)
 

@@ -201,7 +201,9 @@ def roll(
     with calls_of(group, len(args.forward.send_splits), verify) as calls:
         dim = sequence_dimension(dim, x_local)
         if x_local.shape[dim] != args.num_rows:
-            raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, but args is for {args.num_rows}")
+            raise ValueError(
+                f"x_local: {x_local.shape[dim]} rows along dim {dim}, this rank's shard has {args.num_rows}"
+            )
         calls.agree(RowsCall.of("roll", x_local, dim, shift=args.shift))
         return _Roll.apply(x_local.movedim(dim, 0), args, group, impl, verify).movedim(0, dim)
 

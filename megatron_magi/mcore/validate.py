@@ -26,12 +26,12 @@ def validate_arguments(args: Namespace) -> None:
 
 
 def check_unused(args: Namespace) -> None:
-    """Refuses masks that another attention backend would ignore.
+    """Refuses options that another attention backend would ignore.
 
     Raises:
         ValueError: there is one.
     """
-    for name in ("magi_mask", "magi_layer_masks"):
+    for name in ("magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"):
         if getattr(args, name, None) is not None:  # arguments from a YAML file do not have it
             raise ValueError(f"{name}: needs --attention-backend magi")
 
