@@ -160,7 +160,7 @@ def _make_kind(
 
 
 def _make_call(kind: Kind, plan: RankPlan) -> Call:
-    (q, k, v), config, module = kind.layouts, kind.config, kind.module
+    (q, _, v), config, module = kind.layouts, kind.config, kind.module
     attend = config.attend
     # Where nothing is fetched, no collective runs beside attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
@@ -169,7 +169,6 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
     check_static(plan, module, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
     one_launch = remembers and (is_alone(plan, dims) or pays(plan, dims, config.comm.impl))
-    num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return Call(
         kind=kind,
         schedule=plan.schedule,
@@ -192,7 +191,6 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
             for _ in plan.bands
         ),
         one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
-        sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
         delta_memo={} if remembers else None,
         tail=plan.runtime.get("tail"),
         comm_impl="native" if "tail" in plan.runtime else config.comm.impl,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -58,7 +59,6 @@ class Call:
         tail: rows behind those that are fetched, to be cleared; None where their number is known.
         comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
         one_launch: the forward over all stages at once, where that pays and the implementation has it.
-        sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
 
     kind: Kind
@@ -78,7 +78,6 @@ class Call:
     backward_record: AttentionCall
     hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
     one_launch: OneLaunch | None
-    sums_meet: bool
     delta_memo: dict | None
     tail: torch.Tensor | None
     comm_impl: str
@@ -99,6 +98,13 @@ class Call:
     def accumulates(self) -> bool:
         """Whether several stages' partial results meet, and are kept wide until the end."""
         return bool(self.casts)
+
+    @cached_property
+    def sums_meet(self) -> bool:
+        """Whether the backward passes of the stages are parts of one, which writes dq in the end."""
+        (q, k, v), of_keys = self.kind.layouts, [cast.num_recv for cast in self.casts]
+        found = getattr(self.module, "sums_meet", None)
+        return found is not None and found(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
 
     @property
     def form(self) -> tuple[bool, bool]:
@@ -129,7 +135,7 @@ class Call:
         one_launch, made = self.one_launch, list(self.kind.made.items())
         for stage, which, memo, bands, count in self._memos():
             for (form, of, passes, layout), make in made:
-                if (form, of, passes) == (self.form, stage, which) and count:
+                if (of, passes) == (stage, which) and form == self.form and count:
                     memo[layout] = make(bands, count)
         for (form, of, _, layout), make in made:
             if (form, of) == ((self.accumulates, False), "walk") and one_launch is not None:
