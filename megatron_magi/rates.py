@@ -35,8 +35,8 @@ class Rates:
         far_collective_us, far_gbytes_per_s: the same between nodes.
         ranks_per_node: context-parallel ranks that are neighbours in the group and share a node.
         hidden: share of a transfer's time that kernels beside it hide, 0 to 1.
-        host_forward_us, host_backward_us: of the host, to issue a pass without remote rows.
-        host_stage_forward_us, host_stage_backward_us: and for each remote stage.
+        host_forward_us, host_backward_us: of the host, to issue a pass without remote rows, or all in one launch.
+        host_stage_forward_us, host_stage_backward_us: and for each remote stage, where these follow each other.
         host_one_way_us: of these, what is saved in each pass on a rank that sends no rows, or fetches none.
     """
 
@@ -73,6 +73,12 @@ class Rates:
             raise ValueError(f"ranks_per_node: expected at least 1, got {self.ranks_per_node!r}")
         if self.hidden > 1:
             raise ValueError(f"hidden: expected a share of at most 1, got {self.hidden!r}")
+
+    def host_us(self, is_backward: bool) -> tuple[float, float]:
+        """Of the host, to issue a pass, and for each remote stage."""
+        if is_backward:
+            return self.host_backward_us, self.host_stage_backward_us
+        return self.host_forward_us, self.host_stage_forward_us
 
     @property
     def digest(self) -> bytes:

@@ -65,7 +65,7 @@ class PackedArrays:
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a contiguous array."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return (1,) if len(shape) == 1 else tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:

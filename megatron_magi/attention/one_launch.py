@@ -336,15 +336,20 @@ def _view(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dt
     return memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def joined_bands(plan: RankPlan) -> np.ndarray:
-    """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan."""
+def joined_bands(plan: RankPlan, made: np.ndarray | None = None) -> np.ndarray:
+    """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan.
+
+    ``made``: by another process, for the same plan.
+    """
     if not plan.transfers:
         return plan.bands[0]
     known = plan.runtime.get("joined bands")
     if known is None:
-        firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
-        tables = [plan.bands[0], *(bd.shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))]
-        known = plan.runtime["joined bands"] = own(np.concatenate(tables))
+        if made is None:
+            firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
+            later = (bd.shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))
+            made = np.concatenate([plan.bands[0], *later])
+        known = plan.runtime["joined bands"] = own(made)
     return known
 
 
