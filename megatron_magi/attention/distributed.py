@@ -191,6 +191,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
             for _ in plan.bands
         ),
         one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
+        stage_tables=plan.runtime.get("stage tables"),
         delta_memo={} if remembers else None,
         tail=plan.runtime.get("tail"),
         comm_impl="native" if "tail" in plan.runtime else config.comm.impl,
@@ -286,6 +287,7 @@ class _DistributedAttention(torch.autograd.Function):
                 delta = call.module.row_delta(dout, out, call.delta_memo)
             dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
             if grads is None:
+                call.know_stages()
                 grads = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
             dq, dk, dv = _narrow(grads, q.dtype)
         return dq, dk, dv, dsink, None, None
@@ -311,6 +313,7 @@ class _Forward:
             )
             if done is not None:
                 return done
+        self._call.know_stages()
         for step in self._schedule.forward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)

@@ -57,6 +57,7 @@ class Call:
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
         tail: rows behind those that are fetched, to be cleared; None where their number is known.
+        stage_tables: see `know_stages`; None where there is nothing to do.
         comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
         one_launch: the forward over all stages at once, where that pays and the implementation has it.
     """
@@ -78,6 +79,7 @@ class Call:
     backward_record: AttentionCall
     hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
     one_launch: OneLaunch | None
+    stage_tables: Callable[[], None] | None
     delta_memo: dict | None
     tail: torch.Tensor | None
     comm_impl: str
@@ -121,6 +123,11 @@ class Call:
                 if "memo" in self.hints[stage][which]:
                     yield stage, which, self.hints[stage][which]["memo"], bands, count
 
+    def know_stages(self) -> None:
+        """Before stages run: those of their tables that were prepared are found from now on."""
+        if self.stage_tables is not None:
+            self.stage_tables()
+
     def note_made(self) -> None:
         """Tells the kind what calls of this mask have found out."""
         for stage, which, memo, *_ in self._memos():
@@ -136,6 +143,7 @@ class Call:
         for stage, which, memo, bands, count in self._memos():
             for (form, of, passes, layout), make in made:
                 if (of, passes) == (stage, which) and form == self.form and count:
+                    self.know_stages()
                     memo[layout] = make(bands, count)
         for (form, of, _, layout), make in made:
             if (form, of) == ((self.accumulates, False), "walk") and one_launch is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -80,12 +81,20 @@ class _PreparedPlan:
         self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
         if len(casts) > self.plan.degree:
             self.plan.runtime[joined_key(device)] = casts[-1]
-        masks = self.plan.bands
-        if self.joined is not None:
-            masks = (*masks, joined_bands(self.plan, self.joined))
-        for bands, tables in zip(masks, self.tables, strict=False):
-            kept = tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
-            self.plan.runtime.setdefault("tables", []).append(kept)
+        masks = self.plan.bands if self.joined is None else (*self.plan.bands, joined_bands(self.plan, self.joined))
+        arrived = [
+            (bands, tables, list(islice(left, tables.num_arrays)))
+            for bands, tables in zip(masks, self.tables, strict=False)
+        ]
+        kept = self.plan.runtime.setdefault("tables", [])
+
+        def keep(some: Sequence[tuple[np.ndarray, MaskTables, list[Tensor]]]) -> None:
+            kept.extend(tables.keep(bands, tensors, ready, plan_bytes) for bands, tables, tensors in some)
+
+        is_whole = self.joined is not None and bool(self.tables[-1].plans)
+        keep(arrived[-1:] if is_whole else arrived)
+        if is_whole:  # those of stages are seldom asked for
+            self.plan.runtime["stage tables"] = cache(partial(keep, arrived[:-1]))
 
 
 class _Parts(NamedTuple):
