@@ -109,19 +109,23 @@ class OneLaunch:
         cast: brings the keys of all stages; None where there are none.
         bands: over all keys, as `gated` numbers them.
         impl: of the cast.
-        walks: of both passes, by layout. Kept by the passes, which hold device memory, and by `kept` where none is.
+        is_prepared: tables of the mask came with the plan, and go with it.
+        walks: of both passes, by layout. Kept by the passes, which hold device memory and are forgotten when that is
+            too much; and by `kept`, with its pass, where that adds none or goes with the plan.
     """
 
     cast: GroupCastArgs | None
     bands: np.ndarray
     impl: str
+    is_prepared: bool
     walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
-    kept: dict[tuple, _Walk] = field(default_factory=dict)
+    kept: dict[tuple, tuple[_Walk, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
         """For a plan."""
-        return cls(joined_cast(plan, device) if plan.degree else None, joined_bands(plan), impl)
+        cast = joined_cast(plan, device) if plan.degree else None
+        return cls(cast, joined_bands(plan), impl, is_prepared="tables" in plan.runtime)
 
     @property
     def num_recv(self) -> int:
@@ -250,7 +254,10 @@ class OneLaunch:
         walk, keeper = make(self, group)
         if walk is not None:
             walk.make = make
-            (self.kept if keeper is None else keeper.lists.setdefault(self, {}))[key] = walk
+            if keeper is None or self.is_prepared:
+                self.kept[key] = walk, keeper
+            else:
+                keeper.lists.setdefault(self, {})[key] = walk
             self.walks[key] = walk
         return walk
 
@@ -266,7 +273,8 @@ class OneLaunch:
         if not q.shape[0]:
             slots = "k_rows", "v_rows", "scratch"
             return _Walk(native, [moving], slots, stream, q.device, num_scratch, is_empty=True), None
-        given = {"out": out, "lse": lse, "sink_lse": sink, "max_logits": max_logits, "stream": stream}
+        given = {"out": out, "lse": lse, "sink_lse": sink, "max_logits": max_logits, "stream": stream,
+                 "remembered": not self.is_prepared}  # fmt: skip
         if self.num_recv:
             keeper, step = gated.forward_step(q, k, v, arriving, self.bands, options, **given)
         else:
@@ -293,7 +301,8 @@ class OneLaunch:
         slots: tuple[str, ...] = ("k_rows", "v_rows", "scratch", "dk", "dv")
         if not q.shape[0]:
             return _Walk(native, [moving, back], slots, stream, device, num_scratch, left, is_empty=True), None
-        given = {"grads": (dq, dk, dv), "scratch": ("scratch", num_scratch), "delta": delta, "sends": bool(back)}
+        given = {"grads": (dq, dk, dv), "scratch": ("scratch", num_scratch), "delta": delta, "sends": bool(back),
+                 "remembered": not self.is_prepared}  # fmt: skip
         inputs = q, k, v, dout
         if count:
             keeper, steps = gated_backward.backward_steps(
