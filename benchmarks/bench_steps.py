@@ -165,6 +165,7 @@ def time_steps(
     plan, counts = next(plans)
     while plan is not None:
         run(plan)
+        del plan  # as a trainer's step ends: what goes with it goes while the device is busy
         following = next(plans, (None, False)) if ahead else None
         queued = time.perf_counter()
         torch.cuda.synchronize()

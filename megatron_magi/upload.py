@@ -42,6 +42,11 @@ class PackedArrays:
         """The same in page-locked memory, as data loaders ask for it."""
         return PackedArrays(self.buffer.pin_memory(), self.places)
 
+    def tensor(self, index: int) -> torch.Tensor:
+        """One of the arrays, on the CPU: a view of the buffer."""
+        offset, dtype, shape = self.places[index]
+        return self.buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
     def to(self, device: torch.device | str) -> list[torch.Tensor]:
         """The arrays as tensors on ``device``: views of one block of memory.
 

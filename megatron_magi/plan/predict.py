@@ -39,6 +39,7 @@ class Prediction(NamedTuple):
         forward_us, backward_us: of the slowest rank on the GPU.
         degree: remote stages.
         host_us: of the host that has most to issue.
+        num_rows: that travel in a forward pass, to all ranks.
     """
 
     step_us: float
@@ -47,6 +48,7 @@ class Prediction(NamedTuple):
     backward_us: float
     degree: int
     host_us: float = 0.0
+    num_rows: int = 0
 
 
 class _Stage(NamedTuple):
@@ -100,7 +102,7 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
     forward_us, backward_us = (float(device.max()) for device, _ in passes)
     step_us = sum(float(np.maximum(device, host).max()) for device, host in passes)
     host_us = sum(float(np.max(host)) for _, host in passes)
-    return Prediction(step_us, forward_us + backward_us, forward_us, backward_us, degree, host_us)
+    return Prediction(step_us, forward_us + backward_us, forward_us, backward_us, degree, host_us, int(received.sum()))
 
 
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:

@@ -256,6 +256,7 @@ def test_where_the_host_sets_the_pace_the_gpu_decides_and_what_is_alike_is_left_
     assert chosen(first=(100, 90), second=(100, 80), third=(120, 10)) == "second"
     assert chosen(first=(100, 90, 60), second=(100.5, 90.5, 50)) == "second"
     assert chosen(first=(100, 90, 50), second=(100, 90, 50), third=(100, 95, 40)) == "first"
+    assert chosen(first=(100, 90, 50, 7), second=(100, 90, 50, 6), third=(100, 90, 51, 5)) == "second"
 
 
 def test_masks_of_different_kinds_get_different_dispatches() -> None:
