@@ -122,11 +122,11 @@ H100 = Rates(
     far_gbytes_per_s=50.0,
     ranks_per_node=8,
     hidden=0.455,
-    host_forward_us=85.0,
-    host_backward_us=290.0,
-    host_stage_forward_us=100.0,
-    host_stage_backward_us=365.0,
-    host_one_way_us=63.0,
+    host_forward_us=115.0,
+    host_backward_us=180.0,
+    host_stage_forward_us=50.0,
+    host_stage_backward_us=250.0,
+    host_one_way_us=40.0,
 )
 """Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
 host: by benchmarks/bench_steps.py on one and two, as far as results tell it. Between nodes: by assumption, a link of
