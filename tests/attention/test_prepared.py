@@ -286,6 +286,23 @@ def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_w
             gc.enable()
 
 
+def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypatch):
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    with fake_driver(monkeypatch):
+        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
+        for left in (0, 1):
+            batches = [prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, SHAPE, config) for _ in (0, 1)]
+            for batch in batches:
+                batch.to(CPU)
+            del batch, batches[1 - left]
+            with monkeypatch.context() as patch:
+                refuse(patch)
+                plan = batches[0].plans[0]
+                q, k, v = tensors(plan.num_rows, SHAPE)
+                out = distributed_attention(q, k, v, plan, None, config=config)[0]
+                torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+
 @pytest.mark.parametrize(
     ("cp_size", "options"),
     [(1, {}), (2, {"comm": CommConfig("native", verify=False)}), (2, {"overlap": OverlapConfig(degree=2)})],
