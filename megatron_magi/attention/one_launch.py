@@ -369,8 +369,9 @@ def backward_pays(dims: tuple[int, int]) -> bool:
 
 def forward_pays(cast: GroupCastArgs, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the forward is one launch where the backward is; the same on all ranks. ``cast``: of keys and values."""
-    row_bytes = sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v))
-    return cast.num_ranks == 2 or cast.most is None or cast.most[1] * row_bytes <= MOST_FORWARD_BYTES
+    if cast.num_ranks == 2 or cast.most is None:
+        return True
+    return cast.most[1] * sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v)) <= MOST_FORWARD_BYTES
 
 
 def is_alone(plan: RankPlan, dims: tuple[int, int]) -> bool:
