@@ -112,15 +112,9 @@ def backward(
 
 
 def _known(
-    tensors: Sequence[Like],
-    adds: tuple[bool, bool],
-    is_part: bool,
-    bands: np.ndarray,
-    options: AttnOptions,
-    stream: int,
-    out: Like | None = None,
-    remembered: bool = True,
-) -> _Pass:
+    tensors: Sequence[Like], adds: tuple[bool, bool], is_part: bool, bands: np.ndarray, options: AttnOptions,
+    stream: int, out: Like | None = None, remembered: bool = True,
+) -> _Pass:  # fmt: skip
     """The pass over tensors of a layout, made unless it is kept; of an ``out`` it computes delta itself."""
     key = (
         hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
