@@ -180,6 +180,27 @@ def time_steps(
     return float(slowest.median()), float(np.median(waits[WARM_UP:]))
 
 
+def bring(
+    masks: Masks, device: torch.device, ahead: bool, brought: list[tuple[float, float]]
+) -> Iterator[tuple[RankPlan, bool]]:
+    """Plans of batches that workers prepare; notes how long the host takes to get one, and to bring it to the device.
+
+    ``ahead``: their launches are prepared, too.
+    """
+    loader = iter(DataLoader(
+        masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, pin_memory=True, multiprocessing_context="fork"
+    ))  # fmt: skip
+    last = None
+    for _ in range(len(masks)):
+        begin = time.perf_counter()
+        batch = next(loader)
+        came = time.perf_counter()
+        batch.to(device, like=last)
+        brought.append((1e6 * (came - begin), 1e6 * (time.perf_counter() - came)))
+        last = batch.plans if ahead else None
+        yield batch.plans["full"], True
+
+
 def forget() -> None:
     """Empties what is kept of masks on the device."""
     for kept in (hopper_plan._plans, *(m._passes for m in (hopper, hopper_backward, gated, gated_backward))):
@@ -204,19 +225,8 @@ def measure(
     def prepared(
         config: MagiConfig = config, facts: dict | None = None, ahead: bool = True
     ) -> Iterator[tuple[RankPlan, bool]]:
-        masks, last = Masks(partial(plan_of, config=config), shape, config, len(seeds), facts), None
-        loader = iter(DataLoader(
-            masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, pin_memory=True,
-            multiprocessing_context="fork",
-        ))  # fmt: skip
-        for _ in seeds:
-            begin = time.perf_counter()
-            batch = next(loader)
-            came = time.perf_counter()
-            batch.to(torch.device("cuda", rank), like=last)
-            brought.append((1e6 * (came - begin), 1e6 * (time.perf_counter() - came)))
-            last = batch.plans if ahead else None
-            yield batch.plans["full"], True
+        masks = Masks(partial(plan_of, config=config), shape, config, len(seeds), facts)
+        return bring(masks, torch.device("cuda", rank), ahead, brought)
 
     def due() -> Iterator[tuple[RankPlan, bool]]:
         for seed in seeds:
