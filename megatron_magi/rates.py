@@ -124,12 +124,12 @@ H100 = Rates(
     hidden=0.455,
     host_forward_us=115.0,
     host_backward_us=180.0,
-    host_stage_forward_us=50.0,
-    host_stage_backward_us=250.0,
-    host_one_way_us=40.0,
+    host_stage_forward_us=215.0,
+    host_stage_backward_us=610.0,
+    host_one_way_us=115.0,
 )
 """Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
-host: by benchmarks/bench_steps.py on one and two, as far as results tell it. Between nodes: by assumption, a link of
+host: by benchmarks/bench_steps.py on two. Between nodes: by assumption, a link of
 400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{2,4,8}gpu.csv, of H100s."""
 
 RATES = {"H100": H100, "H200": replace(H100, device="H200")}
