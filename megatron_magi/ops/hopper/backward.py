@@ -112,14 +112,9 @@ def backward(
 
 
 def _known(
-    tensors: Sequence[Like],
-    adds: tuple[bool, bool],
-    is_part: bool,
-    bands: np.ndarray,
-    options: AttnOptions,
-    stream: int,
-    out: Like | None = None,
-) -> _Pass:
+    tensors: Sequence[Like], adds: tuple[bool, bool], is_part: bool, bands: np.ndarray, options: AttnOptions,
+    stream: int, out: Like | None = None, remembered: bool = True,
+) -> _Pass:  # fmt: skip
     """The pass over tensors of a layout, made unless it is kept; of an ``out`` it computes delta itself."""
     key = (
         hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
@@ -131,7 +126,8 @@ def _known(
         layouts = tuple(map(Layout.of, tensors))
         found = _Pass(layouts, adds, bands, options, stream, out)
         found.make = partial(_make_pass, layouts, adds, is_part, options, stream)
-        _passes.put(key, found, found.num_bytes)
+        if remembered:
+            _passes.put(key, found, found.num_bytes)
     return found
 
 
@@ -162,10 +158,11 @@ def backward_steps(
     delta: bool,
     sends: bool,
     stream: int,
+    remembered: bool = True,
 ) -> tuple[_Pass, hopper_parts.Steps]:
     """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
     tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
-    known = _known(tensors, (False, False), False, bands, options, stream, out)
+    known = _known(tensors, (False, False), False, bands, options, stream, out, remembered)
     return known, known.steps(inputs, scratch, delta, sends)
 
 

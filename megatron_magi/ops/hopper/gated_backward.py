@@ -45,6 +45,7 @@ def backward_steps(
     delta: bool,
     sends: bool,
     stream: int,
+    remembered: bool = True,
 ) -> tuple[Pass, hopper_parts.Steps]:
     """The kernels that write all gradients.
 
@@ -63,6 +64,7 @@ def backward_steps(
         delta: fp32 ``[num_rows, num_heads]``, contiguous, is written, too.
         sends: see `Steps.rest`.
         stream: raw handle.
+        remembered: as in `gated.forward_step`.
     """
     q, k, v, _ = inputs
     key = (
@@ -73,7 +75,8 @@ def backward_steps(
     known = _passes.get(key)
     if known is None:
         known = Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
-        _passes.put(key, known, known.num_bytes)
+        if remembered:
+            _passes.put(key, known, known.num_bytes)
     return known, known.steps(inputs, arriving, places, scratch, delta, sends)
 
 

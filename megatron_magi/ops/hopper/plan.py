@@ -314,11 +314,11 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
     return plan
 
 
-def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> None:
-    """Keeps a plan that was made ahead, for a mask with this digest; at least for as long as the caller keeps it."""
-    key = (digest, tiling, plan.memory.device.index)
-    _plans.put(key, plan, plan.num_bytes)
-    _prepared[key] = plan
+def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
+    """Makes a plan known that was made ahead, for a mask with this digest, for as long as the caller keeps what this
+    returns: the plan, or one that is known already.
+    """
+    return _prepared.setdefault((digest, tiling, plan.memory.device.index), plan)
 
 
 def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int) -> tuple[int, int, int, int]:
