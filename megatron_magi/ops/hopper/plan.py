@@ -290,9 +290,24 @@ def mask_facts(bands: np.ndarray) -> MaskFacts:
     digest = content_digest(bands)
     facts = _facts.get(digest)
     if facts is None:
-        facts = MaskFacts(len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum()))
+        runs, area = len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum())
+        facts = MaskFacts(runs, area, _intervals(bands) if len(bands) > 2 * runs else 1.0)
         _facts.put(digest, facts, 0)
     return facts
+
+
+def _intervals(bands: np.ndarray) -> float:
+    """See `MaskFacts`; of bands with diagonals, those of their rectangles."""
+    keys = bands[:, [bd.K0, bd.K1]]
+    begun, ended = bands[:, bd.Q0], bands[:, bd.Q1]
+    both = bd.merge_ranges(np.concatenate([keys, keys]), np.concatenate([begun, ended]))[0]
+
+    def total(ranges: np.ndarray) -> int:
+        return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+    # Keys of which an interval ends where another begins are in both, and counted once in their union.
+    seen = total(bd.merge_ranges(keys)[0])
+    return (total(both) - total(keys)) / max(1, seen)
 
 
 def remember(bands: np.ndarray, digest: bytes, facts: MaskFacts) -> None:
