@@ -3,8 +3,8 @@
 Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse | keys]
        compute-sanitizer --tool racecheck --racecheck-report all python benchmarks/sanitize_attention.py keys
 
-With ``sparse`` those of sparse attention alone, with ``keys`` those of single keys. racecheck does not follow mbarriers,
-and finds errors where there are none; its warnings are of lanes of a warp that do not wait for each other.
+With ``sparse`` those of sparse attention alone, with ``keys`` those of single keys. racecheck does not follow
+mbarriers, and finds errors where there are none; its warnings are of lanes of a warp that do not wait for each other.
 """
 
 from __future__ import annotations
