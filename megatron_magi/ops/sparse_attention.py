@@ -64,7 +64,7 @@ def block_sparse_attention(
         sink: as in `megatron_magi.slice_attention`.
         softmax_scale: ``1 / sqrt(head_dim)`` when None.
         return_max_logits: fill ``meta.max_logits``.
-        deterministic: bitwise repeatable gradients, which may take longer.
+        deterministic: bitwise repeatable gradients. Of blocks of 64 keys they always are; else it takes longer.
         impl: ``auto``, ``reference`` (dense) or ``ffa`` (Hopper kernels); one that is named never falls back.
 
     Returns:

@@ -8,7 +8,7 @@ import pytest
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper.choices import backward_choice, make_problem
-from megatron_magi.ops.hopper.plan import mask_facts
+from megatron_magi.ops.hopper.plan import Tiling, make_host_plan, mask_facts
 
 
 def random_blocks(rng, tokens, size, density) -> tuple[np.ndarray, np.ndarray]:
@@ -51,3 +51,14 @@ def test_dq_of_scattered_blocks_has_a_kernel_of_its_own(tokens, density, heads, 
     bands, _ = random_blocks(np.random.default_rng(0), tokens, 128, density)
     problem = make_problem(tokens, tokens, *heads, (128, 128))
     assert backward_choice(mask_facts(bands), problem, deterministic=False).adds_dq is one
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "group", "adds_dq", "by_heads"), [(4, 1, True, True), (4, 1, False, False), (4, 4, True, False)]
+)
+def test_tiles_of_single_heads_that_add_dq_go_head_by_head_from_fewer_blocks_on(heads_kv, group, adds_dq, by_heads):
+    mask = builders.sliding_window(8192, 1000, causal=True)  # 18 blocks a tile, fewer than are long for packed groups
+    plan = make_host_plan(mask.bands, Tiling(True, 8192, (128, 64)))
+    items = plan.schedule(heads_kv, group, 1, max_split=4 * adds_dq).items
+    changes = np.count_nonzero(np.diff(items[:, 1] & 0xFFFF))
+    assert (changes < plan.num_tiles) == by_heads

@@ -252,11 +252,13 @@ def test_offsets_past_2_to_the_31_reach_their_place(k_block):
     assert not any(bool(grad[:before].any()) for grad in found[0][2:])
     for got, want in zip(*found, strict=True):
         assert float((got[-len(want) :] - want).float().norm()) <= 2e-2 * float(want.float().norm())
+    del far, found, got, keys, out
+    torch.cuda.empty_cache()  # other processes may use the device
 
 
 @pytest.mark.parametrize("form", ["mask", "lists"])
 @pytest.mark.parametrize("k_block", [1, 64, 128])
-def test_long_lists_that_sms_begin_together_or_where_others_are_mean_the_same(monkeypatch, k_block, form):
+def test_long_lists_that_sms_begin_together_mean_the_same(monkeypatch, k_block, form):
     for name in ("L2_BYTES", "SPARSE_QUERY_BYTES"):
         monkeypatch.setattr(tuning, name, 0)
     single = k_block == 1
@@ -264,8 +266,4 @@ def test_long_lists_that_sms_begin_together_or_where_others_are_mean_the_same(mo
     x = make_case(pattern, 500, 3205, (64, 1))
     for _ in range(3):
         check_forward(x)
-        check_backward(x, deterministic=True)
-        for most in (tuning.MOST_SPARSE_DQ_BYTES, 0):
-            with monkeypatch.context() as patch:
-                patch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", most)
-                check_backward(x)
+        check_backward(x)

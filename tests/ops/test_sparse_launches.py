@@ -77,50 +77,21 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
     assert found == [True, False]
 
 
-@pytest.fixture
-def walks(launched, monkeypatch):
-    """Of each kernel along lists of queries: from which length on these begin together, and whether in their middle."""
+def test_lists_of_queries_begin_together_for_blocks_of_64_keys_and_where_a_key_head_has_many(launched, monkeypatch):
+    q, k, v = tensors(128)
     found, make = [], sparse_backward.Launch
 
     def keep(kernel, num_blocks, params, maps=()):
-        found.extend(
-            [(params.tiles.long_list, params.place is not None)] if kernel.handle == "sparse_backward_keys" else []
-        )
+        found.extend([params.tiles.long_list] if kernel.handle == "sparse_backward_keys" else [])
         return make(kernel, num_blocks, params, maps)
 
     monkeypatch.setattr(sparse_backward, "Launch", keep)
-    return found
-
-
-OF_A_HEAD = 4 * 100 * 4 * 128  # bytes of q and dout of a key head of `tensors`
-
-
-@pytest.mark.parametrize(
-    ("k_block", "most", "long_list"),
-    [(64, OF_A_HEAD - 1, 100 // 64), (64, OF_A_HEAD, sparse_kernels.BEHIND_ALL), (128, 0, sparse_kernels.BEHIND_ALL)],
-)
-def test_deterministic_lists_of_queries_begin_together_for_blocks_of_64_keys_and_where_a_key_head_has_many(
-    walks, monkeypatch, k_block, most, long_list
-):
-    monkeypatch.setattr(tuning, "SPARSE_QUERY_BYTES", most)
-    monkeypatch.setattr(tuning, "L2_BYTES", 0)
-    lists = torch.zeros(100, 3, dtype=torch.int32)
-    out, _ = block_sparse_attention(
-        *tensors(128), lists, q_block_size=1, k_block_size=k_block, impl="ffa", deterministic=True
-    )
-    out.sum().backward()
-    assert walks == [(long_list, False)]
-
-
-@pytest.mark.parametrize(("most", "begins_anywhere"), [(OF_A_HEAD - 1, True), (OF_A_HEAD, False)])
-def test_other_lists_of_queries_begin_where_other_sms_are_if_a_key_head_exceeds_the_cache(
-    walks, monkeypatch, most, begins_anywhere
-):
-    monkeypatch.setattr(tuning, "L2_BYTES", most)
-    lists = torch.zeros(50, 3, dtype=torch.int32)
-    out, _ = block_sparse_attention(*tensors(128), lists, q_block_size=2, k_block_size=64, impl="ffa")
-    out.sum().backward()
-    assert walks == [(sparse_kernels.BEHIND_ALL, begins_anywhere)]
+    for k_block, q_block, most in ((64, 1, 4 * 100 * 4 * 128 - 1), (64, 2, 4 * 100 * 4 * 128), (128, 1, 0)):
+        monkeypatch.setattr(tuning, "SPARSE_QUERY_BYTES", most)
+        lists = torch.zeros(100 // q_block, 3, dtype=torch.int32)
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=q_block, k_block_size=k_block, impl="ffa")
+        out.sum().backward()
+    assert found == [100 // 64, sparse_kernels.BEHIND_ALL, sparse_kernels.BEHIND_ALL]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])

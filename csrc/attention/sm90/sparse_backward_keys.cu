@@ -41,7 +41,6 @@ struct SparseKeysParams {
   // [packs, stats_rows, heads of a tile]: lse times log2 e. A block of queries has stats_block rows, so that it begins
   // at a multiple of 16 bytes.
   const float *lse, *delta;
-  int* place;      // a word: the block of queries that an SM read last; or null: lists are read from their beginning
   float* dq_sums;  // [packs, 2 halves, units] pieces; a unit is 16 places; each block of queries has block_units
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
@@ -63,10 +62,8 @@ struct Shared {
   int4 info[kStages];         // flags, first query, past-the-last query of the block, number of the keys
   int sums[kStages];          // piece of dq_sums, the first half
   int handed_piece[kGroups];  // -1: no more
-  int next_item;              // this and the next are the producer's alone, whose registers are scarce
+  int next_item;              // this and the next are the producer's alone
   int2 item;                  // number of its keys, key head
-  const int* list;            // its blocks of queries
-  int count;                  // how many
 };
 
 constexpr u32 kBytesK = sizeof(Shared::k);
@@ -130,34 +127,22 @@ struct Loader {
   }
 };
 
-// The entry of a list at which it is begun: about where the other SMs are, so that they find in the L2 cache what these
-// read. From its end it goes on at its beginning.
-DEVICE int first_entry(const SparseKeysParams& p, const int* list, int count) {
-  if (!p.place || count < 2) return 0;
-  const int there = load_relaxed(p.place), first = __ldg(list), past = __ldg(list + count - 1) + 1;
-  return there < first || there >= past ? 0 : static_cast<i64>(there - first) * count / (past - first);
-}
-
 DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   const SparseTiles& t = p.tiles;
   Loader loader{p, s};
   for (int item = blockIdx.x; item < t.num_items;) {
-    s.next_item = gridDim.x + atomicAdd(t.counter, 1);
+    s.next_item = gridDim.x + atomicAdd(t.counter, 1);  // there, for registers are scarce
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int head_kv = item / pieces, piece = item - head_kv * pieces, first_key = piece * kTileKeys;
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
-    const int* entries = t.entries + (t.offsets ? __ldg(t.offsets + list) : list * t.list_step);
-    const int count = t.offsets ? __ldg(t.offsets + list + 1) - __ldg(t.offsets + list) : __ldg(t.counts + list);
-    int at = first_entry(p, entries, count);
-    s.list = entries, s.count = count;
+    const int* at = t.entries + (t.offsets ? __ldg(t.offsets + list) : list * t.list_step);
+    int left = t.offsets ? __ldg(t.offsets + list + 1) - __ldg(t.offsets + list) : __ldg(t.counts + list);
     loader.keys(piece, head_kv);
     s.item = make_int2(piece, head_kv);
-    if (count >= t.long_list)  // for at most a tenth of the time that they take
-      keep_together(t.counter, item, t.num_items, count * t.packs * (t.query_block << t.log2_heads) / (kPlaces / 4));
-    for (int left = count; left > 0; --left) {
-      const int block = __ldg(s.list + at);
-      if (++at == s.count) at = 0;
-      if (p.place) *static_cast<volatile int*>(p.place) = block;
+    if (left >= t.long_list)  // for at most a tenth of the time that they take
+      keep_together(t.counter, item, t.num_items, left * t.packs * (t.query_block << t.log2_heads) / (kPlaces / 4));
+    for (; left > 0; --left) {
+      const int block = __ldg(at++);
       const int rows = min(t.num_rows - block * t.query_block, t.query_block);
       if (block * t.query_block + rows - 1 + t.reach <= s.item.x * kTileKeys) continue;
       for (int pack = 0; pack < t.packs; ++pack)

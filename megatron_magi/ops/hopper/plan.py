@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
-from megatron_magi.ops.hopper import native
+from megatron_magi.ops.hopper import native, tuning
 from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.choices import MaskFacts
@@ -112,9 +112,12 @@ class HostPlan:
 
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
+        long_tile = self.long_tile
+        if group == 1 and max_split:  # head by head no sums of dk and dv are added
+            long_tile = min(long_tile, tuning.LONG_BLOCKS_UNEVEN)
         made = hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
-            max_split=min(max_split, self.num_tiles), long_tile=self.long_tile,
+            max_split=min(max_split, self.num_tiles), long_tile=long_tile,
         )  # fmt: skip
         if self.arriving is None:
             return made

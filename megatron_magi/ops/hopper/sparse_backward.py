@@ -28,7 +28,6 @@ from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 _UNIT = 16  # places, of the sums of dq
 _ZEROING_BLOCKS = 2048
-_PLACE = 8  # bytes into the memory of a work counter, which is longer
 _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
 
 
@@ -110,12 +109,10 @@ def backward_by_keys(
     lists_of_rows: Lists | None,
     softmax_scale: float,
     adds_dq: bool,
-    in_order: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """``(dq, dk, dv)`` of q, k, v, dout, which TMA can load, and a pattern of blocks; dq is None unless ``adds_dq``.
 
-    ``lists_of_rows``: the lists of the pattern, which a mask does without. ``in_order``: each list is read from its
-    beginning, so that dk and dv repeat bit by bit; else SMs begin where others are if queries exceed the L2 cache.
+    ``lists_of_rows``: the lists of the pattern, which a mask does without.
     """
     q, k, v, dout = tensors
     (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
@@ -131,16 +128,14 @@ def backward_by_keys(
     packs = num_heads // heads
     sums = torch.empty(packs * units * _UNIT * dim if adds_dq else 0, dtype=torch.float32, device=q.device)
     stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block, sums, stream)
-    query_bytes = 4 * q.numel() // heads_kv  # of q and dout of a key head
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
         tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
-        together = in_order and pattern.k_block == kernels.PIECE and query_bytes > tuning.SPARSE_QUERY_BYTES
+        together = pattern.k_block == kernels.PIECE and 4 * q.numel() // heads_kv > tuning.SPARSE_QUERY_BYTES
         tiles.long_list = blocks // 64 if together else kernels.BEHIND_ALL
         params = SparseKeysParams(
-            tiles=tiles, place=0 if in_order or query_bytes <= tuning.L2_BYTES else tiles.counter + _PLACE,
-            stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
+            tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
@@ -150,9 +145,7 @@ def backward_by_keys(
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
         return Launch(kernel, grid_size(q.device, tiles.num_items, 0), params, maps)
 
-    launch = prepared(
-        _key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq, in_order), make
-    )
+    launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params

@@ -52,7 +52,7 @@ class SparseKeysParams(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_char * 128), ("k", ctypes.c_char * 128), ("v", ctypes.c_char * 128),
         ("dout", ctypes.c_char * 128), ("tiles", SparseTiles),
-        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("place", ctypes.c_void_p), ("dq_sums", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p), ("delta", ctypes.c_void_p), ("dq_sums", ctypes.c_void_p),
         ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("stats_rows", ctypes.c_int64),

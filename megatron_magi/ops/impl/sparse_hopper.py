@@ -146,10 +146,6 @@ def backward(
     alone = not deterministic and may_add_dq(q, k, pattern)
     lists = None if alone and pattern.is_mask else lists_of(pattern)
     if alone:
-        return backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=True, in_order=False)
+        return backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=True)
     dq, of_keys = backward_by_tiles(tensors, lse, delta, pattern, lists, softmax_scale, deterministic)
-    if of_keys is None:
-        of_keys = backward_by_keys(
-            tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=False, in_order=deterministic
-        )[1:]
-    return dq, *of_keys
+    return dq, *(of_keys or backward_by_keys(tensors, lse, delta, pattern, lists, softmax_scale, adds_dq=False)[1:])
