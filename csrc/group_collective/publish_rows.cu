@@ -14,6 +14,7 @@ struct PublishParams {
 constexpr int kLog2ChunkRows = 4, kLoads = 8;
 
 extern "C" __global__ void __launch_bounds__(512, 2) magi_publish_rows(const __grid_constant__ PublishParams p) {
+  let_next_kernel_start();  // where it may run beside this one
   Control* mine = p.peers.control[p.peers.rank];
   const u32 call = mine->calls_published + 1;
   const int thread = threadIdx.x, lanes = 1 << p.from.log2_lanes, shift = static_cast<int>(p.chunk_shift);
@@ -48,6 +49,6 @@ extern "C" __global__ void __launch_bounds__(512, 2) magi_publish_rows(const __g
   }
   if (is_last_block(&mine->blocks_published) && thread == 0) {
     mine->blocks_published = 0;
-    mine->calls_published = call;
+    mine->calls_published = mine->announced = call;
   }
 }
