@@ -170,8 +170,9 @@ def test_launches_prepared_like_those_of_the_batch_before_compute_the_same(num_r
 
 
 def change_plans(rank, num_ranks, num_calls):
-    """A new mask in each call, forward and backward: what arrives is of this call and of no other. In deterministic mode
-    dq has a kernel of its own, which waits for keys while gradients of keys travel.
+    """A new mask in each call, forward and backward: what arrives is of this call and of no other.
+
+    In deterministic mode dq has a kernel of its own, which waits for keys while gradients of keys travel.
     """
     torch.cuda.set_device(rank)
     rng = np.random.default_rng(0)
