@@ -11,7 +11,8 @@ NUM_HEADS, HEAD_DIM = 32, 128
 
 HEAD = """# Masks
 
-Which builder to take, with a picture, the code and the cost of each. (Made by `python docs/make_masks.py`.)
+Which builder to take, with a picture, the code and the cost of each. The code needs
+`from megatron_magi.mask import AttnMask, MaskType, builders`. (This page is made by `python docs/make_masks.py`.)
 
 | tokens are | builder | with `--magi-mask` ([how](megatron.md#other-masks)) |
 | --- | --- | --- |
@@ -34,7 +35,7 @@ A mask is a set of slices. A slice is a range of queries, a range of keys and a 
 | inverse causal | 2 | those from i on: the first query sees all |
 | both | 3 | those from i to i + n - m |
 
-A (query, key) pair may be in one slice only; two slices that share one are an error that names both. Tokens in no slice
+Slices may not overlap: a (query, key) pair that is in two of them is an error that names both. Tokens in no slice
 see nothing: their output is 0. `python -m megatron_magi explain --mask ...` shows what a mask costs on your ranks.
 
 Area is the number of visible (query, key) pairs. FLOPs are of one layer's forward pass with 32 query heads of
@@ -46,7 +47,7 @@ ENTRIES = [
     ("causal", "Causal", "Each query sees the keys up to its own.", "builders.causal(1000)"),
     ("documents", "Packed documents", "Causal (or, with `causal=False`, full) attention inside each document.",
      "builders.varlen(doc_lengths=[300, 40, 660], causal=True)"),
-    ("eod", "Packed documents by end-of-document tokens", "The same from the places of EOD tokens.",
+    ("eod", "Packed documents by end-of-document tokens", "The same from the positions of EOD tokens.",
      "builders.from_eod_positions([299, 339], seqlen=1000)"),
     ("window", "Sliding window", "`left` keys before and `right` keys after each query, inside its document; "
      "optionally the first tokens of the document as well.",
