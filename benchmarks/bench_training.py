@@ -18,6 +18,10 @@ pads nothing. Where TE cannot do a mask its nearest equivalent runs, and the col
 
 - window with sink: p2p and a2a+p2p have neither windows nor sinks (full attention runs), all-gather has no sinks.
 
+`magi_graph` captures forward and backward of a step in a CUDA graph, and runs where it is named. It needs
+`--further "--te-rng-tracker --no-check-for-nan-in-loss-and-grad"`, which holds for the others too. TE's ways are not
+captured: Megatron copies each batch to tensors of the first one's shapes, in which other documents' bounds do not fit.
+
 `--profile` adds one step under torch's profiler to runs, after those that are timed: where its time goes, and how
 long the device has nothing to do; rank 0 keeps its trace.
 """
@@ -25,7 +29,6 @@ long the device has nothing to do; rank 0 keeps its trace.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -40,12 +43,14 @@ from typing import Any
 import numpy as np
 import torch
 from provenance import write_csv
+from training_charts import draw
 from training_session import Training, TrainingSession
 
 NUM_LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 16, 2048, 8192, 16, 4, 128, 32000
 WINDOW = 1024
 MASKS = ("causal", "documents", "window_sink")
-PROVIDERS = {"magi": (), "te_p2p": ("p2p",), "te_a2a": ("a2a",), "te_all_gather": ("all_gather",),
+GRAPH = ("--cuda-graph-impl", "full_iteration")
+PROVIDERS = {"magi": (), "magi_graph": GRAPH, "te_p2p": ("p2p",), "te_a2a": ("a2a",), "te_all_gather": ("all_gather",),
              "te_a2a_p2p": ("a2a+p2p",)}  # fmt: skip
 WINDOW_ARGS = ("--window-size", f"{WINDOW - 1},0", "--window-attn-skip-freq", "2")
 SINK_ARGS = ("--softmax-type", "learnable")
@@ -123,6 +128,11 @@ class Run:
         return NEAREST.get((self.mask, self.provider), (self.mask, self.mask))
 
     @property
+    def is_te(self) -> bool:
+        """Whether Transformer Engine attends."""
+        return self.provider.startswith("te_")
+
+    @property
     def key(self) -> tuple[int, str, str]:
         """Tokens a GPU, provider and the mask that ran: what ran once is not run again."""
         return self.tokens_per_gpu, self.provider, self.ran[0]
@@ -160,8 +170,8 @@ def run_args(run: Run) -> list[str]:
         "window": [*WINDOW_ARGS],
         "window_sink": [*WINDOW_ARGS, *SINK_ARGS],
     }
-    if run.provider == "magi":
-        return [*masks[run.mask], "--attention-backend", "magi"]
+    if not run.is_te:
+        return [*masks[run.mask], "--attention-backend", "magi", *PROVIDERS[run.provider]]
     args = [*masks[run.ran[0]], "--cp-comm-type", *PROVIDERS[run.provider]]
     if run.provider == "te_a2a_p2p":
         args += ["--hierarchical-context-parallel-sizes", "2", str(_world_size() // 2)]
@@ -216,9 +226,9 @@ def _timed_steps(run: Run) -> list[float]:
 
 def _times_best(run: Run, runs: Sequence[Run]) -> str:
     """For magi: the best of TE's medians over its own."""
-    same = [r for r in runs if (r.mask, r.tokens_per_gpu) == (run.mask, run.tokens_per_gpu) and r.provider != "magi"]
+    same = [r for r in runs if (r.mask, r.tokens_per_gpu) == (run.mask, run.tokens_per_gpu) and r.is_te]
     peers = [statistics.median(_timed_steps(r)) for r in same if _timed_steps(r)]
-    if run.provider != "magi" or not peers:
+    if run.is_te or not peers:
         return ""
     return f"{min(peers) / statistics.median(_timed_steps(run)):.3f}"
 
@@ -348,6 +358,8 @@ def bench(options: argparse.Namespace) -> list[Run]:
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
         if same:
             run.training, run.kernels = same[0].training, same[0].kernels
+            if _main_rank():
+                _report(run, runs, None, options)
             continue
         steps = options.steps
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * _world_size()
@@ -357,7 +369,8 @@ def bench(options: argparse.Namespace) -> list[Run]:
         profile = Profile(steps + 1, trace) if profiles else None
         try:
             run.training = session.run(
-                [*args, *run_args(run)], around_step=profile.around if profile else lambda step: nullcontext()
+                [*args, *run_args(run), *options.further],
+                around_step=profile.around if profile else lambda step: nullcontext(),
             )
             del run.training.step_ms[steps:]
             run.training.losses.pop(steps + 1, None)
@@ -406,42 +419,15 @@ def _report(run: Run, runs: Sequence[Run], profile: Profile | None, options: arg
                 file.write(f"  {ms:9.2f} ms  {group_of(kernel)}  {kernel[:140]}\n")
 
 
-def draw(table: Path, picture: Path) -> None:
-    """A chart of a table that `bench` has written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with table.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    groups = list(dict.fromkeys((row["mask"], row["tokens_per_gpu"]) for row in rows))
-    figure, axes = pyplot.subplots(figsize=(10, 4.2))
-    providers = [name for name in PROVIDERS if any(row["provider"] == name for row in rows)]
-    width = 0.8 / len(providers)
-    for number, provider in enumerate(providers):
-        found = {(r["mask"], r["tokens_per_gpu"]): r for r in rows if r["provider"] == provider}
-        places = [i + (number - (len(providers) - 1) / 2) * width for i in range(len(groups))]
-        heights = [float(found[g]["tokens_per_s_per_gpu"] or 0) / 1e3 if g in found else 0 for g in groups]
-        bars = axes.bar(places, heights, width, label=provider.replace("_", " "))
-        for bar, group in zip(bars, groups, strict=True):
-            if group in found and found[group]["ran"] != group[0]:
-                axes.annotate("*", (bar.get_x() + width / 2, bar.get_height()), ha="center")
-    axes.set_xticks(range(len(groups)), [f"{mask}\n{int(n) // 1024}k a GPU" for mask, n in groups])
-    axes.set_ylabel("thousand tokens/s/GPU")
-    axes.set_title("Llama with TE layers, bf16, context parallelism alone (* nearest mask that TE can do)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-
-
 def main() -> None:
     """Measures; or draws a table that was measured before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens of a sequence a GPU")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
-    parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument(
+        "--providers", nargs="+", choices=list(PROVIDERS), default=[p for p in PROVIDERS if p != "magi_graph"]
+    )
     parser.add_argument(
         "--runs",
         type=_run,
@@ -451,6 +437,9 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=list(MODELS), default="llama_1b")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--further", type=str.split, default=[], help="arguments of Megatron for all runs, in one string"
+    )
     parser.add_argument("--profile", nargs="*", choices=list(PROVIDERS), help="these, or all if none is named")
     parser.add_argument(
         "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"

@@ -99,7 +99,7 @@ JOBS = [
     Job("stock_cp2_a2a", "sink", (*CP2, "--cp-comm-type", "a2a"), is_stock=True, te_only=True),
     Job("stock_tp2_sp", "sink", TP2, is_stock=True),
     Job("stock_tp2_sp", "fp8", TP2, is_stock=True, te_only=True),
-    Job("magi_cp1", "dense", MAGI, 1),
+    *(Job("magi_cp1", model, MAGI, 1, te_only=model in NEED_TE) for model in MODELS),
     Job("magi_cp2", "dense", (*MAGI, *CP2)),
     Job("magi_tp2_sp", "dense", (*MAGI, *TP2)),
     Job("magi_tp2_sp_overlapped", "dense", (*MAGI, *TP2, "--tp-comm-overlap"), te_only=True),

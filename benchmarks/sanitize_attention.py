@@ -13,12 +13,8 @@ import sys
 import torch
 
 from megatron_magi.mask import builders
-from megatron_magi.ops.slice_attention import (
-    row_delta,
-    slice_attention,
-    slice_attention_backward,
-    slice_attention_forward,
-)
+from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))

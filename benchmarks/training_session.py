@@ -209,6 +209,7 @@ def _forget_megatron(keeps_groups: bool) -> None:
         training.destroy_global_state()
     finally:
         training.destroy_model_parallel = stock
+    _forget_graphs()
     if not keeps_groups:
         _forget_groups()
     attention = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
@@ -216,6 +217,16 @@ def _forget_megatron(keeps_groups: bool) -> None:
         # It reads those variables once for each kind of input.
         attention._attention_backends["attention_params"] = None
     _release_memory()
+
+
+def _forget_graphs() -> None:
+    """Captured iterations, of a model that is gone."""
+    graphs = sys.modules.get("megatron_magi.mcore.graphs")
+    if graphs is not None:
+        wrapper = graphs.GraphedIterations
+        wrapper.reset_cuda_graph(object.__new__(wrapper))
+        wrapper._samples.clear()
+        wrapper._growths.clear()
 
 
 def _release_memory() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_magi import envs
 from megatron_magi.explain.arguments import add_arguments as add_explain_arguments
+from megatron_magi.variables import SECTIONS, State
 
 
 def environment_listing(environ: Mapping[str, str] | None = None, width: int = 100) -> tuple[str, bool]:
@@ -19,7 +20,7 @@ def environment_listing(environ: Mapping[str, str] | None = None, width: int = 1
     readings = {reading.variable: reading for reading in envs.readings(environ)}
     wrap = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ")
     lines = []
-    for section, variables in envs.SECTIONS.items():
+    for section, variables in SECTIONS.items():
         lines += [section, "-" * len(section)]
         for variable in variables:
             reading = readings[variable]
@@ -27,7 +28,7 @@ def environment_listing(environ: Mapping[str, str] | None = None, width: int = 1
             sets = f", sets {variable.field}" if variable.field else ""
             lines.append(f"{variable.name} = {reading.text or variable.show_default()}  ({origin}{sets})")
             about = variable.description
-            if variable.state is envs.State.UNNEEDED:
+            if variable.state is State.UNNEEDED:
                 about += f" ({variable.state.value})"
             lines += wrap.wrap(about)
             if reading.problem:
@@ -49,11 +50,11 @@ def environment_page() -> str:
         "A value that is malformed, or asks for a feature that is not there yet, is an error that names the variable.",
     ]
     effect = {
-        envs.State.USED: "",
-        envs.State.UNNEEDED: "nothing",
-        envs.State.UNAVAILABLE: "not available",
+        State.USED: "",
+        State.UNNEEDED: "nothing",
+        State.UNAVAILABLE: "not available",
     }
-    for section, variables in envs.SECTIONS.items():
+    for section, variables in SECTIONS.items():
         lines += ["", f"## {section}", "", "| variable | value | default | sets | what it does |"]
         lines.append("| --- | --- | --- | --- | --- |")
         for v in variables:
@@ -89,20 +90,39 @@ def build_kernels(folder: Path | None, jobs: int | None) -> str:
     return f"{len(files)} kernels for {hopper_build.ARCHITECTURE} are in {folder}"
 
 
+def _env(args: argparse.Namespace) -> int:
+    if args.markdown:
+        sys.stdout.write(environment_page())
+        return 0
+    text, valid = environment_listing()
+    print(text)
+    return 0 if valid else 1
+
+
 def _build(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
-    if not args.optional:
-        print(build_kernels(args.into, args.jobs))
-        return 0
     try:
-        wanted = envs.load_build().prebuild
+        wanted = not args.optional or envs.load_build().prebuild
         print(build_kernels(args.into, args.jobs) if wanted else "no kernels are compiled ahead: switched off")
     except (ImportError, OSError, RuntimeError) as error:
+        if not args.optional:
+            raise
         print(f"no kernels are compiled ahead, each is when it is first used: {error}")
     return 0
 
 
-def _calibrate() -> int:
+def _explain(args: argparse.Namespace) -> int:
+    # Not at the top: the other commands run where neither numpy nor torch is installed, as in an isolated build.
+    from megatron_magi.explain import command
+
+    try:
+        print(command.run(args))
+    except ValueError as error:
+        args.error(str(error))
+    return 0
+
+
+def _calibrate(_args: argparse.Namespace) -> int:
     """On the GPU of each process that torchrun started, or on the current one."""
     import torch
     import torch.distributed as dist
@@ -120,13 +140,17 @@ def _calibrate() -> int:
         rates = calibrate()
         if is_first:
             print(f"{rates.to_json()}kept in {keep(rates)}")
-    except (RuntimeError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _count(text: str) -> int:
+    """An option that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -134,42 +158,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_magi", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     env = commands.add_parser("env", help="environment variables and their current values")
+    env.set_defaults(run=_env)
     env.add_argument("--markdown", action="store_true", help="the page of the documentation instead")
     build = commands.add_parser("build", help="compile the common kernels, so that first steps need not")
+    build.set_defaults(run=_build)
     build.add_argument("--into", type=Path, help="folder; that of the cache when not given")
-    build.add_argument("--jobs", type=int, help="kernels at a time; 90 %% of the cores when not given")
+    build.add_argument("--jobs", type=_count, help="kernels at a time; 90 %% of the cores when not given")
     build.add_argument("--optional", action="store_true", help="a step of an installation: failing is no error")
-    commands.add_parser(
+    calibrate = commands.add_parser(
         "calibrate", help="measure the rates of this GPU, and under torchrun of what connects several, and keep them"
     )
+    calibrate.set_defaults(run=_calibrate)
     explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
     add_explain_arguments(explain)
-    explain.set_defaults(error=explain.error)
+    explain.set_defaults(run=_explain, error=explain.error)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of ``magi`` and ``python -m megatron_magi``; returns the exit status."""
     args = make_parser().parse_args(argv)
-    if args.command == "calibrate":
-        return _calibrate()
-    if args.command == "build":
-        return _build(args)
-    if args.command == "explain":
-        # Not at the top: the other commands run where neither numpy nor torch is installed, as in an isolated build.
-        from megatron_magi.explain import command
-
-        try:
-            print(command.run(args))
-        except ValueError as error:
-            args.error(str(error))
-        return 0
-    if args.markdown:
-        sys.stdout.write(environment_page())
-        return 0
-    text, valid = environment_listing()
-    print(text)
-    return 0 if valid else 1
+    try:
+        return args.run(args)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

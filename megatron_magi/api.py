@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
+from megatron_magi.checks import IntArrayLike, flag, integer, renamed
 from megatron_magi.comm import dispatch as _dispatch
 from megatron_magi.comm import roll as _roll
 from megatron_magi.comm.groups import Group, group_of
@@ -40,7 +41,6 @@ from megatron_magi.compat.keys import new_key, new_mask_key
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
 from megatron_magi.compat.runtime import RuntimeCache, default_device
 from megatron_magi.compat.static_keys import StaticKey
-from megatron_magi.mask.documents import IntArrayLike, integer
 
 __all__ = [
     "StaticKey",
@@ -258,7 +258,7 @@ def dispatch(
     total_seqlen = key.mask.total_seqlen_q
     arguments.rows(x, "x", total_seqlen, f"the sequence has {total_seqlen} tokens")
     arguments.check_pad_value(pad_value, x.dtype)
-    arguments.flag(is_partial_grad, "is_partial_grad")
+    flag(is_partial_grad, "is_partial_grad")
     if is_partial_grad or not (x.requires_grad and torch.is_grad_enabled()):
         return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
     runtime.agreed()
@@ -285,10 +285,10 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     arguments.tensor(x, "x", "[num_rows, ...]")
-    arguments.flag(is_partial_grad, "is_partial_grad")
+    flag(is_partial_grad, "is_partial_grad")
     runtime = _RUNTIMES.get(key).agreed()
     args = runtime.shard.undispatch_args(x.device)
-    with arguments.renamed("x_local", "x"):
+    with renamed("x_local", "x"):
         verify = key.config.comm.verify
         return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
 
@@ -317,7 +317,7 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
     shift = integer(shift, "shift") % max(key.mask.total_seqlen_q, 1)
     args = runtime.shard.roll_args(shift, x.device)
     comm = key.config.comm
-    with arguments.renamed("x_local", "x"):
+    with renamed("x_local", "x"):
         return _roll.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 
 
@@ -361,7 +361,7 @@ def calc_attn(
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = key if isinstance(key, StaticKey) else _RUNTIMES.get(key).agreed()
-    arguments.flag(return_max_logits, "return_max_logits")
+    flag(return_max_logits, "return_max_logits")
     out, meta = distributed_attention(
         q,
         k,
@@ -397,7 +397,7 @@ def make_static_key(key: DistAttnRuntimeKey, headroom: float = 2.0) -> StaticKey
         RuntimeError: the ranks' keys disagree.
     """
     arguments.instance(key, "key", DistAttnRuntimeKey)
-    with arguments.renamed("plans", "key"):
+    with renamed("plans", "key"):
         return StaticKey(key, _RUNTIMES, headroom)
 
 

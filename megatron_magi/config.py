@@ -189,7 +189,7 @@ class AttendConfig:
 
     def __post_init__(self) -> None:
         _check_choice("impl", self.impl, ("auto", "reference", "torch", "ffa"))
-        _check_flags(self, "deterministic")
+        _check_flags(self, "deterministic", "sanity_check")
         for name in ("forward_sm_margin", "backward_sm_margin"):
             _check_count(name, getattr(self, name), 0)
 

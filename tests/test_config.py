@@ -42,6 +42,7 @@ from megatron_magi.config import AttendConfig, CommConfig, CostModel, DispatchCo
         (lambda: OverlapConfig(cost=None), "cost"),
         (lambda: AttendConfig(impl=None), "impl"),
         (lambda: AttendConfig(deterministic="yes"), "deterministic"),
+        (lambda: AttendConfig(sanity_check="yes"), "sanity_check"),
         (lambda: CommConfig(verify=None), "verify"),
         (lambda: MagiConfig(None), "dispatch"),
         (lambda: MagiConfig(dispatch=OverlapConfig(), overlap=DispatchConfig()), "dispatch"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megatron_magi
-from megatron_magi import envs
+from megatron_magi import envs, variables
 from megatron_magi.__main__ import environment_listing, environment_page
 from megatron_magi.config import MagiConfig
 
@@ -67,8 +67,8 @@ def with_margin(config: MagiConfig, margin: int) -> MagiConfig:
 
 def test_every_documented_name_is_in_the_table_and_no_other():
     others = {"CUDA_DEVICE_MAX_CONNECTIONS", "NVCC_THREADS", "MAX_JOBS", "NVSHMEM_DIR"}
-    assert set(envs.VARIABLES) == {PREFIX + name for name in KNOWN} | others
-    assert len(envs.VARIABLES) == sum(len(section) for section in envs.SECTIONS.values())
+    assert set(variables.VARIABLES) == {PREFIX + name for name in KNOWN} | others
+    assert len(variables.VARIABLES) == sum(len(section) for section in variables.SECTIONS.values())
 
 
 def test_an_empty_environment_gives_the_defaults_of_the_configuration():
@@ -103,7 +103,7 @@ def test_a_variable_sets_its_field_and_nothing_else(name, text, part, field, val
 
 
 def test_every_field_in_the_table_exists():
-    for variable in envs.VARIABLES.values():
+    for variable in variables.VARIABLES.values():
         if variable.field is not None:
             part, field = variable.field.split(".")
             assert hasattr(getattr(MagiConfig(), part), field)
@@ -139,8 +139,8 @@ def test_the_settings_of_compiling_are_read_alone():
 
 
 def test_what_is_not_needed_is_accepted_and_changes_nothing():
-    values = {envs.Kind.TOGGLE: "1", envs.Kind.COUNT: "3", envs.Kind.TEXT: "/somewhere"}
-    unneeded = [v for v in envs.VARIABLES.values() if v.state is envs.State.UNNEEDED]
+    values = {variables.Kind.TOGGLE: "1", variables.Kind.COUNT: "3", variables.Kind.TEXT: "/somewhere"}
+    unneeded = [v for v in variables.VARIABLES.values() if v.state is variables.State.UNNEEDED]
     environment = envs.load({v.name: values[v.kind] for v in unneeded})
     assert len(environment.given) == len(unneeded) > 10
     assert environment.default_config() == envs.load({}).default_config()
@@ -214,7 +214,7 @@ def test_the_command_prints_every_variable():
     result = subprocess.run(
         [sys.executable, "-m", "megatron_magi", "env"], capture_output=True, text=True, timeout=60, check=True
     )
-    assert all(name in result.stdout for name in envs.VARIABLES)
+    assert all(name in result.stdout for name in variables.VARIABLES)
 
 
 def test_no_other_module_of_the_product_touches_the_environment():

@@ -11,7 +11,7 @@ import torch
 
 from megatron_magi import envs, profiling
 from megatron_magi.comm import group_collective
-from megatron_magi.ops import slice_attention as operators
+from megatron_magi.ops import slice_passes
 
 NAME = "MAGI_ATTENTION_PROFILE_MODE"
 _RANKS = """
@@ -108,7 +108,7 @@ def run(text: str, tmp_path) -> str:
 
 def test_nothing_is_wrapped_when_it_is_off():
     assert not profiling.ON
-    functions = (operators.forward_pass, operators.backward_pass, group_collective.group_cast)
+    functions = (slice_passes.forward_pass, slice_passes.backward_pass, group_collective.group_cast)
     assert [f.__code__.co_filename.endswith("profiling.py") for f in functions] == [False] * 3
     kernel = object()
     assert profiling.profiled_kernel("name", kernel, lambda config: None) is kernel

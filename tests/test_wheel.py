@@ -182,8 +182,15 @@ def test_a_step_of_an_installation_fails_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hopper_build, "compile_into", no_compiler)
     assert main(["build", "--into", str(tmp_path), "--optional"]) == 0
     assert "each is when it is first used: libnvrtc.so" in capsys.readouterr().out
-    with pytest.raises(OSError, match="libnvrtc"):
-        main(["build", "--into", str(tmp_path)])
+    assert main(["build", "--into", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "libnvrtc.so: cannot open shared object file\n"
+
+
+@pytest.mark.parametrize("jobs", ["0", "-3", "1.5", "many"])
+def test_a_number_of_jobs_that_is_none_is_refused(jobs, capsys):
+    with pytest.raises(SystemExit):
+        main(["build", "--jobs", jobs])
+    assert f"argument --jobs: expected a whole number of at least 1, got '{jobs}'" in capsys.readouterr().err
 
 
 def test_the_command_fills_a_folder(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baselines.base import Baseline, Block, Cluster, Unsupported, bands_between, num_tokens, split, zigzag
-from megatron_magi.ops.slice_attention import row_delta
+from megatron_magi.ops.slice_passes import row_delta
 
 
 class AllGather(Baseline):

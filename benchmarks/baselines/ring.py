@@ -24,7 +24,7 @@ from baselines.base import (
     zigzag,
 )
 from megatron_magi.ops.merge import accumulate_dtype
-from megatron_magi.ops.slice_attention import row_delta
+from megatron_magi.ops.slice_passes import row_delta
 
 
 class Transfer:

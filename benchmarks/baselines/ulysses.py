@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from baselines.base import Baseline, Block, Cluster, Unsupported, num_tokens, split, zigzag
 from baselines.ring import Grid, Walk
-from megatron_magi.ops.slice_attention import row_delta
+from megatron_magi.ops.slice_passes import row_delta
 
 
 class Seats:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_magi.ops.finite import Describe, is_visible, kind_of_row
 from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.options import check_qkv, check_sink, check_tensor
-from megatron_magi.ops.slice_attention import IMPLS
+from megatron_magi.ops.slice_passes import IMPLS
 from megatron_magi.plan import RankPlan
 
 

@@ -24,7 +24,7 @@ from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import make_options
-from megatron_magi.ops.slice_attention import backward_pass, forward_pass, resolve_impl, row_delta
+from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
 
 _DEFAULTS = MagiConfig()
@@ -80,6 +80,8 @@ def distributed_attention(
         RuntimeError: the ranks disagree in what they call or in its options, or another rank has raised an error.
     """
     config = _DEFAULTS if config is None else config
+    if not isinstance(config, MagiConfig):
+        raise ValueError(f"config: expected a MagiConfig or None, got {type(config).__name__}")
     if not isinstance(rank_plan, RankPlan):
         found = type(rank_plan).__name__
         raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")
@@ -202,7 +204,8 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
 def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
     """Has calls of a plan find all they launch, if they are those that were made of another one.
 
-    Collective where those are. What cannot be foreseen calls make themselves.
+    Collective where those are: room for the rows of both passes is made on all ranks first. Ranks may make other passes
+    ready than their peers, so these must ask nothing of them. What cannot be foreseen calls make themselves.
 
     Args:
         plan: on its device, not called yet.

@@ -33,7 +33,7 @@ from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable,
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
 from megatron_magi.ops.options import AttnOptions
-from megatron_magi.ops.slice_attention import forward_pass
+from megatron_magi.ops.slice_passes import forward_pass
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.predict import MOST_FORWARD_BYTES
 from megatron_magi.plan.types import own

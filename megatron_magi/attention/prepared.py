@@ -159,6 +159,12 @@ class PreparedPlans:
     def as_batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
         """A microbatch of these plans."""
         arrays = {} if arrays is None else arrays
+        if not isinstance(arrays, Mapping):
+            raise ValueError(f"arrays: expected an array for each name, got {type(arrays).__name__}")
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+                found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+                raise ValueError(f"arrays[{name!r}]: expected a numpy array of numbers, got {found}")
         return PreparedBatch(_Parts(self._plans, tuple(arrays), pack([*arrays.values(), *self._tables])))
 
 
@@ -181,6 +187,9 @@ def prepare_batch(
         needs_backward: False where no gradients are asked for.
         like: `StaticPlans.facts`, for static plans that will be loaded with these: by plan and stage, what kernels and
             tile shapes are chosen by.
+
+    Raises:
+        ValueError: an argument is of another type; the message begins with its name.
     """
     return prepare_plans(plans, shape, config, needs_backward=needs_backward, like=like).as_batch(arrays)
 
@@ -194,6 +203,7 @@ def prepare_plans(
     like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
+    _check(plans, shape, config)
     tables: list[np.ndarray] = []
     known = {} if like is None else like
     prepared = {
@@ -248,6 +258,15 @@ def _prepare_plan(
         tables.append(table)
         arrays += made
     return _PreparedPlan(plan, tuple(casts), tuple(tables))
+
+
+def _check(plans: Mapping[Hashable, RankPlan], shape: AttnShape, config: MagiConfig) -> None:
+    if not isinstance(plans, Mapping):
+        raise ValueError(f"plans: expected a plan for each name, got {type(plans).__name__}")
+    given = [(f"plans[{name!r}]", plan, RankPlan) for name, plan in plans.items()]
+    for name, value, wanted in (*given, ("shape", shape, AttnShape), ("config", config, MagiConfig)):
+        if not isinstance(value, wanted):
+            raise ValueError(f"{name}: expected {wanted.__name__}, got {type(value).__name__}")
 
 
 def _is_deterministic(config: MagiConfig) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.checks import number
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
 from megatron_magi.comm.groups import Group, group_of
@@ -58,8 +59,7 @@ class StaticPlans:
         headroom: float = 2.0,
         samples: Sequence[Mapping[Hashable, RankPlan]] = (),
     ) -> None:
-        if not headroom >= 1:
-            raise ValueError(f"headroom: expected at least 1, got {headroom}")
+        number(headroom, "headroom", 1)
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_magi.checks import integer
 from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.mask.documents import integer
 from megatron_magi.upload import upload
 
 

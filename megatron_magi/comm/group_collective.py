@@ -357,7 +357,10 @@ def forget_graphs(group: dist.ProcessGroup) -> None:
 def choose_mover(
     tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str, back: bool = False
 ) -> tuple[Native | Packed | Hierarchical, RowLayout]:
-    """What publishes rows of tensors, or gives partial rows ``back``, and their layout; else as `group_cast`."""
+    """What publishes rows of tensors, or gives partial rows ``back``, and their layout; else as `group_cast`.
+
+    Collective, but not after `make_room` for these rows: then a rank may ask alone.
+    """
     layout = RowLayout.of(tensors)
     most = _most(args, back=True) if back else _most_published(args)
     return _choose(tensors, args, group, impl).mover(layout, most), layout

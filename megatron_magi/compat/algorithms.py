@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from megatron_magi.compat.arguments import flag, number
-from megatron_magi.mask.documents import integer
+from megatron_magi.checks import flag, integer, number
 
 
 class DispatchAlgType(Enum):

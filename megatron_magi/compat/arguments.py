@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 import torch
-
-
-def flag(value: Any, name: str) -> bool:
-    """``value``, which must be True or False.
-
-    Raises:
-        ValueError: anything else; ``"no"`` and 2 would count as True.
-    """
-    if value is not True and value is not False:
-        raise ValueError(f"{name}: expected True or False, got {value!r}")
-    return value
-
-
-def number(value: Any, name: str, least: float, what: str = "") -> None:
-    """Raises ValueError unless ``value`` is a finite number of at least ``least``."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number of at least {least}{what}, got {value!r}")
 
 
 def instance(value: Any, name: str, *classes: type) -> None:
@@ -46,17 +27,6 @@ def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
     if x.dim() == 0:
         raise ValueError(f"{name}: expected a tensor {shape}, got one without dimensions")
     return x
-
-
-@contextmanager
-def renamed(inside: str, outside: str) -> Iterator[None]:
-    """A ValueError of the block that begins with the argument ``inside`` begins with ``outside`` instead."""
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith(f"{inside}:"):
-            raise
-        raise ValueError(f"{outside}:{str(error).removeprefix(inside + ':')}") from None
 
 
 def rows(x: Any, name: str, num_rows: int, whose: str) -> torch.Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megatron_magi.compat.arguments import flag
+from megatron_magi.checks import IntArrayLike, flag, int_array, int_at_least
 from megatron_magi.compat.types import AttnMaskType, AttnRanges, GeneralAttnMaskType, as_ranges, mask_types
 from megatron_magi.mask import AttnMask, AttnRange, builders
-from megatron_magi.mask.documents import Documents, IntArrayLike, cumulative, int_array, int_at_least
+from megatron_magi.mask.documents import Documents, cumulative
 
 RangeLists = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
 

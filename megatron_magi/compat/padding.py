@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_magi.checks import int_at_least, integer
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.compat.types import AttnMaskType, GeneralAttnMaskType, as_ranges, mask_types
 from megatron_magi.mask import AttnRange
-from megatron_magi.mask.documents import int_at_least, integer
 
 
 def pad_at_dim(x: torch.Tensor, dim: int, pad_size: int, value: float = 0.0, side: str = "right") -> torch.Tensor:

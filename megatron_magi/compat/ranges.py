@@ -9,10 +9,11 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from megatron_magi.checks import int_at_least
 from megatron_magi.mask import AttnRange
 from megatron_magi.mask import AttnRanges as _AttnRanges
 from megatron_magi.mask.bands import merge_ranges
-from megatron_magi.mask.documents import cumulative, int_at_least
+from megatron_magi.mask.documents import cumulative
 
 
 class AttnRanges(_AttnRanges):

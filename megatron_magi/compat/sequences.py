@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_magi.checks import MAX_TOKENS, int_at_least
 from megatron_magi.compat.arguments import tensor
-from megatron_magi.mask.documents import MAX_TOKENS, int_at_least
 
 
 def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
+from megatron_magi.checks import flag, int_array, int_at_least, integer
 from megatron_magi.compat.algorithms import (
     ALGORITHM_OF,
     DispatchAlg,
@@ -13,12 +14,11 @@ from megatron_magi.compat.algorithms import (
     OverlapAlgType,
     UniformOverlapAlg,
 )
-from megatron_magi.compat.arguments import flag, instance
+from megatron_magi.compat.arguments import instance
 from megatron_magi.compat.cost_factors import cost_factors, with_cost_factors
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.config import CostModel, MagiConfig
 from megatron_magi.mask import AttnRange, MaskType
-from megatron_magi.mask.documents import int_array, int_at_least, integer
 
 
 class AttnMaskType(Enum):

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_magi import envs
 from megatron_magi.calibration import with_present_rates
+from megatron_magi.checks import int_array, int_at_least
 from megatron_magi.config import CostModel
 from megatron_magi.explain.report import DispatchFigures, dispatch_figures, explain_text
 from megatron_magi.mask import AttnMask
@@ -48,13 +49,12 @@ def mask_of(args: argparse.Namespace) -> AttnMask:
     Raises:
         ValueError: an option is wrong, or documents do not fill the sequence.
     """
-    if args.seqlen < 1:
-        raise ValueError(f"seqlen: expected at least 1, got {args.seqlen}")
+    int_at_least(args.seqlen, "seqlen", 1)
     if args.sample and args.data_path is None:
         raise ValueError("sample: needs --data-path")
     lengths = _lengths(args)
     if lengths.sum() != args.seqlen or (lengths < 1).any():
-        raise ValueError(f"documents: expected lengths above 0 that add up to {args.seqlen}, got {lengths.sum()}")
+        raise ValueError(f"documents: expected lengths above 0 that add up to {args.seqlen}, got {lengths.tolist()}")
     tokens = np.zeros((1, args.seqlen), dtype=np.int64)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     return MaskSource.parse(args.mask)(Microbatch(tokens, cu_seqlens, {"tokens": tokens}))
@@ -62,7 +62,7 @@ def mask_of(args: argparse.Namespace) -> AttnMask:
 
 def _lengths(args: argparse.Namespace) -> np.ndarray:
     if args.documents:
-        return np.array(args.documents, dtype=np.int64)
+        return int_array(args.documents, "documents")
     if args.random_documents is not None:
         if not 1 <= args.random_documents <= args.seqlen:
             raise ValueError(f"random_documents: expected 1 to {args.seqlen}, got {args.random_documents}")
@@ -93,9 +93,12 @@ def _draw(folder: Path, figures: DispatchFigures, title: str) -> str:
         from megatron_magi.explain.figures import plot_mask, plot_timeline
     except ImportError as error:
         raise ValueError(f"out: pictures need matplotlib; install megatron_magi[demo]: {error}") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    plot_mask(folder / "mask.png", figures.plan, title)
-    plot_timeline(folder / "timeline.png", figures.plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plot_mask(folder / "mask.png", figures.plan, title)
+        plot_timeline(folder / "timeline.png", figures.plan)
+    except OSError as error:
+        raise ValueError(f"out: {error}") from None
     return (
         f"{folder / 'mask.png'}: the mask, each visible pair in the colour of the rank that computes it\n"
         f"{folder / 'timeline.png'}: one layer on each rank by the rates of `overlap.cost`, without launches and "

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron_magi.extensions.sink import Tensors, attention_with_sink, kernel_module
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors, kernel_module
 
 _HEAD_DIM_GRAIN = 8
 
@@ -78,6 +78,7 @@ def _attend(
     return_attn_probs: bool,
     lengths: tuple = (),
 ) -> Tensor | tuple[Tensor, Tensor, None]:
+    check_tensors(q, k, v)
     if return_attn_probs and dropout_p:
         raise ValueError("return_attn_probs: the mask of dropout is not available; set dropout_p=0")
     head_dim = q.shape[-1]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_magi.extensions.sink import Tensors, attention_with_sink, kernel_module
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors, kernel_module
 
 
 def _module() -> ModuleType:
@@ -85,6 +85,7 @@ class _Options(NamedTuple):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple, sink: Tensor | None, sink_layout: str, options: _Options):
+    check_tensors(q, k, v)
     for name, is_given in (("qv", options.qv is not None), ("attention_chunk", bool(options.attention_chunk))):
         if is_given:
             raise ValueError(f"{name}: not supported, it has no backward")

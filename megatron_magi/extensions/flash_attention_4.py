@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_magi.extensions.sink import Tensors, attention_with_sink, kernel_module
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors, kernel_module
 
 
 def _module() -> ModuleType:
@@ -44,6 +44,7 @@ class _FlashAttention4:
 def _attend(
     q, k, v, sink, sink_layout, softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, probs, lengths
 ):
+    check_tensors(q, k, v)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = {"softmax_scale": scale, "causal": causal, "softcap": softcap, **lengths}
     kernel = _FlashAttention4(options, {"num_splits": num_splits, "pack_gqa": pack_gqa}, deterministic)

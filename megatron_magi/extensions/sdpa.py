@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_magi.extensions.sink import Tensors, attention_with_sink
+from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors
 
 _LSE_GRAIN, _BIAS_GRAIN, _HEAD_DIM_GRAIN, _MOST_HEAD_DIM = 32, 16, 8, 256
 """Of torch's kernels for CUDA: rows of lse and columns of a mask come in such multiples, head dims too."""
@@ -39,10 +39,12 @@ def sdpa_func_with_sink(
         return_lse: return ``(out, lse)``, lse ``[batch_size, num_heads, seqlen_q]``, natural log, the sink in it.
 
     Raises:
-        ValueError: the sink's shape does not fit; a mask beside ``is_causal``, or one that needs a gradient.
+        ValueError: q, k and v do not fit together, or the sink or the mask not to them; a mask beside ``is_causal``,
+            or one that needs a gradient.
     """
     if attn_mask is not None and (is_causal or attn_mask.requires_grad):
         raise ValueError("attn_mask: not beside is_causal, and without a gradient")
+    _check_shapes(q, k, v, enable_gqa)
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -56,13 +58,29 @@ def sdpa_func_with_sink(
     return (out, lse) if return_lse else out
 
 
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Raises ValueError, naming the argument: torch's kernels rely on what its own function checks before."""
+    check_tensors(q, k, v)
+    if q.ndim != 4:
+        raise ValueError(f"q: expected [batch_size, num_heads, seqlen, head_dim], got {list(q.shape)}")
+    heads = k.shape[1] if enable_gqa and k.shape[1] and q.shape[1] % k.shape[1] == 0 else q.shape[1]
+    expected = [q.shape[0], heads, k.shape[2], q.shape[3]]
+    if list(k.shape) != expected:
+        raise ValueError(f"k: expected {expected}, got {list(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected the batch, heads and tokens of k, {list(k.shape[:3])}, got {list(v.shape)}")
+
+
 def _additive(mask: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -math.inf)
     mask = mask.to(like.dtype)
     if like.is_cuda:
         mask = F.pad(mask, (0, -shape[-1] % _BIAS_GRAIN))[..., : shape[-1]]
-    return mask.expand(shape)
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"attn_mask: expected what broadcasts to {list(shape)}, got {list(mask.shape)}") from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,6 +75,17 @@ def attention_with_sink(
     return _WithSink.apply(kernel, q, k, v, sink)
 
 
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError, naming the argument, unless all are tensors of as many dimensions, dtype and device as q."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if (x.ndim, x.dtype, x.device) != (q.ndim, q.dtype, q.device) or x.ndim < 3:
+            raise ValueError(
+                f"{name}: expected {max(q.ndim, 3)} dimensions, {q.dtype} on {q.device}, as q has, "
+                f"got {list(x.shape)}, {x.dtype} on {x.device}"
+            )
+
+
 def kernel_module(name: str, needed: str) -> ModuleType:
     """A module that is installed apart; ``needed`` says by whom and what.
 

@@ -24,6 +24,7 @@ from megatron_magi.hf.attention import WINDOWS, LayerMask, check_mask, check_no_
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask
+from megatron_magi.ops.options import check_tensor
 
 IGNORED = -100
 """The label that has no loss."""
@@ -151,7 +152,7 @@ def shard_batch(
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is None:
         raise ValueError("input_ids: none were given, and no inputs_embeds")
-    _check(given, tokens)
+    _check(given)
     if "position_ids" not in given:
         given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
     if "labels" in given and "shift_labels" not in given:
@@ -172,8 +173,14 @@ def shard_batch(
 _CONSUMED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "magi_mask"}
 
 
-def _check(given: Mapping[str, Any], tokens: Tensor) -> None:
-    shape = list(tokens.shape[:2])
+def _check(given: Mapping[str, Any]) -> None:
+    for name in ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "cu_seq_lens_q"):
+        if name in given:
+            check_tensor(name, given[name])
+    name = "input_ids" if "input_ids" in given else "inputs_embeds"
+    shape = list(given[name].shape[:2])
+    if given[name].ndim != (2 if name == "input_ids" else 3):
+        raise ValueError(f"{name}: expected [batch_size, seqlen], or embeddings of that, got {list(given[name].shape)}")
     for name in ("input_ids", "labels", "shift_labels"):
         if name in given and list(given[name].shape) != shape:
             raise ValueError(f"{name}: expected {shape}, got {list(given[name].shape)}")

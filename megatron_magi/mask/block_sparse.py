@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_magi.mask.documents import int_at_least
+from megatron_magi.checks import flag, int_at_least
 from megatron_magi.mask.slices import AttnMask, MaskType
 
 
@@ -48,7 +48,7 @@ def block_sparse(
     (row, first), (_, past) = np.nonzero(steps == 1), np.nonzero(steps == -1)
     q0, q1 = row * q_block, np.minimum((row + 1) * q_block, seqlen_q)
     k0, k1 = first * k_block, np.minimum(past * k_block, seqlen_k)
-    if not causal:
+    if not flag(causal, "causal"):
         return AttnMask(_table(q0, q1, k0, k1, MaskType.FULL), seqlen_q, seqlen_k)
     ahead = seqlen_k - seqlen_q
     last = np.minimum(k1 - ahead, q1)  # queries from here on see all keys; those before see key by key more

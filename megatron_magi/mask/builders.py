@@ -9,18 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_magi.checks import IntArrayLike, flag, int_array, int_at_least
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask.bands import IntArray
 from megatron_magi.mask.block_sparse import block_sparse
-from megatron_magi.mask.documents import (
-    Documents,
-    IntArrayLike,
-    cu_seqlens_from_eod,
-    int_array,
-    int_at_least,
-    lengths_to_cumulative,
-    read_documents,
-)
+from megatron_magi.mask.documents import Documents, cu_seqlens_from_eod, lengths_to_cumulative, read_documents
 from megatron_magi.mask.prefix_tree import prefix_tree
 from megatron_magi.mask.slices import AttnMask, MaskType
 
@@ -75,10 +68,10 @@ def varlen(
 
     Raises:
         ValueError: none or both ways were used, cumulative lengths decrease or do not start
-            at 0, or queries and keys differ in number of documents.
+            at 0, queries and keys differ in number of documents, or ``causal`` is no bool.
     """
     docs = read_documents(None, cu_seqlens, doc_lengths, cu_seqlens_k, doc_lengths_k)
-    return _varlen(docs, MaskType.CAUSAL if causal else MaskType.FULL)
+    return _varlen(docs, MaskType.CAUSAL if flag(causal, "causal") else MaskType.FULL)
 
 
 def sliding_window(
@@ -113,7 +106,7 @@ def sliding_window(
     """
     left, right = int_at_least(left, "left", -1), int_at_least(right, "right", -1)
     global_tokens = int_at_least(global_tokens, "global_tokens", 0)
-    if causal:
+    if flag(causal, "causal"):
         if right > 0:
             raise ValueError(f"right: a causal window ends at the query, got {right}")
         right = 0

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_magi.checks import MAX_TOKENS, IntArrayLike, int_array, int_at_least
 from megatron_magi.mask.bands import IntArray
-
-IntArrayLike = Sequence[int] | np.ndarray | Any
-"""A list, a numpy array, or anything that converts to one, such as a tensor on any device."""
-
-MAX_TOKENS = (1 << 31) - 1
-"""Tokens of a sequence, and any other count: their products, which areas are, fit 64 bits."""
 
 
 class Documents(NamedTuple):
@@ -33,61 +27,6 @@ class Documents(NamedTuple):
     def total_k(self) -> int:
         """Number of key tokens."""
         return int(self.k1[-1]) if len(self.k1) else 0
-
-
-def int_array(values: IntArrayLike, name: str, ndim: int = 1) -> IntArray:
-    """``values`` as int64 numpy; tensors are detached and copied to the CPU first.
-
-    Raises:
-        ValueError: not integers, or not of ``ndim`` dimensions.
-    """
-    if hasattr(values, "detach"):
-        if getattr(values, "is_meta", False):
-            raise ValueError(f"{name}: expected integers, got a tensor on the meta device")
-        values = values.detach().cpu()
-    elif isinstance(values, list | tuple) and bool in map(type, values):
-        raise ValueError(f"{name}: expected integers, got {values!r}")
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError):
-        raise ValueError(f"{name}: expected {ndim} dimension(s) of integers, got {values!r}") from None
-    if array.size == 0 and array.ndim == ndim:
-        return array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name}: expected integers, got {array.dtype}")
-    if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
-        raise ValueError(f"{name}: expected integers below 2**63, got {array.max()}")
-    if array.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimension(s) of integers, got shape {list(array.shape)}")
-    return array.astype(np.int64)
-
-
-def integer(value: Any, name: str) -> int:
-    """``value`` as int; a number with a fraction is refused, not cut off, and True is no number.
-
-    Raises:
-        ValueError: not an integer, nor an array or tensor of one.
-    """
-    try:
-        if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-            raise TypeError
-        return int(value.__index__())
-    except (AttributeError, TypeError):
-        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
-
-
-def int_at_least(value: Any, name: str, least: int, most: int = MAX_TOKENS) -> int:
-    """``value`` as int.
-
-    Raises:
-        ValueError: not an integer, smaller than ``least`` or larger than ``most``.
-    """
-    number = integer(value, name)
-    if number < least:
-        raise ValueError(f"{name}: expected at least {least}, got {number}")
-    if number > most:
-        raise ValueError(f"{name}: expected at most {most}, got {number}")
-    return number
 
 
 def cumulative(cu_seqlens: IntArrayLike, name: str) -> IntArray:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_magi.checks import IntArrayLike, int_array
 from megatron_magi.mask.bands import IntArray
-from megatron_magi.mask.documents import IntArrayLike, cu_seqlens_from_eod, int_array
+from megatron_magi.mask.documents import cu_seqlens_from_eod
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megatron_magi.checks import IntArrayLike, int_array
 from megatron_magi.mask.bands import IntArray
-from megatron_magi.mask.documents import IntArrayLike, lengths_to_cumulative
+from megatron_magi.mask.documents import lengths_to_cumulative
 from megatron_magi.mask.slices import AttnMask, AttnRange, AttnRanges, MaskType
 
 Span = tuple[int, int]
@@ -29,15 +30,18 @@ def prefix_tree(node_lengths: IntArrayLike, sample_paths: Sequence[Sequence[int]
         flat layout; their tokens in that order are the sample.
 
     Raises:
-        ValueError: a path names an unknown node or one node twice, or two paths reach a node
-            from different parents.
+        ValueError: ``sample_paths`` are no lists of integers, a path names an unknown node or one node twice, or two
+            paths reach a node from different parents.
     """
     offsets = lengths_to_cumulative(node_lengths, "node_lengths")
-    parents = _parents(sample_paths, len(offsets) - 1)
+    if isinstance(sample_paths, str) or not isinstance(sample_paths, Iterable):
+        raise ValueError(f"sample_paths: expected lists of nodes, got {sample_paths!r}")
+    paths = [int_array(path, f"sample_paths[{i}]").tolist() for i, path in enumerate(sample_paths)]
+    parents = _parents(paths, len(offsets) - 1)
     slices = _merge_rows(_node_slices(offsets, parents))
     table = np.array(slices, dtype=np.int64).reshape(-1, 5)
     starts, ends = offsets[:-1].tolist(), offsets[1:].tolist()
-    ranges = [AttnRanges(AttnRange(starts[n], ends[n]) for n in path) for path in sample_paths]
+    ranges = [AttnRanges(AttnRange(starts[n], ends[n]) for n in path) for path in paths]
     return AttnMask(table, int(offsets[-1])), ranges
 
 

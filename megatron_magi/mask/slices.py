@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_magi.checks import MAX_TOKENS, int_array, integer
 from megatron_magi.mask import bands as bd
-from megatron_magi.mask.documents import MAX_TOKENS, int_array, integer
 from megatron_magi.mask.overlap import find_overlap
 
 

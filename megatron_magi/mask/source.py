@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_magi.mask.microbatch import Microbatch
 from megatron_magi.mask.named import NAMED
 from megatron_magi.mask.slices import AttnMask
+
+_ONE_TOKEN = Microbatch(np.zeros((1, 1), np.int64), np.array([0, 1]))
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class MaskSource:
         is called with a `Microbatch` and the arguments and returns an `AttnMask`.
 
         Raises:
-            ValueError: the text is none of these, the function cannot be imported, or does not take the
-                arguments.
+            ValueError: the text is none of these, the function cannot be imported or does not take the arguments,
+                or those of a name have values that it refuses.
         """
         parts = text.split(":")
         if parts[0] in NAMED:
@@ -53,7 +57,10 @@ class MaskSource:
             inspect.signature(function).bind(None, **arguments)
         except TypeError as error:
             raise ValueError(f"{option}: {text!r}: {error}") from None
-        return cls(text, option, function, tuple(arguments.items()))
+        source = cls(text, option, function, tuple(arguments.items()))
+        if arguments and parts[0] in NAMED:
+            source(_ONE_TOKEN)  # refuses values now and not when the first batch is planned
+        return source
 
     def __reduce__(self) -> tuple:
         # By its text: a function of a file is in no module that another process could import.

@@ -29,18 +29,19 @@ class LossLog:
       fetch in the forward pass of one layer, and must.
 
     Args:
-        path: appended to; its folder is made.
+        path: appended to; it and its folder are made.
 
     Raises:
-        ValueError: the folder does not exist and cannot be made.
+        ValueError: it cannot be written to.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.open("a").close()
         except OSError as error:
-            raise ValueError(f"magi_loss_log: cannot make the folder of {path}: {error.strerror}") from None
+            raise ValueError(f"magi_loss_log: cannot append to {path}: {error.strerror}") from None
         self._plans: list[PlanStats] = []
 
     def add_plan(self, stats: PlanStats) -> None:

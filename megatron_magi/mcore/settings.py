@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
+from megatron_magi.checks import renamed
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.envs import Environment
 from megatron_magi.mask.builders import causal
@@ -90,7 +91,9 @@ def padded_seq_length(args: Namespace, config: DispatchConfig) -> int:
     The padding depends on the number of tokens alone, so one mask speaks for all.
     """
     total = args.seq_length * args.micro_batch_size
-    return _padded_length(total, config, args.context_parallel_size) // args.micro_batch_size
+    chunk_size = "chunk_size" if args.magi_chunk_size is None else "magi_chunk_size"
+    with renamed("chunk_size", chunk_size):
+        return _padded_length(total, config, args.context_parallel_size) // args.micro_batch_size
 
 
 @lru_cache(maxsize=8)
@@ -109,7 +112,7 @@ def layer_masks(args: Namespace) -> LayerMasks:
         ValueError: a mask that is asked for does not exist or does not fit the other arguments.
     """
     windows = [layer_window(args, number + 1) for number in range(args.num_layers)]
-    default = MaskSource.parse(args.magi_mask or "documents", "magi_mask")
+    default = MaskSource.parse("documents" if args.magi_mask is None else args.magi_mask, "magi_mask")
     layers: list[MaskSource | None] = [None] * args.num_layers
     if args.magi_layer_masks is not None:
         choose = load_function(args.magi_layer_masks, "magi_layer_masks")
@@ -119,7 +122,12 @@ def layer_masks(args: Namespace) -> LayerMasks:
 
 
 def _mask_of_layer(choose: Callable, number: int, text: str) -> MaskSource | None:
-    found = choose(number)
+    try:
+        found = choose(number)
+    except Exception as error:
+        raise ValueError(
+            f"magi_layer_masks: {text!r} raised {type(error).__name__} for layer {number}: {error}"
+        ) from error
     if found is None:
         return None
     if not isinstance(found, str):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
+from megatron_magi.checks import int_at_least
+
 _ROUTER = "moe_router", "moe_preprocess"
 _GRAPH_MODULES = {"local": _ROUTER, "transformer_engine": ("mlp", *_ROUTER)}
 """What graphs of layers may hold. Megatron's own are of a whole layer for each other module that is named."""
@@ -16,6 +18,7 @@ def validate_arguments(args: Namespace) -> None:
     Raises:
         ValueError: an argument asks for something that is not supported; names it and says what to do.
     """
+    _check_own(args)
     _check_attention(args)
     _check_precision(args)
     _check_layers(args)
@@ -58,6 +61,13 @@ def settle_arguments(args: Namespace) -> list[str]:
 def _is_rotary(args: Namespace) -> bool:
     """Megatron gives up the fusion by itself for other embeddings of positions."""
     return args.use_rotary_position_embeddings or args.position_embedding_type == "rope"
+
+
+def _check_own(args: Namespace) -> None:
+    for name, least in (("magi_chunk_size", 1), ("magi_overlap_degree", 0)):
+        value = getattr(args, name)
+        if value is not None:
+            int_at_least(value, name, least)
 
 
 def _check_attention(args: Namespace) -> None:

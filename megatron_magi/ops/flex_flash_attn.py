@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.checks import flag
 from megatron_magi.ops.mask_tensors import HostRanges, ranges_of_arrays, ranges_of_tensors
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, check_tensor, make_options
-from megatron_magi.ops.slice_attention import attend, slice_attention_traced
+from megatron_magi.ops.slice_attention import attend
+from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.sparse_attention import attend_pattern
 from megatron_magi.ops.sparse_ranges import sparse_pattern_of
 
@@ -91,9 +93,8 @@ def flex_flash_attn_func(
         raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
     if (q_ranges is None) != (k_ranges is None):
         raise ValueError("q_ranges, k_ranges: give both or none")
-    for name, value in (("deterministic", deterministic), ("return_max_logits", return_max_logits)):
-        if value is not True and value is not False:
-            raise ValueError(f"{name}: expected True or False, got {value!r}")
+    flag(deterministic, "deterministic")
+    flag(return_max_logits, "return_max_logits")
     for name, x in (("q", q), ("k", k), ("v", v), *([] if sink is None else [("sink", sink)])):
         check_tensor(name, x)
     if sink is not None and sink.ndim != len(sink_layout):

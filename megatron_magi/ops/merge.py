@@ -21,7 +21,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_products(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)``; see `megatron_magi.ops.slice_attention.row_delta`."""
+    """``rowsum(dout * out)``; see `megatron_magi.ops.slice_passes.row_delta`."""
     dtype = accumulate_dtype(out.dtype)
     return torch.where(out == 0, 0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
 
@@ -98,9 +98,11 @@ def sink_lse(sink: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: dtype of the result.
 
     Returns:
-        ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; -inf when there is no sink.
+        ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; -inf when there is no sink. It may be a view of ``sink``.
     """
-    return torch.logsumexp(sink.to(dtype), dim=-2)
+    sink = sink.to(dtype)
+    # A sum over one has nine launches.
+    return sink.squeeze(-2).contiguous() if sink.shape[-2] == 1 else torch.logsumexp(sink, dim=-2)
 
 
 @torch.no_grad()
@@ -137,6 +139,6 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     logits = (sink if per_row else sink[None]).to(lse.dtype)
     # lse is -inf only if every sink of the head is too, and inf only if one is: such a row's output is 0 whatever
     # the sinks are, so nothing flows through it.
-    share = torch.exp(logits - lse[:, None]).masked_fill(lse.isinf()[:, None], 0)
-    grad = -share * delta[:, None]
-    return (grad if per_row else grad.sum(0)).to(sink.dtype)
+    share = (logits - lse[:, None]).exp_().masked_fill_(lse.isinf()[:, None], 0)
+    grad = share.mul_(delta[:, None])
+    return (grad if per_row else grad.sum(0)).neg_().to(sink.dtype)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.checks import int_at_least
 from megatron_magi.mask import bands as bd
-from megatron_magi.mask.documents import int_at_least
 from megatron_magi.ops.frozen import FrozenMemo
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -125,9 +125,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensor(name: str, t: Any) -> None:
-    """Raises ValueError, naming the argument, unless it is a tensor."""
+    """Raises ValueError, naming the argument, unless it is a tensor, not a sparse or nested one."""
     if not isinstance(t, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(t).__name__}")
+    if t.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one of layout {t.layout}")
 
 
 def check_like(name: str, t: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

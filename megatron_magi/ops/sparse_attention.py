@@ -1,6 +1,6 @@
 """Attention in which each block of queries, or each query, sees the keys of a list of its own.
 
-Tensors are ``thd`` as in `megatron_magi.ops.slice_attention`; values must be finite. Patterns are tensors on the
+Tensors are ``thd`` as in `megatron_magi.ops.slice_passes`; values must be finite. Patterns are tensors on the
 device of q, may differ from call to call and are never copied to the host.
 """
 
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_magi.checks import flag
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, make_options
-from megatron_magi.ops.slice_attention import row_delta
+from megatron_magi.ops.slice_passes import row_delta
 from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, index_pattern
 
 IMPLS = {
@@ -125,9 +126,8 @@ def attend_pattern(
     """`block_sparse_attention` of checked tensors and a checked pattern."""
     if sink is not None:
         check_sink(sink, q)
-    for name, value in (("return_max_logits", return_max_logits), ("deterministic", deterministic)):
-        if value is not True and value is not False:
-            raise ValueError(f"{name}: expected True or False, got {value!r}")
+    flag(return_max_logits, "return_max_logits")
+    flag(deterministic, "deterministic")
     if not isinstance(impl, str) or impl not in ("auto", *IMPLS):
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
     if torch.compiler.is_compiling():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_magi.mask.documents import int_at_least
+from megatron_magi.checks import flag, int_at_least
 
 _INTEGERS = (torch.int32, torch.int64)
 K_BLOCKS = (64, 128)
@@ -60,8 +60,7 @@ def block_pattern(blocks: Any, q: Tensor, k: Tensor, q_block: int, k_block: int,
         raise ValueError(f"q_block_size: expected at most {MAX_Q_BLOCK}, got {q_block}")
     if int_at_least(k_block, "k_block_size", 1) not in K_BLOCKS:
         raise ValueError(f"k_block_size: expected one of {K_BLOCKS}, got {k_block!r}")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal: expected True or False, got {causal!r}")
+    flag(causal, "causal")
     rows, columns = num_blocks(q.shape[0], q_block), num_blocks(k.shape[0], k_block)
     if isinstance(blocks, tuple):
         tensors = _checked_csr(blocks, rows, q, k)

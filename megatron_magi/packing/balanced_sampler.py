@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from megatron_magi.mask.documents import IntArrayLike, int_array, int_at_least
+from megatron_magi.checks import IntArrayLike, int_array, int_at_least
 
 
 def causal_area(lengths: np.ndarray) -> np.ndarray:
@@ -24,7 +24,12 @@ def causal_work(layer_parameters: int, num_heads_q: int, head_dim: int) -> Calla
     Args:
         layer_parameters: that multiply a token: of the matrices of a layer, of experts those that one token takes.
         num_heads_q, head_dim: of its attention.
+
+    Raises:
+        ValueError: a number is not a whole one, or too small.
     """
+    layer_parameters = int_at_least(layer_parameters, "layer_parameters", 0, most=1 << 62)
+    num_heads_q, head_dim = int_at_least(num_heads_q, "num_heads_q", 1), int_at_least(head_dim, "head_dim", 1)
     pairs = 6 * layer_parameters / (14 * num_heads_q * head_dim)
     return lambda lengths: causal_area(lengths) + pairs * lengths
 
@@ -78,7 +83,11 @@ class BalancedSampler:
             raise ValueError(f"dp_rank: expected less than dp_size {self._dp_size}, got {self._dp_rank}")
         if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.max() > self._max_tokens:
             raise ValueError(f"lengths: expected documents of 1 to {self._max_tokens} tokens, and at least one")
+        if not callable(area):
+            raise ValueError(f"area: expected a function of lengths, got {area!r}")
         self._area = np.asarray(area(self._lengths), dtype=np.float64)
+        if self._area.shape != self._lengths.shape:
+            raise ValueError(f"area: expected work of {len(self._lengths)} documents, got {list(self._area.shape)}")
         self._epoch, self._place, self._waiting = 0, 0, []
         self._states = [self._state()]  # before each step, from that of which the last was asked for on
         self._num_dropped = 0
@@ -133,9 +142,19 @@ class BalancedSampler:
         return {"epoch": self._epoch, "place": self._place, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state."""
-        self._epoch, self._place = int(state["epoch"]), int(state["place"])
-        self._waiting = [int(i) for i in state["waiting"]]
+        """Continues from a state that `state_dict` returned, of a sampler of the same documents.
+
+        Raises:
+            ValueError: it is none; the sampler goes on as before.
+        """
+        if not isinstance(state, Mapping) or not {"epoch", "place", "waiting"} <= state.keys():
+            raise ValueError(f"state: expected what state_dict returns, got {state!r}")
+        count = len(self._lengths)
+        epoch, place = (int_at_least(state[name], f"state[{name!r}]", 0) for name in ("epoch", "place"))
+        waiting = int_array(state["waiting"], "state['waiting']")
+        if place > count or (len(waiting) and not 0 <= waiting.min() <= waiting.max() < count):
+            raise ValueError(f"state: it is of other documents, this sampler has {count}")
+        self._epoch, self._place, self._waiting = epoch, place, waiting.tolist()
         self._states, self._num_dropped = [self._state()], 0
 
     def _longest_first(self, documents: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ samples part is there once for each way on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_magi.checks import IntArrayLike, int_array, integer
 from megatron_magi.mask import AttnMask
-from megatron_magi.mask.documents import IntArrayLike, int_array
 from megatron_magi.mask.prefix_tree import prefix_tree
 
 
@@ -68,8 +68,9 @@ class PrefixTree:
         through it, a shared row gets the sum of its samples' gradients: losses over the samples have the gradients that
         they have when each sample is computed by itself.
         """
-        if len(values) != self.num_rows:
-            raise ValueError(f"values: expected {self.num_rows} rows, got {len(values)}")
+        if not hasattr(values, "shape") or values.shape[:1] != (self.num_rows,):
+            found = list(values.shape) if hasattr(values, "shape") else type(values).__name__
+            raise ValueError(f"values: expected an array or a tensor [{self.num_rows}, ...], got {found}")
         flat = values[self.rows]
         return [flat[start:end] for start, end in pairwise(self.sample_bounds.tolist())]
 
@@ -84,12 +85,15 @@ class PrefixTree:
             ValueError: there are not as many as samples, or not as many for a sample as it has tokens.
         """
         lengths = np.diff(self.sample_bounds)
-        samples = [1.0] * len(lengths) if samples is None else list(samples)
-        if len(samples) != len(lengths):
-            raise ValueError(f"samples: expected weights of {len(lengths)} samples, got {len(samples)}")
+        samples = [1.0] * len(lengths) if samples is None else samples
+        if not isinstance(samples, Sized) or len(samples) != len(lengths):
+            raise ValueError(f"samples: expected weights of {len(lengths)} samples, got {samples!r}")
         parts = []
         for i, (sample, length) in enumerate(zip(samples, lengths.tolist(), strict=True)):
-            own = np.asarray(sample, dtype=np.float64)
+            try:
+                own = np.asarray(sample, dtype=np.float64)
+            except (TypeError, ValueError):
+                raise ValueError(f"samples[{i}]: expected a number or [{length}] of them, got {sample!r}") from None
             if own.shape not in ((), (length,)):
                 raise ValueError(f"samples[{i}]: expected a number or [{length}] of them, got {list(own.shape)}")
             parts.append(np.broadcast_to(own, (length,)))
@@ -110,7 +114,7 @@ class PrefixTree:
             ("seqlen", seqlen, self.num_rows),
             ("num_nodes", num_nodes, len(self.node_lengths)),
         ):
-            if size < least:
+            if integer(size, name) < least:
                 raise ValueError(f"{name}: the tree needs {least}, got {size}")
         weights = self.weights(samples)
         if weights.min(initial=0.0) < 0:
@@ -135,6 +139,8 @@ def make_prefix_tree(samples: Sequence[IntArrayLike]) -> PrefixTree:
     Raises:
         ValueError: a sample is empty, or has what is no token.
     """
+    if isinstance(samples, str) or not isinstance(samples, Iterable):
+        raise ValueError(f"samples: expected token ids of each rollout, got {samples!r}")
     arrays = [int_array(sample, f"samples[{i}]").astype(np.int64) for i, sample in enumerate(samples)]
     for i, array in enumerate(arrays):
         if not len(array) or array.min() < 0:

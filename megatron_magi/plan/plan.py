@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_magi.checks import int_at_least
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
-from megatron_magi.mask.documents import int_at_least
 from megatron_magi.plan.balance import assign_chunks
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import choose_degree
@@ -82,8 +82,7 @@ class Plan:
         Raises:
             ValueError: ``cp_rank`` is not in ``[0, cp_size)``.
         """
-        if not 0 <= cp_rank < self.cp_size:
-            raise ValueError(f"cp_rank: expected 0 <= cp_rank < {self.cp_size}, got {cp_rank}")
+        cp_rank = int_at_least(cp_rank, "cp_rank", 0, most=self.cp_size - 1)
         if cp_rank not in self._rank_plans:
             bands = tuple(own(b) for b in self._bands[cp_rank])
             self._rank_plans[cp_rank] = RankPlan(

@@ -41,14 +41,7 @@ CPU = ["--distributed-backend", "gloo", "--use-cpu-initialization", "--bf16=fals
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains and compares; 0 if all curves are within the band."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", choices=SETTINGS, help="a YAML file beside this one")
-    parser.add_argument("--out", type=Path, required=True, help="folder of losses, logs, plot and table")
-    parser.add_argument("--data-path", help="prefix of an indexed data set; without it Python's standard library")
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help="(%(default)s)")
-    parser.add_argument("--cp-sizes", type=int, nargs="+", help="of the runs with magi; 1, 2, 4, 8 as ranks allow")
-    parser.add_argument("megatron", nargs="*", help="further arguments of Megatron, after --")
-    options = parser.parse_args(argv)
+    options = read_options(sys.argv[1:] if argv is None else argv)
     cp_sizes = options.cp_sizes or [size for size in (1, 2, 4, 8) if options.ranks % size == 0]
     out = options.out.resolve() / options.setting
     out.mkdir(parents=True, exist_ok=True)
@@ -62,6 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return curves.report(out, f"{options.setting}, {options.ranks} ranks: {what_is_stock()} and magi")
 
 
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; `megatron` is what comes after the first ``--``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=SETTINGS, help="a YAML file beside this one")
+    parser.add_argument("--out", type=Path, required=True, help="folder of losses, logs, plot and table")
+    parser.add_argument("--data-path", help="prefix of an indexed data set; without it Python's standard library")
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help="(%(default)s)")
+    parser.add_argument("--cp-sizes", type=int, nargs="+", help="of the runs with magi; 1, 2, 4, 8 as ranks allow")
+    end = argv.index("--") if "--" in argv else len(argv)
+    options = parser.parse_args(argv[:end])
+    options.megatron = list(argv[end + 1 :])
+    return options
+
+
 def what_is_stock() -> str:
     """Name of the attention that magi is compared with."""
     return "Transformer Engine" if has_transformer_engine() else "Megatron's local attention"
@@ -73,8 +80,10 @@ def has_transformer_engine() -> bool:
 
 def layers() -> list[str]:
     """Arguments for the layers and devices of this machine."""
-    device = [] if torch.cuda.is_available() else CPU
-    return device if has_transformer_engine() else [*TORCH_LAYERS, *device]
+    if has_transformer_engine():
+        # A mask of seqlen^2 for each sequence, which TE does not read.
+        return ["--no-create-attention-mask-in-dataloader"]
+    return TORCH_LAYERS if torch.cuda.is_available() else [*TORCH_LAYERS, *CPU]
 
 
 def data_args(data_path: str | None, out: Path) -> list[str]:

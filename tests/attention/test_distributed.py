@@ -16,7 +16,7 @@ from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
-from megatron_magi.ops.slice_attention import resolve_impl
+from megatron_magi.ops.slice_passes import resolve_impl
 from megatron_magi.plan import Plan, make_plan
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.attention import cases as cs
@@ -304,34 +304,6 @@ def two_in_flight(rank: int, num_ranks: int, first: cs.Case, second: cs.Case) ->
 def test_backward_uses_its_own_plan_while_a_newer_microbatch_is_in_flight(ranks) -> None:
     first, second = cs.Case(cs.documents([40, 24])), cs.Case(cs.documents([10, 54]), seed=1)
     assert all(ranks(2, two_in_flight, first, second))
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"q": (7, 4, 8)}, "q"),
-        ({"k": (8, 8)}, "k"),
-        ({"v": (9, 2, 8)}, "v"),
-    ],
-)
-def test_inputs_that_do_not_fit_the_plan_are_named(change, name) -> None:
-    shapes = {"q": (8, 4, 8), "k": (8, 2, 8), "v": (8, 2, 8)} | change
-    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
-    with pytest.raises(ValueError, match=rf"^{name}:"):
-        distributed_attention(*(torch.zeros(shapes[n]) for n in "qkv"), plan, None)
-
-
-def test_a_plan_of_all_ranks_is_refused() -> None:
-    x = torch.zeros(8, 2, 8)
-    with pytest.raises(ValueError, match=r"^rank_plan: expected a RankPlan, .* got Plan"):
-        distributed_attention(x, x, x, make_plan(cs.documents([8]), cp_size=1), None)
-
-
-def test_a_plan_for_several_ranks_needs_a_group() -> None:
-    plan = make_plan(cs.documents([8]), cp_size=2).for_rank(0)
-    x = torch.zeros(4, 2, 8)
-    with pytest.raises(ValueError, match=r"^group:"):
-        distributed_attention(x, x, x, plan, None)
 
 
 def test_device_copies_live_and_die_with_their_plan() -> None:

@@ -460,3 +460,23 @@ def test_a_step_with_a_prepared_batch_does_not_wait_for_the_gpu():
             step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"plans": None}, "plans: expected a plan for each name, got NoneType"),
+        ({"plans": {"mask": 3}}, r"plans\['mask'\]: expected RankPlan, got int"),
+        ({"plans": {"mask": make_plan(cs.documents([8]))}}, r"plans\['mask'\]: expected RankPlan, got Plan"),
+        ({"shape": (4, 2)}, "shape: expected AttnShape, got tuple"),
+        ({"config": None}, "config: expected MagiConfig, got NoneType"),
+        ({"arrays": [1]}, "arrays: expected an array for each name, got list"),
+        ({"arrays": {"position_ids": torch.zeros(3)}}, r"arrays\['position_ids'\]: expected a numpy array of numbers"),
+        ({"arrays": {"names": np.array(["a"])}}, r"arrays\['names'\]: .* got <U1"),
+    ],
+)
+def test_what_cannot_be_prepared_is_named(changed, message):
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    given = {"plans": {"mask": plan}, "shape": AttnShape(4, 2, 8, 8, torch.bfloat16), "config": MagiConfig(), **changed}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prepare_batch(**given)

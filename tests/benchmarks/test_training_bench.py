@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import bench_training as bench
 import pytest
 import run_gpu_te as te
@@ -39,6 +41,15 @@ def test_magi_is_compared_with_the_best_of_tes_ways_for_the_same_mask_and_length
     table = {tuple(row[:3]): row for row in bench.figures(runs)}
     assert table["causal", 4096, "magi"][-1] == "1.200"
     assert table["causal", 4096, "te_a2a"][-1] == ""
+
+
+def test_captured_steps_are_compared_with_te_too_and_no_way_of_te() -> None:
+    runs = [run("causal", "te_p2p", 30.0), run("causal", "magi", 20.0), run("causal", "magi_graph", 15.0)]
+    table = {row[2]: row for row in bench.figures(runs)}
+    assert (table["magi"][-1], table["magi_graph"][-1]) == ("1.500", "2.000")
+    arguments = bench.run_args(runs[-1])
+    assert "full_iteration" in arguments
+    assert "--cp-comm-type" not in arguments
 
 
 def test_first_half_of_the_steps_is_not_timed() -> None:
@@ -119,6 +130,18 @@ def test_groups_serve_runs_of_the_same_parallelism_and_attention_alone() -> None
     first, same, *others = [training_session._parallelism(line.split()) for line in asked]
     assert first == same
     assert all(other not in (first, *others[:n]) for n, other in enumerate(others))
+
+
+def test_last_run_that_repeats_another_is_in_the_table(monkeypatch, tmp_path) -> None:
+    done = run("causal", "te_p2p", 20.0).training
+    monkeypatch.setattr(bench.TrainingSession, "run", lambda self, argv, around_step: done)
+    monkeypatch.setattr(bench, "_gather", lambda made: None)
+    asked = [("causal", "te_p2p", 4096), ("window_sink", "te_p2p", 4096)]
+    bench.bench(
+        argparse.Namespace(runs=asked, providers=[], model="llama_1b", steps=4, further=[], profile=None, out=tmp_path)
+    )
+    rows = (tmp_path / "training.csv").read_text().splitlines()
+    assert "full attention, no sink" in rows[-1]
 
 
 def parity_run(name: str, dtype: str, ranks: int, loss: float, error: str = "") -> parity.Run:

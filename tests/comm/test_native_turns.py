@@ -55,7 +55,7 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     own, other, out = (rows_of([t], layout.sizes) for t in x)
 
     def exchange(some, roles):
-        return mover._exchanges(native._CAST, args, layout, some, out, (), roles)
+        return mover._exchanges(native._Exchange(native._CAST, (), roles), args, layout, some, out)
 
     first = exchange(own, native._BOTH)
     assert exchange(other, native._BOTH) is first and made == ["exchange"]

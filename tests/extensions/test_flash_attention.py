@@ -138,6 +138,9 @@ def test_arguments_are_checked():
         (lambda: extensions.fa3_func_with_sink(q, k, v, qv=q), "qv: not supported"),
         (lambda: extensions.fa3_func_with_sink(q, k, v, attention_chunk=2), "attention_chunk: not supported"),
         (lambda: extensions.fa3_qkvpacked_func_with_sink(q), "num_heads_q: of 4 heads"),
+        (lambda: extensions.fa2_func_with_sink(None, k, v), "q: expected a tensor, got NoneType"),
+        (lambda: extensions.fa3_func_with_sink(q, k[0], v), "k: expected 4 dimensions"),
+        (lambda: extensions.fa4_func_with_sink(q, k, v.half()), "v: expected 4 dimensions"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()

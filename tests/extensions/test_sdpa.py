@@ -130,3 +130,35 @@ def test_a_sink_elsewhere_is_named():
     q, k, v, sink = tensors(5, 7)
     with pytest.raises(ValueError, match=r"^sink: .* got torch.float64 on meta"):
         sdpa_func_with_sink(q, k, v, sink.to("meta"), enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 2, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)), r"k: expected \[1, 2, 4, 8\], got \[1, 3, 4, 8\]"),
+        (((1, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)), "k: expected"),
+        (((1, 2, 4, 8), (1, 2, 4, 7), (1, 2, 4, 8)), "k: expected"),
+        (((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)), "v: expected the batch, heads and tokens of k"),
+        (((2, 4, 8), (2, 4, 8), (2, 4, 8)), r"q: expected \[batch_size"),
+        (((1, 2, 4, 8), (2, 4, 8), (1, 2, 4, 8)), "k: expected 4 dimensions"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named_before_torchs_kernels_see_them(shapes, message):
+    """The kernel for CPUs divides by numbers of heads, and would end the process."""
+    for enable_gqa in (False, True):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            sdpa_func_with_sink(*map(torch.zeros, shapes), enable_gqa=enable_gqa)
+
+
+def test_tensors_and_masks_that_are_none_are_named():
+    x = torch.zeros(1, 2, 4, 8)
+    for call, message in (
+        (lambda: sdpa_func_with_sink(None, x, x), "q: expected a tensor, got NoneType"),
+        (lambda: sdpa_func_with_sink(x, x.half(), x), "k: expected 4 dimensions, torch.float32 on cpu"),
+        (
+            lambda: sdpa_func_with_sink(x, x, x, attn_mask=torch.zeros(3, 3)),
+            r"attn_mask: .* \[1, 2, 4, 4\], got \[3, 3\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()

@@ -221,3 +221,20 @@ def test_rollouts_in_a_tree_train_as_one_by_one(results, num_ranks):
     for loss, gradient in (result["rollouts"][num_ranks - 1] for result in results):
         assert loss < 1e-5
         assert gradient < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"labels": [1, 2]}, "labels: expected a tensor, got list"),
+        ({"position_ids": "rising"}, "position_ids: expected a tensor, got str"),
+        ({"cu_seq_lens_q": [0, 16]}, "cu_seq_lens_q: expected a tensor, got list"),
+        ({"input_ids": [[1, 2]]}, "input_ids: expected a tensor, got list"),
+        ({"input_ids": torch.zeros(8, dtype=torch.int64)}, r"input_ids: expected \[batch_size, seqlen\]"),
+        ({"input_ids": None}, "input_ids: none were given"),
+    ],
+)
+def test_a_batch_of_no_tensors_is_refused_by_name(changed, message):
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), **changed}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        shard_batch(batch, None, make_model("llama").config)

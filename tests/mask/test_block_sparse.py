@@ -51,6 +51,7 @@ def test_a_mask_of_blocks_is_planned_like_any_other():
         ("q_block_size", {"q_block_size": 0}),
         ("k_block_size", {"k_block_size": 1.5}),
         ("seqlen_q", {"seqlen_q": -1}),
+        ("causal", {"causal": "no"}),
     ],
 )
 def test_what_is_wrong_with_a_mask_of_blocks_is_named(name, changed):

@@ -165,6 +165,13 @@ def test_lists_arrays_and_tensors_give_the_same_mask(convert):
         (lambda: builders.from_eod_positions(tokens=[1, 2]), "eod"),
         (lambda: builders.from_eod_positions(), "positions, tokens"),
         (lambda: builders.from_eod_positions(tokens=np.zeros((1, 1, 1), int), eod=0), "tokens"),
+        (lambda: builders.varlen([0, 8], causal="no"), "^causal: expected True or False, got 'no'"),
+        (lambda: builders.sliding_window(8, 1, 0, causal=1), "^causal"),
+        (lambda: builders.from_eod_positions([3], 8, causal=None), "^causal"),
+        (lambda: builders.prefix_tree([4, 4], "01"), "^sample_paths: expected lists of nodes"),
+        (lambda: builders.prefix_tree([4, 4], None), "^sample_paths"),
+        (lambda: builders.prefix_tree([4, 4], [0]), r"^sample_paths\[0\]: expected 1 dimension"),
+        (lambda: builders.prefix_tree([4, 4], [[0], [0.5]]), r"^sample_paths\[1\]: expected integers"),
     ],
 )
 def test_bad_arguments_are_named(build, name):

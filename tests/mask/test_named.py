@@ -85,7 +85,6 @@ def test_tree_sees_ancestors_in_its_own_sequence_and_unused_tokens_nothing() -> 
         ("prefix_tree", {"node_lengths": [[9, 9]] * 2, "node_parents": [[-1, 0]] * 2}, "at most 12 tokens"),
         ("prefix_tree", {"node_lengths": [[2, 2]] * 2, "node_parents": [[1, 0]] * 2}, "without a cycle"),
         ("prefix_tree", {"node_lengths": [[2, 2]] * 2, "node_parents": [[-1, 2]] * 2}, "parents in"),
-        ("block_causal:block_size=0", {}, "block_size: expected at least 1"),
     ],
 )
 def test_fields_that_do_not_fit_are_named_with_the_mask(text: str, fields: dict, message: str) -> None:
@@ -136,6 +135,10 @@ def test_function_is_called_with_its_arguments_and_its_result_is_checked(tmp_pat
         ("block_causal:size=3", "missing a required argument|unexpected"),
         ("causal:", "expected KEY=VALUE"),
         ("sliding_window:left=1,left=2", "once for each KEY, got 'left=2'"),
+        ("sliding_window:left=far", "raised ValueError: left: expected an integer, got 'far'"),
+        ("block_causal:block_size=0", "raised ValueError: block_size: expected at least 1"),
+        ("documents:causal=no", "raised ValueError: causal: expected True or False, got 'no'"),
+        ("prefix_lm:length=-1", "raised ValueError: prefix_lengths: prefix 0 has -1 tokens"),
     ],
 )
 def test_text_that_names_no_mask_is_refused_at_once(text: str, message: str) -> None:

@@ -13,5 +13,6 @@ def test_the_folder_is_made_before_training_or_refused_by_name(tmp_path: Path) -
     LossLog(tmp_path / "runs" / "one" / "losses.jsonl")
     assert (tmp_path / "runs" / "one").is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"^magi_loss_log: cannot make the folder of .*losses\.jsonl"):
-        LossLog(tmp_path / "file" / "losses.jsonl")
+    for path in (tmp_path / "file" / "losses.jsonl", tmp_path):
+        with pytest.raises(ValueError, match=rf"^magi_loss_log: cannot append to {path}: "):
+            LossLog(path)

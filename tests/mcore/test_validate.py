@@ -77,6 +77,8 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--logits-load-dir", "teacher"], "logits_load_dir"),
         (["--logits-save-dir", "teacher"], "logits_save_dir"),
         (["--fp4-format", "e2m1"], "fp4"),
+        (["--magi-chunk-size", "0"], "magi_chunk_size"),
+        (["--magi-overlap-degree", "-1"], "magi_overlap_degree"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -104,6 +106,11 @@ WINDOW = ["--window-size", "8,0"]
         (["--magi-layer-masks", f"{__name__}:first_layer_in_blocks", *WINDOW], "window_size"),
         (["--magi-mask", "prefix_tree", "--mtp-num-layers", "1"], "mtp_num_layers"),
         (["--magi-mask", "nothing"], "magi_mask"),
+        (["--magi-mask", ""], "magi_mask"),
+        (["--magi-mask", "documents:causal=no"], "magi_mask"),
+        (["--magi-mask", "sliding_window:left=-3"], "magi_mask"),
+        (["--magi-layer-masks", "os:getcwd"], "magi_layer_masks"),
+        (["--magi-layer-masks", f"{__name__}:blocks_of_no_size"], "magi_layer_masks"),
         (["--magi-layer-masks", "nothing"], "magi_layer_masks"),
         (["--magi-layer-masks", f"{__name__}:no_text"], "magi_layer_masks"),
     ],
@@ -117,6 +124,18 @@ def test_masks_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch, extra: 
 def first_layer_in_blocks(layer_number: int) -> str | None:
     """For `--magi-layer-masks`."""
     return "block_causal:block_size=4" if layer_number == 1 else None
+
+
+def blocks_of_no_size(layer_number: int) -> str:
+    """What the mask of a layer refuses."""
+    return "block_causal:block_size=none"
+
+
+def test_a_chunk_longer_than_a_shard_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _parse(monkeypatch, "--magi-chunk-size", "100000")
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    with pytest.raises(ValueError, match=r"^magi_chunk_size: expected at most 65536 for 128 tokens over 2 rank"):
+        padded_seq_length(args, magi_config(args, MagiConfig()).dispatch)
 
 
 def no_text(layer_number: int) -> int:

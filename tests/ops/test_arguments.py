@@ -9,13 +9,8 @@ from megatron_magi.mask import AttnMask
 from megatron_magi.ops.hopper import support as hopper_support
 from megatron_magi.ops.impl import blocked, hopper
 from megatron_magi.ops.options import check_bands, make_options
-from megatron_magi.ops.slice_attention import (
-    IMPLS,
-    resolve_impl,
-    slice_attention,
-    slice_attention_backward,
-    slice_attention_forward,
-)
+from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import IMPLS, resolve_impl, slice_attention_backward, slice_attention_forward
 
 BANDS = AttnMask([(0, 6, 0, 5, 1)], 6, 5).bands
 
@@ -51,6 +46,8 @@ def test_bands_that_were_checked_are_checked_again_when_they_or_the_tensors_chan
         ({"k": torch.zeros(5, 2, 8).double()}, "^k: expected the dtype of q"),
         ({"q": torch.zeros(6, 4, 8, dtype=torch.int64)}, "^q: expected a floating-point dtype"),
         ({"q": torch.zeros(6, 0, 8)}, "^q, k, v: heads"),
+        ({"k": torch.zeros(5, 2, 8).to_sparse()}, "^k: expected a dense tensor, got one of layout torch.sparse_coo"),
+        ({"v": [[[0.0] * 3] * 2] * 5}, "^v: expected a tensor, got list"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(changes, message):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_magi import envs
+from megatron_magi import variables
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper.needed import needed_kernels
@@ -95,7 +95,7 @@ def test_small_kernels_compile_without_spills(name):
 
 @pytest.fixture(autouse=True)
 def no_settings_of_the_machine(monkeypatch, tmp_path):
-    for name in envs.VARIABLES:
+    for name in variables.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hopper_build, "prebuilt_dir", lambda: tmp_path / "prebuilt")
 

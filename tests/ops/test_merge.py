@@ -99,10 +99,11 @@ def test_shapes_that_disagree_are_named(wrong):
         merge(**tensors)
 
 
+@pytest.mark.parametrize("num_sinks", [1, 2])
 @pytest.mark.parametrize("per_row", [False, True])
-def test_the_sink_gradient_is_that_of_autograd(per_row):
+def test_the_sink_gradient_is_that_of_autograd(per_row, num_sinks):
     torch.manual_seed(0)
-    sink = (3 * torch.randn(*((5,) if per_row else ()), 2, 3, dtype=torch.float64)).requires_grad_()
+    sink = (3 * torch.randn(*((5,) if per_row else ()), num_sinks, 3, dtype=torch.float64)).requires_grad_()
     lse, dout = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, 4, dtype=torch.float64)
     keys_only = torch.randn(5, 3, 4, dtype=torch.float64)
     total = torch.logaddexp(lse, sink_lse(sink, torch.float64))
@@ -119,6 +120,16 @@ def test_a_sink_is_a_partial_result_with_output_zero(results):
     expected = merge(out, lse, torch.zeros_like(out), sinks)
     merge_sink_(out, lse, sinks)
     same((out, lse), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", [(), (5,)])
+def test_one_sink_is_itself_and_lies_in_order(num_rows, dtype):
+    sink = torch.randn(3, *num_rows, 1).to(dtype).movedim(0, -1)
+    sink[..., 0] = torch.inf
+    found = sink_lse(sink, torch.float32)
+    assert found.is_contiguous()
+    assert torch.equal(found, sink.float()[..., 0, :])
 
 
 def test_no_sink_at_all_and_sinks_of_minus_infinity_add_nothing():

@@ -8,8 +8,9 @@ import torch
 from megatron_magi.attention import distributed_attention
 from megatron_magi.config import AttendConfig, MagiConfig
 from megatron_magi.mask import builders
-from megatron_magi.ops import slice_attention as attention
 from megatron_magi.ops.impl import blocked, hopper
+from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import row_delta
 from megatron_magi.plan import make_plan
 
 
@@ -21,7 +22,7 @@ def tensors(num_rows=20, dim=8):
 def test_an_output_of_zero_counts_as_zero_whatever_its_gradient_is():
     out, dout = torch.ones(3, 2, 4), torch.full((3, 2, 4), torch.nan)
     dout[0], out[1:] = 2.0, 0.0
-    assert attention.row_delta(dout, out).tolist() == [[8.0, 8.0], [0.0, 0.0], [0.0, 0.0]]
+    assert row_delta(dout, out).tolist() == [[8.0, 8.0], [0.0, 0.0], [0.0, 0.0]]
 
 
 def test_the_hopper_kernels_bring_their_own():
@@ -39,7 +40,7 @@ def test_both_operators_use_the_kernel_of_their_implementation(monkeypatch, dist
         if distributed:
             out, _ = distributed_attention(q, k, v, plan.for_rank(0), None, config=config)
         else:
-            out, _ = attention.slice_attention(q, k, v, mask, impl="torch")
+            out, _ = slice_attention(q, k, v, mask, impl="torch")
         return torch.autograd.grad(out.square().sum(), (q, k, v))
 
     expected, calls = grads(), []
@@ -59,7 +60,7 @@ def test_both_operators_use_the_kernel_of_their_implementation(monkeypatch, dist
 @pytest.mark.parametrize("impl", ["auto", "ffa"])
 def test_an_output_of_more_than_16_bits_is_left_to_torch(impl, device, dtype, caplog):
     out, dout = (t.to(device, dtype) for t in torch.randn(2, 5, 4, 64))
-    got = attention.row_delta(dout, out, impl)
+    got = row_delta(dout, out, impl)
     torch.testing.assert_close(got, (dout * out).sum(-1))
     assert not caplog.records
 
@@ -67,9 +68,9 @@ def test_an_output_of_more_than_16_bits_is_left_to_torch(impl, device, dtype, ca
 def test_what_the_kernel_does_not_take_is_named():
     out = torch.ones(3, 2, 64).bfloat16()
     with pytest.raises(ValueError, match="impl: 'ffa' needs a Hopper GPU"):
-        attention.row_delta(out, out, "ffa")
+        row_delta(out, out, "ffa")
     with pytest.raises(ValueError, match=r"dout: expected shape \[3, 2, 64\], got \[2, 64\]"):
-        attention.row_delta(out[0], out)
+        row_delta(out[0], out)
 
 
 @pytest.mark.gpu
@@ -80,5 +81,5 @@ def test_the_kernel_gives_what_torch_gives(dtype, dim):
     gen = torch.Generator("cuda").manual_seed(0)
     dout, out = (torch.randn(1000, 6, dim, generator=gen, device="cuda").to(dtype) for _ in range(2))
     out[5], dout[5] = 0, torch.nan
-    got = attention.row_delta(dout.transpose(0, 1).contiguous().transpose(0, 1), out, "ffa")
-    torch.testing.assert_close(got, attention.row_delta(dout, out), rtol=1e-5, atol=1e-4)
+    got = row_delta(dout.transpose(0, 1).contiguous().transpose(0, 1), out, "ffa")
+    torch.testing.assert_close(got, row_delta(dout, out), rtol=1e-5, atol=1e-4)

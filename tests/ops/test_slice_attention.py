@@ -9,12 +9,8 @@ from megatron_magi.mask import AttnMask, MaskType, builders
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.block_plan import BlockLimits, make_block_plan
 from megatron_magi.ops.impl import blocked
-from megatron_magi.ops.slice_attention import (
-    row_delta,
-    slice_attention,
-    slice_attention_backward,
-    slice_attention_forward,
-)
+from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.ops.naive import Case, assert_close, masks, packed_causal
 
@@ -278,15 +274,34 @@ def test_autocast_changes_no_bit_of_either_pass(impl):
         assert plain.dtype == cast.dtype and torch.equal(plain, cast)
 
 
-@pytest.mark.parametrize(
-    ("impl", "device", "dim", "dtype"),
-    [
-        ("reference", "cpu", 4, torch.float64),
-        ("torch", "cpu", 4, torch.float64),
-        pytest.param("ffa", "cuda", 64, torch.bfloat16, marks=[pytest.mark.gpu, pytest.mark.sm90]),
-        pytest.param("ffa", "cuda", 256, torch.float16, marks=[pytest.mark.gpu, pytest.mark.sm90]),
-    ],
-)
+IMPLEMENTATIONS = [
+    ("reference", "cpu", 4, torch.float64),
+    ("torch", "cpu", 4, torch.float64),
+    pytest.param("ffa", "cuda", 64, torch.bfloat16, marks=[pytest.mark.gpu, pytest.mark.sm90]),
+    pytest.param("ffa", "cuda", 256, torch.float16, marks=[pytest.mark.gpu, pytest.mark.sm90]),
+]
+
+
+@pytest.mark.parametrize(("impl", "device", "dim", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_one_sink_is_as_beside_one_of_minus_infinity(impl, device, dim, dtype, per_row):
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(6, 2, dim, generator=gen, dtype=torch.float64) for _ in range(3))
+    q, k, v = (t.to(device, dtype).requires_grad_() for t in (q, k, v))
+    mask = AttnMask([(0, 4, 0, 4, 1)], 6)
+    one = torch.randn(*([6] if per_row else []), 1, 2, generator=gen).to(device).requires_grad_()
+    two = torch.cat([one, torch.full_like(one, -torch.inf)], dim=-2).detach().requires_grad_()
+    results = []
+    for sink in (one, two):
+        out, meta = slice_attention(q, k, v, mask, sink=sink, deterministic=True, impl=impl)
+        *grads, dsink = torch.autograd.grad(out.square().sum(), [q, k, v, sink])
+        results.append([dsink[..., :1, :], out, meta.lse, *grads])
+    assert results[0][0].any()
+    torch.testing.assert_close(results[0][0], results[1][0])  # sums over rows may differ in order
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
+
+
+@pytest.mark.parametrize(("impl", "device", "dim", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_an_infinite_sink_takes_everything(impl, device, dim, dtype, deterministic, per_row):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_magi.mask import AttnMask, builders
-from megatron_magi.ops import slice_attention as attention
+from megatron_magi.ops import slice_operator
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.slice_attention import slice_attention
 
@@ -143,11 +143,11 @@ def test_the_operators_keep_the_rules_of_torch(sink, max_logits):
     options = (0.3, 0.0, False, 0, False, "torch")
     masks = ([torch.from_numpy(builders.causal(12).packed)], [torch.tensor([[0, 12]])] * 2)
     for mask in masks:
-        torch.library.opcheck(attention._forward_operator, (q, k, v, sinks, mask, max_logits, *options))
+        torch.library.opcheck(slice_operator._forward_operator, (q, k, v, sinks, mask, max_logits, *options))
     with torch.no_grad():
-        out, lse, _ = attention._forward_operator(q, k, v, sinks, masks[0], False, *options)
+        out, lse, _ = slice_operator._forward_operator(q, k, v, sinks, masks[0], False, *options)
         torch.library.opcheck(
-            attention._backward_operator, (torch.ones_like(out), q, k, v, sinks, out, lse, masks[0], *options)
+            slice_operator._backward_operator, (torch.ones_like(out), q, k, v, sinks, out, lse, masks[0], *options)
         )
 
 

@@ -115,8 +115,36 @@ def test_work_counts_the_matrix_products_of_tokens_beside_pairs():
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank"),
         ({"num_microbatches": 0}, "num_microbatches"),
         ({"seed": -1}, "seed"),
+        ({"area": 3}, "area: expected a function of lengths, got 3"),
+        ({"area": lambda lengths: lengths[:1]}, r"area: expected work of 2 documents, got \[1\]"),
     ],
 )
 def test_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         BalancedSampler(**{"lengths": [3, 4], "max_tokens": 8, **arguments})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {},
+        {"epoch": 0, "place": 0},
+        {"epoch": -1, "place": 0, "waiting": []},
+        {"epoch": "0", "place": 0, "waiting": []},
+        {"epoch": 0, "place": 3, "waiting": []},
+        {"epoch": 0, "place": 0, "waiting": [2]},
+        {"epoch": 0, "place": 0, "waiting": [-1]},
+    ],
+)
+def test_a_state_that_is_none_or_of_other_documents_is_refused_and_changes_nothing(state):
+    sampler, other = (BalancedSampler([3, 4], 8) for _ in range(2))
+    with pytest.raises(ValueError, match=r"^state"):
+        sampler.load_state_dict(state)
+    assert [sampler.step() for _ in range(3)] == [other.step() for _ in range(3)]
+
+
+@pytest.mark.parametrize(("numbers", "name"), [((-1, 1, 1), "layer_parameters"), ((9, 0, 1), "num_heads_q")])
+def test_numbers_of_a_model_are_checked(numbers, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected at least"):
+        causal_work(*numbers)

@@ -165,7 +165,15 @@ def test_the_fields_for_megatron_make_the_same_mask():
         (lambda: make_prefix_tree([[1, 2, 3]]).weights([1, 2]), "samples: expected weights of 1 samples"),
         (lambda: make_prefix_tree([[1, 2, 3]]).weights([[1, 2, 3]]), r"samples\[0\]: expected a number or \[2\]"),
         (lambda: make_prefix_tree([[1, 2, 3]]).item(9, 9, [-1]), "samples: Megatron divides by the sum of weights"),
-        (lambda: make_prefix_tree([[1, 2, 3]]).gather(np.zeros(3)), "values: expected 2 rows, got 3"),
+        (
+            lambda: make_prefix_tree([[1, 2, 3]]).gather(np.zeros(3)),
+            r"values: expected an array or a tensor \[2, ...\], got \[3\]",
+        ),
+        (lambda: make_prefix_tree([[1, 2, 3]]).gather([0.0, 0.0]), "values: expected an array .* got list"),
+        (lambda: make_prefix_tree([[1, 2, 3]]).weights(["all"]), r"samples\[0\]: expected a number"),
+        (lambda: make_prefix_tree([[1, 2, 3]]).weights(1), "samples: expected weights of 1 samples, got 1"),
+        (lambda: make_prefix_tree([[1, 2, 3]]).item("9", 9), "seqlen: expected an integer, got '9'"),
+        (lambda: make_prefix_tree(None), "samples: expected token ids of each rollout, got None"),
     ],
 )
 def test_arguments_are_checked(make, message):

@@ -364,9 +364,10 @@ def test_a_plan_is_read_only() -> None:
     assert all(b.base is None for b in plan.bands)  # nor can another array change them
 
 
-def test_a_rank_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="cp_rank"):
-        make_plan(documents([8]), cp_size=2).for_rank(2)
+@pytest.mark.parametrize("rank", [2, -1, None, "0", 0.0, [0]])
+def test_a_rank_out_of_range_is_refused(rank) -> None:
+    with pytest.raises(ValueError, match=r"^cp_rank: "):
+        make_plan(documents([8]), cp_size=2).for_rank(rank)
 
 
 def test_hashes_tell_apart_what_travels_in_another_dtype() -> None:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,25 +23,11 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import (
-    SHAPES,
-    SUM_LOADS,
-    Launch,
-    exchange_defines,
-    kernel_of,
-)
+from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, Launch, exchange_defines, kernel_of
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import (
-    WIDEST,
-    Rows,
-    pack_slot_rows,
-    rows_of,
-    vector_of,
-    widest,
-    with_rows,
-)
+from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
@@ -53,6 +40,22 @@ _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
 _BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
 """Bytes into Control of peers.cuh."""
+
+
+class _Exchange(NamedTuple):
+    """What a call does with its rows.
+
+    Attributes:
+        kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
+        types: of what is sent, and of the rows that it is added to; empty where it is copied.
+        roles: what each of its kernels does.
+        index: address of the index of the results' rows that are cast, or of the rows that go back; 0 for none.
+    """
+
+    kind: str
+    types: tuple[torch.dtype, ...]
+    roles: tuple[int, ...]
+    index: int = 0
 
 
 class Native:
@@ -178,7 +181,7 @@ class Native:
         types = layout.dtypes[0], into[0].dtype
         sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, sizes)
-        (exchange,) = self._exchanges(_ADD, args, layout, rows, results, types, _BOTH)
+        (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
         return exchange.step(sources, places)
 
     def version(self) -> tuple[int, int, int]:
@@ -270,7 +273,8 @@ class Native:
         kept = kept and not torch.cuda.is_current_stream_capturing()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
-        launches = self._exchanges(kind, args, layout, rows, results, types, _BOTH if kept else _APART, _address(index))
+        exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
+        launches = self._exchanges(exchange, args, layout, rows, results)
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
@@ -327,33 +331,23 @@ class Native:
         return launches
 
     def _exchanges(
-        self,
-        kind: str,
-        args: GroupCastArgs,
-        layout: RowLayout,
-        rows: list[Rows],
-        results: list[Rows],
-        types: tuple[torch.dtype, ...],
-        roles: tuple[int, ...],
-        index: int = 0,
+        self, exchange: _Exchange, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows]
     ) -> tuple[Launch, ...]:
         """`_prepare`, once."""
-        prepare = functools.partial(self._prepare, kind, args, layout, rows, results, types, roles, index)
-        return self._launches((kind, types, roles, index), args, rows, results, prepare)
+        prepare = functools.partial(self._prepare, exchange, args, layout, rows, results)
+        return self._launches(exchange, args, rows, results, prepare)
 
     def _prepare(
         self,
-        kind: str,
+        exchange: _Exchange,
         args: GroupCastArgs,
         layout: RowLayout,
         rows: list[Rows],
         results: list[Rows],
-        types: tuple[torch.dtype, ...],
-        roles: tuple[int, ...],
-        index: int,
         share: int,
     ) -> tuple[Launch, ...]:
-        """The kernels of a call with their parameters, all but addresses of rows: one for each of ``roles``."""
+        """The kernels of a call with their parameters, all but addresses of rows: one for each of its roles."""
+        kind, types, roles, index = exchange
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None and args.most is not None  # or there would be a refusal
         row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)

@@ -1,0 +1,264 @@
+"""One forward or backward pass over a table of bands, without autograd, by any implementation.
+
+Tensors are ``thd``: q ``[num_rows, num_heads_q, head_dim]``, k ``[num_keys, num_heads_kv, head_dim]``,
+v ``[num_keys, num_heads_kv, head_dim_v]``; num_heads_q is a multiple of num_heads_kv. lse, delta
+and sums are fp32, fp64 for fp64 inputs. Rows that see no key get output 0 and lse -inf (or the
+sink's lse), and zero gradients. Tensors must be finite, also in tokens that are in no visible pair: `ffa` multiplies
+those by 0. The other implementations never use them.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_magi.ops.impl import blocked, hopper, reference
+from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_lse
+from megatron_magi.ops.options import (
+    FLOAT_DTYPES,
+    AttnOptions,
+    check_bands,
+    check_like,
+    check_qkv,
+    check_sink,
+    make_options,
+)
+from megatron_magi.profiling import profiled_backward, profiled_forward
+
+IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
+"""Implementations by name: modules with `forward` and `backward`."""
+
+
+def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
+    """The module that computes: the one asked for, or for ``auto`` the best that takes such tensors.
+
+    Where that is not the fastest that GPUs have, the reason is logged, once.
+
+    Raises:
+        ValueError: there is no implementation of that name. (One that does not take the tensors
+            says so itself when it is called.)
+    """
+    if isinstance(impl, str) and impl == "auto":
+        impl = "torch"
+        if q.device.type == "cuda":
+            if hopper.is_supported(q, v, deterministic):
+                impl = "ffa"
+            else:
+                hopper.say_why_not(q, v)
+    if not isinstance(impl, str) or impl not in IMPLS:
+        raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
+    return IMPLS[impl]
+
+
+@torch.no_grad()
+def slice_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bands: np.ndarray,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Computes one forward pass, without autograd.
+
+    Args:
+        q, k, v: see the module; fp16, bf16, fp32 or fp64, any strides; finite, hidden tokens too.
+        bands: int64 ``[n, 6]`` (see `megatron_magi.mask.bands`), no two of which overlap.
+        softmax_scale: factor of q @ k; ``1 / sqrt(head_dim)`` when None.
+        softcap: 0 for none, else logits become ``softcap * tanh(logit / softcap)``.
+        sink: logits without a value that join the denominator of this pass, any float dtype,
+            ``[num_sinks, num_heads_q]`` or ``[num_rows, num_sinks, num_heads_q]``.
+        out, lse: both or none; a result over other keys, into which this one is merged in place.
+        out_dtype: dtype of a new output; that of q when None.
+        return_max_logits: also return the largest visible logit of each head.
+        deterministic: bitwise repeatable results; a forward always is.
+        sm_margin: streaming multiprocessors left to communication; for kernels that can.
+        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked) or ``ffa`` (Hopper kernels, bf16 and
+            fp16). One that is named never falls back to another.
+
+    Returns:
+        ``(out, lse, max_logits)``: out ``[num_rows, num_heads_q, head_dim_v]``, lse ``[num_rows,
+        num_heads_q]``, max_logits ``[num_heads_q]`` or None.
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+    """
+    check_qkv(q, k, v)
+    bands = check_bands(bands, q.shape[0], k.shape[0])
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    module = resolve_impl(impl, q, v, deterministic)
+    if (out is None) != (lse is None):
+        raise ValueError("out, lse: give both, to merge into, or none")
+    if out is None or lse is None:
+        if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
+            raise ValueError(f"out_dtype: expected a floating-point dtype of 16 to 64 bits, got {out_dtype}")
+        return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, out_dtype)
+    shape = (*q.shape[:2], v.shape[2])
+    check_like("out", out, shape, q.device)
+    check_like("lse", lse, shape[:2], q.device)
+    if out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
+    return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
+
+
+@profiled_forward
+def forward_pass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    module: ModuleType,
+    sink: Tensor | None,
+    return_max_logits: bool,
+    out_dtype: torch.dtype | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+    **hints: object,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`slice_attention_forward` of checked arguments, where no gradients are recorded; ``hints``: the module's own."""
+    dtype = accumulate_dtype(q.dtype)
+    if into is None:
+        shape = (*q.shape[:2], v.shape[2])
+        out, lse = q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:2], dtype=dtype)
+    else:
+        out, lse = into
+    if sink is not None:
+        check_sink(sink, q)
+        sink = sink_lse(sink, dtype)
+    with _no_autocast(q):
+        max_logits = module.forward(
+            q, k, v, bands, options,
+            out=out, lse=lse, accumulate=into is not None, sink_lse=sink,
+            return_max_logits=return_max_logits, **hints,
+        )  # fmt: skip
+    return out, lse, max_logits
+
+
+_NOTHING = nullcontext()
+
+
+@cache
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+def _no_autocast(q: Tensor):
+    """Autocast would narrow the products; what is computed in which dtype is decided here."""
+    casts = _has_autocast(device := q.device.type) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if casts else _NOTHING
+
+
+@torch.no_grad()
+def slice_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    bands: np.ndarray,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes one backward pass. ``lse`` and ``delta`` are final: over all keys and sinks of a row.
+
+    Args:
+        dout: gradient of out, ``[num_rows, num_heads_q, head_dim_v]``, any float dtype.
+        q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl: as in
+            `slice_attention_forward`.
+        lse: ``[num_rows, num_heads_q]``.
+        delta: ``[num_rows, num_heads_q]``, see `row_delta`.
+        dq, dk, dv: gradients that this pass is added to in place; new where None.
+        grad_dtype: dtype of new gradients; that of q when None.
+
+    Returns:
+        ``(dq, dk, dv)`` with the shapes of q, k, v. The sink's gradient needs no pass: see
+        `megatron_magi.ops.merge.sink_gradient`.
+
+    Raises:
+        ValueError: an argument, named in the message, has a wrong shape, dtype or value.
+    """
+    check_qkv(q, k, v)
+    bands = check_bands(bands, q.shape[0], k.shape[0])
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    module = resolve_impl(impl, q, v, deterministic)
+    check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
+    check_like("lse", lse, q.shape[:2], q.device)
+    check_like("delta", delta, q.shape[:2], q.device)
+    grad_dtype = q.dtype if grad_dtype is None else grad_dtype
+    if grad_dtype not in FLOAT_DTYPES:
+        raise ValueError(f"grad_dtype: expected a floating-point dtype of 16 to 64 bits, got {grad_dtype}")
+    for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if given is not None:
+            check_like(name, given, like.shape, q.device)
+    return backward_pass(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
+
+
+@profiled_backward
+def backward_pass(
+    dout: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    module: ModuleType,
+    given: tuple[Tensor | None, Tensor | None, Tensor | None],
+    grad_dtype: torch.dtype,
+    **hints: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`slice_attention_backward` of checked arguments, without recording; ``hints``: the module's own."""
+    adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
+    dq, dk, dv = (t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(qkv, given, strict=True))
+    for grad, before in ((dk, given[1]), (dv, given[2])):
+        if adds_keys and before is None:
+            grad.zero_()
+    with _no_autocast(dout):
+        module.backward(
+            dout, *qkv, lse, delta, bands, options,
+            grads=(dq, dk, dv), accumulate=adds, accumulate_keys=adds_keys, **hints,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
+    """Computes ``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
+
+    fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
+    garbage in the gradient of rows that see nothing stays there.
+
+    Args:
+        dout, out: ``[num_rows, num_heads_q, head_dim_v]``.
+        impl, deterministic: as in `slice_attention_forward`; an implementation may have a kernel for it.
+
+    Raises:
+        ValueError: there is no implementation of that name, or it does not take such tensors; shapes disagree.
+    """
+    check_like("out", out, out.shape, out.device)
+    check_like("dout", dout, out.shape, out.device)
+    if impl == "auto" and out.dtype.itemsize > 2:  # no kernel takes it, and nothing is slow for it
+        return row_products(dout, out)
+    kernel = getattr(resolve_impl(impl, out, out, deterministic), "row_delta", row_products)
+    return kernel(dout, out)

@@ -1,0 +1,46 @@
+"""What `distributed_attention` refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_magi.attention import distributed_attention
+from megatron_magi.config import MagiConfig
+from megatron_magi.plan import make_plan
+from tests.attention import cases as cs
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"q": (7, 4, 8)}, "q"),
+        ({"k": (8, 8)}, "k"),
+        ({"v": (9, 2, 8)}, "v"),
+    ],
+)
+def test_inputs_that_do_not_fit_the_plan_are_named(change, name) -> None:
+    shapes = {"q": (8, 4, 8), "k": (8, 2, 8), "v": (8, 2, 8)} | change
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    with pytest.raises(ValueError, match=rf"^{name}:"):
+        distributed_attention(*(torch.zeros(shapes[n]) for n in "qkv"), plan, None)
+
+
+def test_a_plan_of_all_ranks_is_refused() -> None:
+    x = torch.zeros(8, 2, 8)
+    with pytest.raises(ValueError, match=r"^rank_plan: expected a RankPlan, .* got Plan"):
+        distributed_attention(x, x, x, make_plan(cs.documents([8]), cp_size=1), None)
+
+
+@pytest.mark.parametrize("config", ["fast", 3, MagiConfig])
+def test_a_configuration_of_another_type_is_refused(config) -> None:
+    x, plan = torch.zeros(8, 2, 8), make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    with pytest.raises(ValueError, match=r"^config: expected a MagiConfig or None, got (str|int|type)"):
+        distributed_attention(x, x, x, plan, None, config=config)
+
+
+def test_a_plan_for_several_ranks_needs_a_group() -> None:
+    plan = make_plan(cs.documents([8]), cp_size=2).for_rank(0)
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=r"^group:"):
+        distributed_attention(x, x, x, plan, None)
