@@ -309,14 +309,14 @@ class OneLaunch:
                 inputs, out, lse, arriving, self.bands, options,
                 arriving_grads=later, places=of_gradients, stream=stream, **given,
             )  # fmt: skip
-            publish, pull = moving
-            first = [publish, *steps.before, pull]
         else:
-            keeper, steps = hopper.backward_steps(inputs, out, lse, self.bands, options, stream=stream, **given)
-            first = [*moving, *steps.before]
-        # Who waits for keys looks at the number of the call that was published last: nothing is sent before its end.
-        ends = (*steps.rest, *back) if steps.rest_waits else (*back, *steps.rest)
-        queued = [*first, *steps.keys, *ends]
+            keeper, steps = hopper.backward_steps(
+                inputs, out, lse, self.bands, options, published=bool(moving), stream=stream, **given
+            )  # fmt: skip
+        if steps.rest_is_apart:
+            for step in back:
+                step.config.num_attributes = 1
+        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *back, *steps.rest]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 

@@ -87,14 +87,14 @@ def one_rank_alone(monkeypatch):
     native = Queue()
 
     def step(name):
-        return Step(driver.Kernel(name, 1, 0), *nowhere, ())
+        kernel = driver.Kernel(name, 1, 0)
+        return Step(kernel, driver.LaunchConfig(kernel, 1), 0, None, ())
 
     def announced(tensors, args, group, impl, into, sources, places):
         native.asked += 1
         steps = step("publish"), step("pull")
         return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0))
 
-    nowhere = driver.LaunchConfig(driver.Kernel("", 1, 0), 1), 0, None
     monkeypatch.setattr(one_launch, "announced_cast", announced)
     monkeypatch.setattr(one_launch, "returned_sums", lambda *_: step("exchange"))
     monkeypatch.setattr(one_launch, "current_stream", lambda _device: 0)
@@ -204,8 +204,7 @@ def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mas
     [
         ("causal", {}, ["backward", "finish_keys", "exchange", "finish_dq"]),
         ("many", {}, ["backward", "exchange", "finish_dq"]),
-        # What waits for keys ends before the next call publishes anything, or it would wait for the keys of that one.
-        ("many", {"deterministic": True}, ["backward", "backward_queries", "exchange"]),
+        ("many", {"deterministic": True}, ["backward", "exchange", "backward_queries"]),
     ],
 )
 def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
@@ -221,7 +220,15 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
     expected = ["publish", "pull", "forward", "publish", "prepare", "pull", *backward]
     assert len(expected) <= 10
+    overlapping = {}
     with fake_driver(monkeypatch) as launched:
+        launch = driver.Kernel.launch
+
+        def note(kernel, config, pointers):
+            overlapping[kernel.handle] = driver.LaunchConfig.from_address(config).num_attributes
+            launch(kernel, config, pointers)
+
+        monkeypatch.setattr(driver.Kernel, "launch", note)
         q, k, v = tensors(plan.num_rows, shape)
         for call, (version, asked) in enumerate([(0, 2), (0, 2), (1, 4), (1, 4)]):
             native.number = version
@@ -229,6 +236,9 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
             out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
             assert launched == expected and native.asked == asked, call
+    # What finishes dq takes it that the kernels before the exchange are complete; what computes dq does not.
+    assert overlapping["prepare"] and overlapping[backward[-1]] and not overlapping["pull"]
+    assert overlapping["exchange"] == (backward[-1] == "backward_queries")
 
 
 def test_a_plan_that_is_kept_keeps_no_more_tables_than_the_cache_of_passes(monkeypatch, one_rank_alone):

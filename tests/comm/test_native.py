@@ -208,7 +208,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
         f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
-        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->calls_published) == {native._CALLS_PUBLISHED}, "calls");'
+        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->announced) == {native._ANNOUNCED}, "call");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
         f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'

@@ -157,13 +157,17 @@ def backward_steps(
     scratch: Place,
     delta: bool,
     sends: bool,
+    published: bool,
     stream: int,
     remembered: bool = True,
 ) -> tuple[_Pass, hopper_parts.Steps]:
-    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
+    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`.
+
+    ``published``: the first is queued right behind the kernel that publishes keys.
+    """
     tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
     known = _known(tensors, (False, False), False, bands, options, stream, out, remembered)
-    return known, known.steps(inputs, scratch, delta, sends)
+    return known, known.steps(inputs, scratch, delta, sends, published)
 
 
 class Parts:
@@ -350,7 +354,9 @@ class _Pass:
                     made = buffer[..., : grad.shape[2]]
                     grad.copy_(grad + made if adds else made)
 
-    def steps(self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool) -> hopper_parts.Steps:
+    def steps(
+        self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool, published: bool
+    ) -> hopper_parts.Steps:
         """The kernels, for tensors of the layout, of a pass that computes delta."""
         assert self._is_direct and self._whole
         (slot, begin), overlaps = scratch, self._overlaps
@@ -365,7 +371,7 @@ class _Pass:
                 **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
                 "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
             },
-            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4},
+            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4, "beside": published},
             overlaps=overlaps,
         )  # fmt: skip
         keys = [
@@ -390,7 +396,7 @@ class _Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
             )  # fmt: skip
-        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None and overlaps)
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""

@@ -47,7 +47,7 @@ def backward_steps(
     stream: int,
     remembered: bool = True,
 ) -> tuple[Pass, hopper_parts.Steps]:
-    """The kernels that write all gradients.
+    """The kernels that write all gradients; the first is queued right behind the one that publishes keys.
 
     They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, and ``delta`` where
     it is wanted.
@@ -159,7 +159,7 @@ class Pass:
                 **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
                 "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
             },
-            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_key_sums // 4},
+            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_key_sums // 4, "beside": 1},
             overlaps=self._overlaps,
         )  # fmt: skip
         keys = [
@@ -182,4 +182,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None and self._overlaps)
