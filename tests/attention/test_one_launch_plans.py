@@ -125,7 +125,7 @@ def test_tiles_cover_the_mask_and_no_tile_or_block_has_keys_of_both_kinds(mask, 
         num_later = joined_transfer(rank_plan).num_recv
         num_rows, first = rank_plan.num_rows, gated.first_arriving(rank_plan.num_rows)
         num_keys = first + num_later
-        problem = Problem(num_rows, num_rows + num_later, 8, 2, (128, 128))
+        problem = Problem(num_rows, num_rows + num_later, 8, 2, (128, 128), (128, 128))
         dense = dense_bands(bands, num_rows, num_keys).astype(int)
         for shape in kernels.FORWARD_TILES[128, 128]:
             host = hopper_plan.make_host_plan(bands, gated.row_tiling(problem, RowTiles(shape, 1), num_later, 132))

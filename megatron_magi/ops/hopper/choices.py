@@ -34,7 +34,8 @@ class Problem(NamedTuple):
     Attributes:
         num_rows, num_keys: queries and keys.
         num_heads, num_heads_kv: of queries; of keys and values.
-        dims: head dims of the kernels, for queries and keys, and for values; those of tensors may be less.
+        dims: head dims of the backward's kernels, for queries and keys, and for values; those of tensors may be less.
+        forward_dims: of the forward's.
     """
 
     num_rows: int
@@ -42,6 +43,7 @@ class Problem(NamedTuple):
     num_heads: int
     num_heads_kv: int
     dims: tuple[int, int]
+    forward_dims: tuple[int, int]
 
     @property
     def group(self) -> int:
@@ -51,9 +53,9 @@ class Problem(NamedTuple):
 
 def make_problem(num_rows: int, num_keys: int, num_heads: int, num_heads_kv: int, dims: tuple[int, int]) -> Problem:
     """Shape of a pass over tensors of head dims ``dims``, for which there are kernels."""
-    of_kernels = hopper_kernels.kernel_dims(dims)
-    assert of_kernels is not None, f"head dims {dims}"
-    return Problem(num_rows, num_keys, num_heads, num_heads_kv, of_kernels)
+    backward, forward = (hopper_kernels.kernel_dims(dims, is_backward) for is_backward in (True, False))
+    assert backward is not None and forward is not None, f"head dims {dims}"
+    return Problem(num_rows, num_keys, num_heads, num_heads_kv, backward, forward)
 
 
 class RowTiles(NamedTuple):
@@ -97,7 +99,7 @@ def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
 def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
     """Tiles of the forward kernel."""
     packed = packed_heads(facts, problem.num_rows, problem.group)
-    return RowTiles(hopper_kernels.forward_tile(problem.dims, facts.area / problem.num_rows, packed), packed)
+    return RowTiles(hopper_kernels.forward_tile(problem.forward_dims, facts.area / problem.num_rows, packed), packed)
 
 
 def row_bytes(problem: Problem) -> int:

@@ -144,7 +144,7 @@ class Pass:
     def __init__(self, q, k, v, arriving: Arriving, bands, options, out, lse, sink_lse, stream: int) -> None:
         dims, num_rows, num_heads = (q.shape[2], v.shape[2]), *q.shape[:2]
         num_arriving = arriving.tensors[0].shape[0]
-        problem = Problem(num_rows, k.shape[0] + num_arriving, num_heads, k.shape[1], dims)
+        problem = Problem(num_rows, k.shape[0] + num_arriving, num_heads, k.shape[1], dims, dims)
         processors = sm_count(q.device)
         tiles = forward_tiles(hopper_plan.mask_facts(bands), problem)
         tiling = row_tiling(problem, tiles, num_arriving, processors)

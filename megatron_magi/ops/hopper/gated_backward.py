@@ -93,7 +93,8 @@ class Pass:
         q, k, v, dout = inputs
         (dq, dk, dv), (num_rows, num_heads, dim), device = grads, q.shape, q.device
         num_arriving, num_sms = len(keys[0]), max(1, sm_count(device) - options.sm_margin)
-        problem = Problem(num_rows, len(k) + num_arriving, num_heads, k.shape[1], (dim, v.shape[2]))
+        dims = dim, v.shape[2]
+        problem = Problem(num_rows, len(k) + num_arriving, num_heads, k.shape[1], dims, dims)
         choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
         assert choice.whole
         group = problem.group // choice.packed

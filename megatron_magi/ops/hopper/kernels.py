@@ -16,6 +16,7 @@ FORWARD_TILES = {
     (64, 64): ((128, 128), (192, 128)),
     (128, 128): ((128, 128), (192, 64)),
     (192, 128): ((128, 128),),
+    (192, 192): ((128, 96),),
     (256, 256): ((128, 64),),
 }
 """Queries of a tile, 64 for each warpgroup, and keys of a block, by head dims (qk, v): the kernels that there are.
@@ -43,14 +44,15 @@ _SPARE_BYTES = 1024  # barriers and the like
 
 
 @cache
-def kernel_dims(dims: tuple[int, int]) -> tuple[int, int] | None:
+def kernel_dims(dims: tuple[int, int], backward: bool = True) -> tuple[int, int] | None:
     """Head dims (qk, v) of the kernels that take tensors of such head dims, or None.
 
     They are the least that hold both: columns that a tensor lacks are read as zeros.
     """
     if any(dim <= 0 or dim % DIM_UNIT for dim in dims):
         return None
-    return min((known for known in BACKWARD_DIMS if known[0] >= dims[0] and known[1] >= dims[1]), key=sum, default=None)
+    all_dims = BACKWARD_DIMS if backward else FORWARD_TILES
+    return min((known for known in all_dims if known[0] >= dims[0] and known[1] >= dims[1]), key=sum, default=None)
 
 
 def element(dtype: torch.dtype) -> str:

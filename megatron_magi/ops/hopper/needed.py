@@ -39,12 +39,12 @@ def needed_kernels(
     found: list[tuple[str, tuple[str, ...]]] = []
     if not gated:
         found += [("prepare", ()), ("row_delta", (f"HEAD_DIM_V={dims[1]}", element(dtype)))]
-    wide = hopper_kernels.kernel_dims(dims)
-    assert wide is not None, f"head dims {dims}"
+    wide, forward = hopper_kernels.kernel_dims(dims), hopper_kernels.kernel_dims(dims, backward=False)
+    assert wide is not None and forward is not None, f"head dims {dims}"
     dims = wide
     found += [
-        ("forward", hopper_kernels.forward_macros(dtype, dims, tile, softcap, gated))
-        for tile in hopper_kernels.FORWARD_TILES[dims]
+        ("forward", hopper_kernels.forward_macros(dtype, forward, tile, softcap, gated))
+        for tile in hopper_kernels.FORWARD_TILES[forward]
     ]
     whole = dims in hopper_kernels.WHOLE_DIMS
     if whole and gated:

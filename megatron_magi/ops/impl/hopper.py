@@ -115,7 +115,7 @@ def forward(
     if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
         k, v = q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:]))
         bands = _NOTHING_SEEN
-    target = _target(out, q.dtype, problem_of(q, k, v).dims[1], accumulate)
+    target = _target(out, q.dtype, problem_of(q, k, v).forward_dims[1], accumulate)
     target_lse = in_dtype(lse, torch.float32)
     known = _known(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
     fired = known.run(q, k, v, target, target_lse, sink_lse, max_logits)
@@ -232,7 +232,7 @@ class _Pass:
             if sink_lse is not None:
                 params.sink_row, params.sink_head = sink_lse.stride()
             kernel = hopper_kernels.forward_kernel(
-                q.device, q.dtype, problem.dims, tile, softcap > 0, captured=plan.is_static
+                q.device, q.dtype, problem.forward_dims, tile, softcap > 0, captured=plan.is_static
             )
             # What is written in 32 bits is written without a map.
             stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
