@@ -313,10 +313,13 @@ class OneLaunch:
             keeper, steps = hopper.backward_steps(
                 inputs, out, lse, self.bands, options, published=bool(moving), stream=stream, **given
             )  # fmt: skip
-        if steps.rest_is_apart:
-            for step in back:
-                step.config.num_attributes = 1
-        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *back, *steps.rest]
+        ends = [*back, *steps.rest]
+        if steps.rest_is_apart and back:
+            if arriving.overlaps:
+                back[0].config.num_attributes = 1
+            else:  # it would keep its SMs until the other ranks come
+                ends = [*steps.rest, *back]
+        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 
