@@ -125,7 +125,7 @@ class OneLaunch:
     def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
         """For a plan."""
         cast = joined_cast(plan, device) if plan.degree else None
-        return cls(cast, joined_bands(plan), impl, is_prepared="tables" in plan.runtime)
+        return cls(cast, joined_bands(plan), impl, is_prepared=bool(plan.runtime.get("tables")))
 
     @property
     def num_recv(self) -> int:

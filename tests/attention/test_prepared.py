@@ -486,6 +486,14 @@ def test_a_step_with_a_prepared_batch_does_not_wait_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
+        batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
+        batch.to(CPU)
+        assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
