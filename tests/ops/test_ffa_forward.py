@@ -163,6 +163,8 @@ def test_logits_that_outgrow_the_first_block_match_fp64(packed, mask, kind, look
 
 def test_offsets_past_2_to_the_31_reach_their_place():
     """300,000 rows of 64 heads: the last rows lie past 2^31 elements."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free device memory")
     num, part = 300_000, 500
     q = torch.randn(num, 64, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(num, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
