@@ -76,7 +76,7 @@ def one_rank_alone(monkeypatch):
 
     class Queue:
         def __init__(self):
-            self.number, self.asked = 0, 0
+            self.number, self.asked, self.is_only = 0, 0, True
 
         def version(self):
             return self.number
@@ -93,7 +93,7 @@ def one_rank_alone(monkeypatch):
     def announced(tensors, args, group, impl, into, sources, places):
         native.asked += 1
         steps = step("publish"), step("pull")
-        return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0))
+        return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0, native.is_only))
 
     monkeypatch.setattr(one_launch, "announced_cast", announced)
     monkeypatch.setattr(one_launch, "returned_sums", lambda *_: step("exchange"))
@@ -200,15 +200,18 @@ def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mas
 
 
 @pytest.mark.parametrize(
-    ("mask", "options", "backward"),
+    ("mask", "options", "is_only", "backward"),
     [
-        ("causal", {}, ["backward", "finish_keys", "exchange", "finish_dq"]),
-        ("many", {}, ["backward", "exchange", "finish_dq"]),
-        ("many", {"deterministic": True}, ["backward", "exchange", "backward_queries"]),
+        ("causal", {}, True, ["backward", "finish_keys", "exchange", "finish_dq"]),
+        ("many", {}, True, ["backward", "exchange", "finish_dq"]),
+        ("many", {}, False, ["backward", "exchange", "finish_dq"]),
+        ("many", {"deterministic": True}, True, ["backward", "exchange", "backward_queries"]),
+        # With several groups nothing keeps SMs while it waits for ranks.
+        ("many", {"deterministic": True}, False, ["backward", "backward_queries", "exchange"]),
     ],
 )
 def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
-    monkeypatch, one_rank_alone, mask, options, backward
+    monkeypatch, one_rank_alone, mask, options, is_only, backward
 ):
     config = MagiConfig(
         dispatch=DispatchConfig("affinity"),
@@ -217,6 +220,7 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
         overlap=OverlapConfig(degree=2),
     )
     plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
+    native.is_only = is_only
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
     expected = ["publish", "pull", "forward", "publish", "prepare", "pull", *backward]
     assert len(expected) <= 10
@@ -237,8 +241,10 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
             assert launched == expected and native.asked == asked, call
     # What finishes dq takes it that the kernels before the exchange are complete; what computes dq does not.
-    assert overlapping["prepare"] and overlapping[backward[-1]] and not overlapping["pull"]
+    rest = "backward_queries" if "backward_queries" in backward else "finish_dq"
+    assert overlapping["prepare"] and overlapping[rest] and not overlapping["pull"]
     assert overlapping["exchange"] == (backward[-1] == "backward_queries")
+    assert overlapping["forward"] == overlapping["backward"] == is_only
 
 
 def test_a_plan_that_is_kept_keeps_no_more_tables_than_the_cache_of_passes(monkeypatch, one_rank_alone):
@@ -478,6 +484,14 @@ def test_a_step_with_a_prepared_batch_does_not_wait_for_the_gpu():
             step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
+        batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
+        batch.to(CPU)
+        assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings
 
 
 @pytest.mark.parametrize(
