@@ -110,3 +110,16 @@ def test_a_sender_that_has_ended_is_named() -> None:
     os.close(sent.file)
     with pytest.raises(RuntimeError, match=f"a parcel from process {os.getpid()} did not arrive"):
         pickle.loads(data)
+
+
+def test_arrays_of_all_kinds_keep_their_content_and_are_copied_once():
+    arrays = [
+        np.arange(5, dtype=np.int64), np.zeros((0, 4), dtype=np.int32), np.array([True, False, True]),
+        np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32), np.array(7), np.arange(12).reshape(3, 4).T,
+    ]  # fmt: skip
+    packed = pickle.loads(pickle.dumps(pack(arrays)))
+    assert packed.num_bytes % 16 == 0 and all(place.offset % 16 == 0 for place in packed.places)
+    tensors = packed.to("cpu")
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert tensor.shape == array.shape and np.array_equal(tensor.numpy(), array)
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1

@@ -7,7 +7,6 @@ import pickle
 import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import make_plan
-from megatron_magi.upload import PackedArrays, pack
+from megatron_magi.upload import PackedArrays
 from tests.attention import cases as cs
 from tests.ops.fake_driver import fake_driver
 
@@ -447,19 +446,6 @@ def test_a_layer_of_another_shape_makes_what_it_needs(monkeypatch):
         assert out.shape == (plan.num_rows, 4, 128) and len(hopper_plan._plans) > before
 
 
-def test_arrays_of_all_kinds_keep_their_content_and_are_copied_once(monkeypatch):
-    arrays = [
-        np.arange(5, dtype=np.int64), np.zeros((0, 4), dtype=np.int32), np.array([True, False, True]),
-        np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32), np.array(7), np.arange(12).reshape(3, 4).T,
-    ]  # fmt: skip
-    packed = pickle.loads(pickle.dumps(pack(arrays)))
-    assert packed.num_bytes % 16 == 0 and all(place.offset % 16 == 0 for place in packed.places)
-    tensors = packed.to("cpu")
-    for array, tensor in zip(arrays, tensors, strict=True):
-        assert tensor.shape == array.shape and np.array_equal(tensor.numpy(), array)
-    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
-
-
 @pytest.mark.sm90
 def test_a_step_with_a_prepared_batch_does_not_wait_for_the_gpu():
     device, config = torch.device("cuda"), MagiConfig()
@@ -492,23 +478,3 @@ def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
         batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
         batch.to(CPU)
         assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"plans": None}, "plans: expected a plan for each name, got NoneType"),
-        ({"plans": {"mask": 3}}, r"plans\['mask'\]: expected RankPlan, got int"),
-        ({"plans": {"mask": make_plan(cs.documents([8]))}}, r"plans\['mask'\]: expected RankPlan, got Plan"),
-        ({"shape": (4, 2)}, "shape: expected AttnShape, got tuple"),
-        ({"config": None}, "config: expected MagiConfig, got NoneType"),
-        ({"arrays": [1]}, "arrays: expected an array for each name, got list"),
-        ({"arrays": {"position_ids": torch.zeros(3)}}, r"arrays\['position_ids'\]: expected a numpy array of numbers"),
-        ({"arrays": {"names": np.array(["a"])}}, r"arrays\['names'\]: .* got <U1"),
-    ],
-)
-def test_what_cannot_be_prepared_is_named(changed, message):
-    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
-    given = {"plans": {"mask": plan}, "shape": AttnShape(4, 2, 8, 8, torch.bfloat16), "config": MagiConfig(), **changed}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        prepare_batch(**given)
