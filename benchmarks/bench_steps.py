@@ -14,8 +14,10 @@ A step is a forward and a backward pass of some layers over the GPUs of one mach
   (`StaticPlans`; on several GPUs with one stage and native collectives).
 
 All ways take the same masks in the same order, and nothing is known of them when a way begins. Reported is the median
-over the masks of the slowest rank's step, with the time that the host takes to issue one forward and one backward pass,
-and all of the step.
+over the masks of the slowest rank's step, and of the host of the first rank: how long it takes to issue the forward
+of a layer and its part of the one backward over all layers, all of the step, to get the next batch from the loader and
+to bring it to the device, and how long it then waits for the device. Where it does not wait, it sets the pace. The
+first batches, which the workers make while they start, do not count.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ from megatron_magi.plan import RankPlan, make_plan
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 HEADER = ["documents", "tokens_a_gpu", "ranks", "comm", "way", "step_ms", "tflops_a_gpu", "rate_to_same",
-          "host_forward_us", "host_backward_us", "host_step_us"]  # fmt: skip
-WARM_UP = 2
+          "host_forward_us", "host_backward_us", "host_step_us",
+          "host_loader_us", "host_bring_us", "host_waits_us"]  # fmt: skip
+WARM_UP, WORKERS = 8, 4
 WAYS = ("same", "prepared", "at_begin", "due", "captured")
 
 
@@ -90,30 +93,24 @@ class Steps:
 
     def __init__(self, rank: int, num_rows: int, num_layers: int, config: MagiConfig) -> None:
         generator = torch.Generator("cuda").manual_seed(rank)
-        heads = (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
-        shapes = [(num_rows, n, HEAD_DIM) for n in heads]
-        self._q, self._k, self._v, self._dout = (
-            torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_(i < 3)
-            for i, s in enumerate(shapes)
+        *qkv, self._dout = (
+            torch.randn(num_rows, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator)
+            for n in (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
         )
-        self._num_layers, self._config = num_layers, config
+        # Gradients of layers are not added up, as those of a model's layers are not.
+        self._layers = [[t.detach().requires_grad_() for t in qkv] for _ in range(num_layers)]
+        self._config = config
         self.host_us: list[tuple[float, float, float]] = []
 
     def run(self, plan: RankPlan) -> None:
-        """One step; notes how long the host takes for the fastest layer, and for all."""
-        outs, forward, backward = [], [], []
+        """One step; notes how long the host takes for the forward and the backward of a layer, and for all."""
         start = time.perf_counter()
-        for _ in range(self._num_layers):
-            begin = time.perf_counter()
-            outs.append(
-                distributed_attention(self._q, self._k, self._v, plan, dist.group.WORLD, config=self._config)[0]
-            )
-            forward.append(time.perf_counter() - begin)
-        for out in reversed(outs):
-            begin = time.perf_counter()
-            torch.autograd.grad(out, (self._q, self._k, self._v), self._dout)
-            backward.append(time.perf_counter() - begin)
-        self.host_us.append((1e6 * min(forward), 1e6 * min(backward), 1e6 * (time.perf_counter() - start)))
+        outs = [distributed_attention(*qkv, plan, dist.group.WORLD, config=self._config)[0] for qkv in self._layers]
+        middle = time.perf_counter()
+        torch.autograd.grad(outs, [t for qkv in self._layers for t in qkv], [self._dout] * len(outs))
+        end = time.perf_counter()
+        count = len(self._layers)
+        self.host_us.append(tuple(1e6 * t for t in ((middle - start) / count, (end - middle) / count, end - start)))
 
     def captured(self, static: StaticPlans) -> Callable[[RankPlan], None]:
         """The step as a CUDA graph over static plans; returns what loads a mask and replays it."""
@@ -150,8 +147,12 @@ def capture(
     return steps, steps.captured(static), static.facts
 
 
-def time_steps(run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, bool]], ahead: bool) -> float:
-    """Median time of the steps that count, milliseconds, of the slowest rank. What ``plans`` takes to make one counts.
+def time_steps(
+    run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, bool]], ahead: bool
+) -> tuple[float, float]:
+    """Medians of the steps that count: milliseconds of the slowest rank, and microseconds that this host waits in it.
+
+    What ``plans`` takes to make one counts.
 
     Args:
         run: one step.
@@ -160,20 +161,45 @@ def time_steps(run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, 
     """
     torch.cuda.synchronize()
     dist.barrier()
-    times, begin = [], time.perf_counter()
+    times, waits, begin = [], [], time.perf_counter()
     plan, counts = next(plans)
     while plan is not None:
         run(plan)
+        del plan  # as a trainer's step ends: what goes with it goes while the device is busy
         following = next(plans, (None, False)) if ahead else None
+        queued = time.perf_counter()
         torch.cuda.synchronize()
         now = time.perf_counter()
         if counts:
             times.append(1e3 * (now - begin))
-        begin = now
+            waits.append(1e6 * (now - queued))
+        dist.barrier()  # with another mask another rank ends first
+        begin = time.perf_counter()
         plan, counts = following or next(plans, (None, False))
     slowest = torch.tensor(times[WARM_UP:], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.median())
+    return float(slowest.median()), float(np.median(waits[WARM_UP:]))
+
+
+def bring(
+    masks: Masks, device: torch.device, ahead: bool, brought: list[tuple[float, float]]
+) -> Iterator[tuple[RankPlan, bool]]:
+    """Plans of batches that workers prepare; notes how long the host takes to get one, and to bring it to the device.
+
+    ``ahead``: their launches are prepared, too.
+    """
+    loader = iter(DataLoader(
+        masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, pin_memory=True, multiprocessing_context="fork"
+    ))  # fmt: skip
+    last = None
+    for _ in range(len(masks)):
+        begin = time.perf_counter()
+        batch = next(loader)
+        came = time.perf_counter()
+        batch.to(device, like=last)
+        brought.append((1e6 * (came - begin), 1e6 * (time.perf_counter() - came)))
+        last = batch.plans if ahead else None
+        yield batch.plans["full"], True
 
 
 def forget() -> None:
@@ -200,14 +226,8 @@ def measure(
     def prepared(
         config: MagiConfig = config, facts: dict | None = None, ahead: bool = True
     ) -> Iterator[tuple[RankPlan, bool]]:
-        masks, last = Masks(partial(plan_of, config=config), shape, config, len(seeds), facts), None
-        loader = DataLoader(
-            masks, batch_size=None, num_workers=4, pin_memory=True, prefetch_factor=2, multiprocessing_context="fork"
-        )
-        for batch in loader:
-            batch.to(torch.device("cuda", rank), like=last)
-            last = batch.plans if ahead else None
-            yield batch.plans["full"], True
+        masks = Masks(partial(plan_of, config=config), shape, config, len(seeds), facts)
+        return bring(masks, torch.device("cuda", rank), ahead, brought)
 
     def due() -> Iterator[tuple[RankPlan, bool]]:
         for seed in seeds:
@@ -222,6 +242,7 @@ def measure(
     steps = Steps(rank, plan_of(0).num_rows, num_layers, config)
     area = np.mean([make_mask(name, total, num_ranks, seed).area for seed in seeds[WARM_UP:]])
     flops = 14.0 * float(area) * HEADS_Q * HEAD_DIM * num_layers / num_ranks
+    brought: list[tuple[float, float]] = []
     for seed in seeds:  # compiles kernels
         steps.run(plan_of(1000 + seed))
     results = []
@@ -233,8 +254,10 @@ def measure(
             plans = partial(prepared, one_stage, facts, ahead=False)
         forget()
         of_way.host_us.clear()
-        step_ms = time_steps(run, plans(), ahead=way == "prepared")
-        results.append((way, step_ms, np.median(of_way.host_us[WARM_UP:], axis=0)))
+        brought.clear()
+        step_ms, waits = time_steps(run, plans(), ahead=way == "prepared")
+        bringing = np.median(brought[WARM_UP:], axis=0) if brought else (np.nan, np.nan)
+        results.append((way, step_ms, (*np.median(of_way.host_us[WARM_UP:], axis=0), *bringing, waits)))
     return [
         [
             name, tokens, num_ranks, comm, way, f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}",
@@ -268,7 +291,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short, causal):tokens a GPU")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="rates are to those of the first")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--comm", nargs="*", default=["auto"], help="implementations of group_cast and group_reduce")
     options = parser.parse_args()
     with socket.socket() as probe:

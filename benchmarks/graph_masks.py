@@ -50,11 +50,3 @@ def await_turn(workdir: Path) -> None:
     """Until the file is there."""
     while not (workdir / TURN).exists():
         time.sleep(0.05)
-
-
-def take_turn_as_captured(workdir: Path) -> None:
-    """The same; then this process plans as for a graph: one remote stage, and no single launch."""
-    take_turn(workdir)
-    from megatron_magi.mcore import settings
-
-    settings.captures = lambda _args: True

@@ -1,8 +1,10 @@
 """A small case of each Hopper kernel, to be run under compute-sanitizer.
 
-Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse]   (and --tool racecheck)
+Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse | keys]
+       compute-sanitizer --tool racecheck --racecheck-report all python benchmarks/sanitize_attention.py keys
 
-With ``sparse`` those of sparse attention alone.
+With ``sparse`` those of sparse attention alone, with ``keys`` those of single keys. racecheck does not follow
+mbarriers, and finds errors where there are none; its warnings are of lanes of a warp that do not wait for each other.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ CASES = (
 
 def main() -> None:
     torch.manual_seed(0)
-    if sys.argv[1:] != ["sparse"]:
-        dense()
-    sparse()
+    if sys.argv[1:] == ["keys"]:
+        single_keys()
+    else:
+        if sys.argv[1:] != ["sparse"]:
+            dense()
+        sparse()
     torch.cuda.synchronize()
     print("computed")
 
@@ -74,6 +79,17 @@ def sparse() -> None:
                 )
             grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
             assert all(bool(t.isfinite().all()) for t in grads)
+
+
+def single_keys() -> None:
+    """Lists of single keys, with and without sums that repeat."""
+    leaves = [
+        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((6, 128), (900, 1), (900, 1))
+    ]
+    indices = torch.rand(6, 1, 900, device="cuda").argsort(-1)[..., :700]
+    for deterministic in (False, True):
+        out, _ = index_sparse_attention(*leaves, indices, impl="ffa", deterministic=deterministic)
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
 
 
 def add_to_results(q, k, v, mask, out, lse, dout, options) -> None:

@@ -4,8 +4,8 @@
 
 A step is a forward and a backward pass of two layers over packed documents, whose lengths are drawn anew. Memory of the
 device (what tensors have, and what the allocator has taken), of the training process and of its workers is looked at
-after 5 % of the steps, when the caches of launches are full, and then ten times more. Exits non-zero where any of them
-grows by more than `ALLOWED_MIB` after that. Runs on CPUs too.
+after 1 % of the steps, and then ten times more. Exits non-zero where any of them grows by more than `ALLOWED_MIB` after
+that. Runs on CPUs too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -68,7 +69,7 @@ def memory_mib(device: torch.device) -> list[float]:
     return [n / 2**20 for n in (*of_device, process.memory_info().rss, workers)]
 
 
-def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) -> list[list]:
+def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) -> Iterator[list]:
     """Rows of the table, of this rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -77,8 +78,8 @@ def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) ->
         Masks(rank, num_ranks, tokens, shape, num_steps), batch_size=None, num_workers=num_workers,
         pin_memory=device.type == "cuda", multiprocessing_context="fork" if num_workers else None,
     )  # fmt: skip
-    looks = {max(1, num_steps // 20), *(num_steps * i // 10 for i in range(1, 11))}
-    rows, begin = [], time.perf_counter()
+    looks = {max(1, num_steps // 100), *(num_steps * i // 10 for i in range(1, 11))}
+    begin = time.perf_counter()
     x = torch.randn(tokens, HEADS_Q, HEAD_DIM, dtype=dtype, device=device, requires_grad=True)
     last = None
     for step, batch in enumerate(loader, start=1):
@@ -92,9 +93,7 @@ def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) ->
         if step in looks:
             gc.collect()
             figures = [f"{mib:.1f}" for mib in memory_mib(device)]
-            rows.append([rank, step, *figures, f"{time.perf_counter() - begin:.0f}"])
-            print("  ".join(f"{h}={v}" for h, v in zip(HEADER, rows[-1], strict=True)), flush=True)
-    return rows
+            yield [rank, step, *figures, f"{time.perf_counter() - begin:.0f}"]
 
 
 def growth(rows: list[list]) -> list[str]:
@@ -122,11 +121,16 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    found: list[list[list]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, soak(device, options.steps, options.tokens, options.workers))
-    rows = [row for of_rank in found for row in of_rank]
-    if dist.get_rank() == 0 and options.csv:
-        write_csv(options.csv, HEADER, rows)
+    rows: list[list] = []
+    for row in soak(device, options.steps, options.tokens, options.workers):
+        found: list[list] = [[]] * dist.get_world_size()
+        dist.all_gather_object(found, row)
+        rows += found
+        if dist.get_rank() == 0:
+            for seen in found:
+                print("  ".join(f"{h}={v}" for h, v in zip(HEADER, seen, strict=True)), flush=True)
+            if options.csv:
+                write_csv(options.csv, HEADER, rows)
     dist.destroy_process_group()
     sys.exit("\n".join(growth(rows)) or 0)
 

@@ -106,7 +106,8 @@ def _draw_masks(path: Path, rows: Sequence[Row], dense: dict[int, Row], source: 
                     left = x + (i - (len(present) - 1) / 2) * 0.27
                     panel.bar(left, _rate(row, which), 0.25, color=PEER_STYLES[row["provider"]][1])
                     panel.annotate(row[f"{which}_tflops"], (left, _rate(row, which)), (0, 1),
-                                   textcoords="offset points", ha="center", fontsize=6)  # fmt: skip
+                                   textcoords="offset points", ha="center", fontsize=6,
+                                   bbox={"fc": "white", "ec": "none", "pad": 0.5})  # fmt: skip
             if length in dense:
                 panel.axhline(_rate(dense[length], which), color="black", ls=":", lw=1)
             panel.set_xticks(range(len(names)), [_title(*name) for name in names], fontsize=7, rotation=40, ha="right")

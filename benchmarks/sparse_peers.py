@@ -45,8 +45,10 @@ def flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
 
 @cache
 def _compiled_flex() -> Callable:
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
+    config.donated_buffer = False  # else a backward cannot be run again
     return torch.compile(flex_attention)
 
 

@@ -21,27 +21,38 @@ import torch
 
 from megatron_magi.upload import PackedArrays, pack
 
-_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool)
+_DTYPES = {
+    torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8, torch.float32: np.float32, torch.bool: np.bool_
+}  # fmt: skip
+_ARRAYS = {np.dtype(dtype) for dtype in _DTYPES.values()}
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors aside."""
+    """Leaves tensors and arrays aside."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.aside: list[np.ndarray] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not torch.Tensor or obj.dtype not in _DTYPES or obj.device.type != "cpu":
+    def persistent_id(self, obj: Any) -> tuple[int, bool] | None:
+        is_array = type(obj) is np.ndarray and obj.dtype in _ARRAYS
+        if not is_array and not (type(obj) is torch.Tensor and obj.dtype in _DTYPES and obj.device.type == "cpu"):
             return None
-        self.aside.append(obj.detach().numpy())
-        return len(self.aside) - 1
+        self.aside.append(obj if is_array else obj.detach().numpy())
+        return len(self.aside) - 1, is_array
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, data: bytes, packed: PackedArrays) -> None:
         super().__init__(io.BytesIO(data))
-        self.persistent_load = tensors.__getitem__
+        self._packed, self._memory = packed, packed.buffer.numpy()
+
+    def persistent_load(self, pid: tuple[int, bool]) -> np.ndarray | torch.Tensor:
+        index, is_array = pid
+        if not is_array:
+            return self._packed.tensor(index)
+        offset, dtype, shape = self._packed.places[index]
+        return np.ndarray(shape, _DTYPES[dtype], self._memory, offset)
 
 
 class _Sent(NamedTuple):
@@ -145,8 +156,8 @@ class Parcel:
         return type(self)(self._data, self._tensors.pin_memory())
 
     def open(self) -> Any:
-        """What is in it. Tensors are views of one block of memory."""
-        return _Unpickler(self._data, self._tensors.to("cpu")).load()
+        """What is in it. Tensors and arrays are views of one block of memory."""
+        return _Unpickler(self._data, self._tensors).load()
 
 
 ForkingPickler.register(Parcel, _send)

@@ -35,8 +35,8 @@ class Rates:
         far_collective_us, far_gbytes_per_s: the same between nodes.
         ranks_per_node: context-parallel ranks that are neighbours in the group and share a node.
         hidden: share of a transfer's time that kernels beside it hide, 0 to 1.
-        host_forward_us, host_backward_us: of the host, to issue a pass without remote rows.
-        host_stage_forward_us, host_stage_backward_us: and for each remote stage.
+        host_forward_us, host_backward_us: of the host, to issue a pass without remote rows, or all in one launch.
+        host_stage_forward_us, host_stage_backward_us: and for each remote stage, where these follow each other.
         host_one_way_us: of these, what is saved in each pass on a rank that sends no rows, or fetches none.
     """
 
@@ -73,6 +73,12 @@ class Rates:
             raise ValueError(f"ranks_per_node: expected at least 1, got {self.ranks_per_node!r}")
         if self.hidden > 1:
             raise ValueError(f"hidden: expected a share of at most 1, got {self.hidden!r}")
+
+    def host_us(self, is_backward: bool) -> tuple[float, float]:
+        """Of the host, to issue a pass, and for each remote stage."""
+        if is_backward:
+            return self.host_backward_us, self.host_stage_backward_us
+        return self.host_forward_us, self.host_stage_forward_us
 
     @property
     def digest(self) -> bytes:
@@ -116,14 +122,14 @@ H100 = Rates(
     far_gbytes_per_s=50.0,
     ranks_per_node=8,
     hidden=0.455,
-    host_forward_us=85.0,
-    host_backward_us=290.0,
-    host_stage_forward_us=100.0,
-    host_stage_backward_us=365.0,
-    host_one_way_us=63.0,
+    host_forward_us=115.0,
+    host_backward_us=180.0,
+    host_stage_forward_us=215.0,
+    host_stage_backward_us=610.0,
+    host_one_way_us=115.0,
 )
 """Memory: measured by `calibrate` on 2 H100s. Bytes inside a node: by benchmarks/bench_group_collective.py on 8. The
-host: by benchmarks/bench_steps.py on one and two, as far as results tell it. Between nodes: by assumption, a link of
+host: by benchmarks/bench_steps.py on two. Between nodes: by assumption, a link of
 400 Gbit/s a GPU. The others: fitted to the steps in predict_2gpu.csv and distributed_ways_{2,4,8}gpu.csv, of H100s."""
 
 RATES = {"H100": H100, "H200": replace(H100, device="H200")}

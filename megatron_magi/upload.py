@@ -42,6 +42,11 @@ class PackedArrays:
         """The same in page-locked memory, as data loaders ask for it."""
         return PackedArrays(self.buffer.pin_memory(), self.places)
 
+    def tensor(self, index: int) -> torch.Tensor:
+        """One of the arrays, on the CPU: a view of the buffer."""
+        offset, dtype, shape = self.places[index]
+        return self.buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
     def to(self, device: torch.device | str) -> list[torch.Tensor]:
         """The arrays as tensors on ``device``: views of one block of memory.
 
@@ -65,7 +70,7 @@ class PackedArrays:
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a contiguous array."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return (1,) if len(shape) == 1 else tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:

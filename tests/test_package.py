@@ -38,7 +38,7 @@ def test_the_public_functions_need_no_megatron():
 def test_a_package_that_is_missing_is_named_with_its_extra(missing, module, extra):
     script = f"import sys\nsys.modules[{missing!r}] = None\nimport megatron_magi.{module}"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and f"install megatron_magi[{extra}]" in ended.stderr
+    assert ended.returncode == 1 and f"pip install '.[{extra}]'" in ended.stderr
 
 
 def test_every_public_name_can_be_imported():

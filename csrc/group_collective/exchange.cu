@@ -318,6 +318,7 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __grid_constant__ ExchangeParams p) {
   let_next_kernel_start();  // where it may run beside this one
+  await_earlier_kernels();  // where its blocks take the SMs that those leave
   __shared__ Chunks chunks;
 #if BULK
   extern __shared__ __align__(128) u8 memory[];

@@ -162,7 +162,7 @@ def _make_kind(
 
 
 def _make_call(kind: Kind, plan: RankPlan) -> Call:
-    (q, k, v), config, module = kind.layouts, kind.config, kind.module
+    (q, _, v), config, module = kind.layouts, kind.config, kind.module
     attend = config.attend
     # Where nothing is fetched, no collective runs beside attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
@@ -171,7 +171,6 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
     check_static(plan, module, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
     one_launch = remembers and (is_alone(plan, dims) or pays(plan, dims, config.comm.impl))
-    num_keys = [plan.num_rows, *(cast.num_recv for cast in casts)]
     return Call(
         kind=kind,
         schedule=plan.schedule,
@@ -194,7 +193,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
             for _ in plan.bands
         ),
         one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
-        sums_meet=remembers and module.sums_meet(q, k, v, plan.bands, num_keys, options[1]),
+        stage_tables=plan.runtime.get("stage tables"),
         delta_memo={} if remembers else None,
         tail=plan.runtime.get("tail"),
         comm_impl="native" if "tail" in plan.runtime else config.comm.impl,
@@ -291,6 +290,7 @@ class _DistributedAttention(torch.autograd.Function):
                 delta = call.module.row_delta(dout, out, call.delta_memo)
             dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None
             if grads is None:
+                call.know_stages()
                 grads = _Backward(dout, q, k, v, lse, delta, saved_keys, call).run()
             dq, dk, dv = _narrow(grads, q.dtype)
         return dq, dk, dv, dsink, None, None
@@ -316,6 +316,7 @@ class _Forward:
             )
             if done is not None:
                 return done
+        self._call.know_stages()
         for step in self._schedule.forward:
             if step.kind is StepKind.FETCH:
                 self._fetches[step.stage] = _fetch(self._k, self._v, step.stage, self._call)

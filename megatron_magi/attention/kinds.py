@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -56,9 +57,9 @@ class Call:
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
         tail: rows behind those that are fetched, to be cleared; None where their number is known.
+        stage_tables: see `know_stages`; None where there is nothing to do.
         comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
         one_launch: the forward over all stages at once, where that pays and the implementation has it.
-        sums_meet: the backward passes of the stages are parts of one, which writes dq in the end.
     """
 
     kind: Kind
@@ -78,7 +79,7 @@ class Call:
     backward_record: AttentionCall
     hints: tuple[tuple[dict[str, WeakValueDictionary], dict[str, WeakValueDictionary]], ...]
     one_launch: OneLaunch | None
-    sums_meet: bool
+    stage_tables: Callable[[], None] | None
     delta_memo: dict | None
     tail: torch.Tensor | None
     comm_impl: str
@@ -100,6 +101,13 @@ class Call:
         """Whether several stages' partial results meet, and are kept wide until the end."""
         return bool(self.casts)
 
+    @cached_property
+    def sums_meet(self) -> bool:
+        """Whether the backward passes of the stages are parts of one, which writes dq in the end."""
+        (q, k, v), of_keys = self.kind.layouts, [cast.num_recv for cast in self.casts]
+        found = getattr(self.module, "sums_meet", None)
+        return found is not None and found(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
+
     @property
     def form(self) -> tuple[bool, bool]:
         """What passes over tensors of equal layouts differ in from mask to mask: dtypes of partial results and margins
@@ -115,6 +123,11 @@ class Call:
                 if "memo" in self.hints[stage][which]:
                     yield stage, which, self.hints[stage][which]["memo"], bands, count
 
+    def know_stages(self) -> None:
+        """Before stages run: those of their tables that were prepared are found from now on."""
+        if self.stage_tables is not None:
+            self.stage_tables()
+
     def note_made(self) -> None:
         """Tells the kind what calls of this mask have found out."""
         for stage, which, memo, *_ in self._memos():
@@ -129,7 +142,8 @@ class Call:
         one_launch, made = self.one_launch, list(self.kind.made.items())
         for stage, which, memo, bands, count in self._memos():
             for (form, of, passes, layout), make in made:
-                if (form, of, passes) == (self.form, stage, which) and count:
+                if (of, passes) == (stage, which) and form == self.form and count:
+                    self.know_stages()
                     memo[layout] = make(bands, count)
         for (form, of, _, layout), make in made:
             if (form, of) == ((self.accumulates, False), "walk") and one_launch is not None:

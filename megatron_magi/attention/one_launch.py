@@ -109,19 +109,23 @@ class OneLaunch:
         cast: brings the keys of all stages; None where there are none.
         bands: over all keys, as `gated` numbers them.
         impl: of the cast.
-        walks: of both passes, by layout. Kept by the passes, which hold device memory, and by `kept` where none is.
+        is_prepared: tables of the mask came with the plan, and go with it.
+        walks: of both passes, by layout. Kept by the passes, which hold device memory and are forgotten when that is
+            too much; and by `kept`, with its pass, where that adds none or goes with the plan.
     """
 
     cast: GroupCastArgs | None
     bands: np.ndarray
     impl: str
+    is_prepared: bool
     walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
-    kept: dict[tuple, _Walk] = field(default_factory=dict)
+    kept: dict[tuple, tuple[_Walk, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
         """For a plan."""
-        return cls(joined_cast(plan, device) if plan.degree else None, joined_bands(plan), impl)
+        cast = joined_cast(plan, device) if plan.degree else None
+        return cls(cast, joined_bands(plan), impl, is_prepared=bool(plan.runtime.get("tables")))
 
     @property
     def num_recv(self) -> int:
@@ -250,7 +254,10 @@ class OneLaunch:
         walk, keeper = make(self, group)
         if walk is not None:
             walk.make = make
-            (self.kept if keeper is None else keeper.lists.setdefault(self, {}))[key] = walk
+            if keeper is None or self.is_prepared:
+                self.kept[key] = walk, keeper
+            else:
+                keeper.lists.setdefault(self, {})[key] = walk
             self.walks[key] = walk
         return walk
 
@@ -266,7 +273,8 @@ class OneLaunch:
         if not q.shape[0]:
             slots = "k_rows", "v_rows", "scratch"
             return _Walk(native, [moving], slots, stream, q.device, num_scratch, is_empty=True), None
-        given = {"out": out, "lse": lse, "sink_lse": sink, "max_logits": max_logits, "stream": stream}
+        given = {"out": out, "lse": lse, "sink_lse": sink, "max_logits": max_logits, "stream": stream,
+                 "remembered": not self.is_prepared}  # fmt: skip
         if self.num_recv:
             keeper, step = gated.forward_step(q, k, v, arriving, self.bands, options, **given)
         else:
@@ -293,21 +301,25 @@ class OneLaunch:
         slots: tuple[str, ...] = ("k_rows", "v_rows", "scratch", "dk", "dv")
         if not q.shape[0]:
             return _Walk(native, [moving, back], slots, stream, device, num_scratch, left, is_empty=True), None
-        given = {"grads": (dq, dk, dv), "scratch": ("scratch", num_scratch), "delta": delta, "sends": bool(back)}
+        given = {"grads": (dq, dk, dv), "scratch": ("scratch", num_scratch), "delta": delta, "sends": bool(back),
+                 "remembered": not self.is_prepared}  # fmt: skip
         inputs = q, k, v, dout
         if count:
             keeper, steps = gated_backward.backward_steps(
                 inputs, out, lse, arriving, self.bands, options,
                 arriving_grads=later, places=of_gradients, stream=stream, **given,
             )  # fmt: skip
-            publish, pull = moving
-            first = [publish, *steps.before, pull]
         else:
-            keeper, steps = hopper.backward_steps(inputs, out, lse, self.bands, options, stream=stream, **given)
-            first = [*moving, *steps.before]
-        # Who waits for keys looks at the number of the call that was published last: nothing is sent before its end.
-        ends = (*steps.rest, *back) if steps.rest_waits else (*back, *steps.rest)
-        queued = [*first, *steps.keys, *ends]
+            keeper, steps = hopper.backward_steps(
+                inputs, out, lse, self.bands, options, published=bool(moving), stream=stream, **given
+            )  # fmt: skip
+        ends = [*back, *steps.rest]
+        if steps.rest_is_apart and back:
+            if arriving.overlaps:
+                back[0].config.num_attributes = 1
+            else:  # it would keep its SMs until the other ranks come
+                ends = [*steps.rest, *back]
+        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 
@@ -336,15 +348,20 @@ def _view(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dt
     return memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def joined_bands(plan: RankPlan) -> np.ndarray:
-    """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan."""
+def joined_bands(plan: RankPlan, made: np.ndarray | None = None) -> np.ndarray:
+    """The mask of a plan over own keys and those of all stages, read-only int64 ``[n, 6]``; made once a plan.
+
+    ``made``: by another process, for the same plan.
+    """
     if not plan.transfers:
         return plan.bands[0]
     known = plan.runtime.get("joined bands")
     if known is None:
-        firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
-        tables = [plan.bands[0], *(bd.shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))]
-        known = plan.runtime["joined bands"] = own(np.concatenate(tables))
+        if made is None:
+            firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
+            later = (bd.shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))
+            made = np.concatenate([plan.bands[0], *later])
+        known = plan.runtime["joined bands"] = own(made)
     return known
 
 
@@ -355,8 +372,9 @@ def backward_pays(dims: tuple[int, int]) -> bool:
 
 def forward_pays(cast: GroupCastArgs, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the forward is one launch where the backward is; the same on all ranks. ``cast``: of keys and values."""
-    row_bytes = sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v))
-    return cast.num_ranks == 2 or cast.most is None or cast.most[1] * row_bytes <= MOST_FORWARD_BYTES
+    if cast.num_ranks == 2 or cast.most is None:
+        return True
+    return cast.most[1] * sum(t.shape[1] * t.shape[2] * t.element_size() for t in (k, v)) <= MOST_FORWARD_BYTES
 
 
 def is_alone(plan: RankPlan, dims: tuple[int, int]) -> bool:

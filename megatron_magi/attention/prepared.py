@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from megatron_magi.attention.distributed import make_calls_ready
 from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
+from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
@@ -64,11 +66,13 @@ class _PreparedPlan:
         plan: of this rank.
         casts: of the stages, and of all at once if that is prepared and they are several.
         tables: of the bands of each stage, and of all at once if that is prepared; or none at all.
+        joined: the bands of all at once, likewise.
     """
 
     plan: RankPlan
     casts: tuple[CastFacts | LevelFacts, ...]
-    tables: tuple[MaskTables, ...]
+    tables: tuple[MaskTables, ...] = ()
+    joined: np.ndarray | None = None
 
     def keep(
         self, left: Iterator[Tensor], device: torch.device, ready: torch.cuda.Event | None, plan_bytes: int
@@ -78,12 +82,20 @@ class _PreparedPlan:
         self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
         if len(casts) > self.plan.degree:
             self.plan.runtime[joined_key(device)] = casts[-1]
-        masks = self.plan.bands
-        if len(self.tables) > len(masks):
-            masks = (*masks, joined_bands(self.plan))
-        for bands, tables in zip(masks, self.tables, strict=False):
-            kept = tables.keep(bands, list(islice(left, tables.num_arrays)), ready, plan_bytes)
-            self.plan.runtime.setdefault("tables", []).append(kept)
+        masks = self.plan.bands if self.joined is None else (*self.plan.bands, joined_bands(self.plan, self.joined))
+        arrived = [
+            (bands, tables, list(islice(left, tables.num_arrays)))
+            for bands, tables in zip(masks, self.tables, strict=False)
+        ]
+        kept = self.plan.runtime.setdefault("tables", [])
+
+        def keep(some: Sequence[tuple[np.ndarray, MaskTables, list[Tensor]]]) -> None:
+            kept.extend(tables.keep(bands, tensors, ready, plan_bytes) for bands, tables, tensors in some)
+
+        is_whole = self.joined is not None and bool(self.tables[-1].plans)
+        keep(arrived[-1:] if is_whole else arrived)
+        if is_whole:  # those of stages are seldom asked for
+            self.plan.runtime["stage tables"] = cache(partial(keep, arrived[:-1]))
 
 
 class _Parts(NamedTuple):
@@ -203,7 +215,12 @@ def prepare_plans(
     like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
-    _check(plans, shape, config)
+    if not isinstance(plans, Mapping):
+        raise ValueError(f"plans: expected a plan for each name, got {type(plans).__name__}")
+    for name, plan in plans.items():
+        instance(plan, f"plans[{name!r}]", RankPlan)
+    instance(shape, "shape", AttnShape)
+    instance(config, "config", MagiConfig)
     tables: list[np.ndarray] = []
     known = {} if like is None else like
     prepared = {
@@ -230,7 +247,7 @@ def _prepare_plan(
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:
-        return _PreparedPlan(plan, tuple(casts), ())
+        return _PreparedPlan(plan, tuple(casts))
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
     tables = []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
@@ -238,7 +255,7 @@ def _prepare_plan(
     heads = shape.num_heads_q, shape.num_heads_kv
     problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and facts_meet(facts, problems, _is_deterministic(config))
-    at_once = None
+    at_once = joined = None
     if one_launch and needs_backward and backward_pays(dims):
         at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
@@ -252,21 +269,13 @@ def _prepare_plan(
     if one_launch:
         num_arriving = joined_transfer(plan).num_recv
         problem = problems[0]._replace(num_keys=plan.num_rows + num_arriving)
+        joined = joined_bands(plan)
         table, made = make_gated_tables(
-            joined_bands(plan), problem, num_arriving, shape.num_sms, at_once, config.dispatch.planner
-        )
+            joined, problem, num_arriving, shape.num_sms, at_once, config.dispatch.planner
+        )  # fmt: skip
         tables.append(table)
         arrays += made
-    return _PreparedPlan(plan, tuple(casts), tuple(tables))
-
-
-def _check(plans: Mapping[Hashable, RankPlan], shape: AttnShape, config: MagiConfig) -> None:
-    if not isinstance(plans, Mapping):
-        raise ValueError(f"plans: expected a plan for each name, got {type(plans).__name__}")
-    given = [(f"plans[{name!r}]", plan, RankPlan) for name, plan in plans.items()]
-    for name, value, wanted in (*given, ("shape", shape, AttnShape), ("config", config, MagiConfig)):
-        if not isinstance(value, wanted):
-            raise ValueError(f"{name}: expected {wanted.__name__}, got {type(value).__name__}")
+    return _PreparedPlan(plan, tuple(casts), tuple(tables), joined)
 
 
 def _is_deterministic(config: MagiConfig) -> bool:

@@ -119,7 +119,8 @@ def _kernels(rates: Rates) -> Rates:
 def _host_us(group: dist.ProcessGroup | None, algorithm: DispatchAlgorithm) -> tuple[float, float]:
     """Microseconds that the host takes to issue a forward and a backward pass; the slowest rank's, with one stage."""
     rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
-    config = MagiConfig(DispatchConfig(algorithm=algorithm), OverlapConfig(degree=None if num_ranks == 1 else 1))
+    overlap = OverlapConfig(degree=None if num_ranks == 1 else 1, one_launch=False)
+    config = MagiConfig(DispatchConfig(algorithm=algorithm), overlap)
     plan = make_plan(causal(1024 * num_ranks), config, num_ranks).for_rank(rank)
     *leaves, dout = _tensors(plan.num_rows)
     times = []

@@ -146,7 +146,7 @@ class Launch:
             for i, places in enumerate(lists)
             for j, place in enumerate(places)
         )
-        config = LaunchConfig(self._kernel, self._config.grid[0])
+        config = self._config.copy(self._config.grid[0])
         return Step(self._kernel, config, ctypes.addressof(memory), memory, patches)
 
     def fire(self, stream: int, *lists: list[Rows]) -> None:

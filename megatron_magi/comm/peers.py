@@ -31,7 +31,7 @@ from megatron_magi.cuda.shared_memory import (
 
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
-_LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 5) * 4  # Control.left of peers.cuh
+_LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 6) * 4  # Control.left of peers.cuh
 _CONTROL_BYTES = _LEFT_AT + MAX_RANKS * 4
 PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
 

@@ -132,7 +132,9 @@ def mask_from_cu_seqlens(
             global_tokens=global_window_size,
         )
     if (left, right) != (-1, -1):
-        raise ValueError(f"window_size: expected (-1, -1) with causal=True, got {(left, right)}; use (left, 0)")
+        raise ValueError(
+            f"window_size: expected (-1, -1) with causal=True, got {(left, right)}; leave out causal: right=0 means it"
+        )
     return builders.varlen(cu_q, cu_seqlens_k=cu_k, causal=True)
 
 

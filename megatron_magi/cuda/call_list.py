@@ -87,13 +87,12 @@ class CallList:
     """
 
     def __init__(self, steps: Sequence[Step], slots: Sequence[str], stream: int, lock: threading.Lock) -> None:
-        number = {name: i for i, name in enumerate(slots)}
-        patches = [
-            (step.params + patch.at, 0, patch.add, number[patch.slot], patch.is_map)
-            for step in steps
-            for patch in step.patches
-        ]
-        self._steps, self._patches = tuple(steps), (_Patch * len(patches))(*patches)
+        number, words = {name: i for i, name in enumerate(slots)}, []
+        for step in steps:  # words of patches: far quicker than one structure after the other
+            for at, slot, add, is_map in step.patches:
+                words += step.params + at, 0, add, number[slot] | is_map << 32
+        count = len(words) // 4
+        self._steps, self._patches = tuple(steps), (_Patch * count).from_buffer((_Int * len(words))(*words))
         self._pointers = [(ctypes.c_void_p * 1)(step.params) for step in steps]
         self._slots, self._lock = (_Address * len(slots))(), lock
         self._pack = struct.Struct(f"{len(slots)}Q").pack_into

@@ -142,16 +142,17 @@ class Launch:
             values: other fields, and what they are.
             num_blocks, overlaps: as in `fire`.
         """
-        memory, address = _aligned(ctypes.sizeof(self.params))
+        kind, size = type(self.params), ctypes.sizeof(self.params)
+        memory, address = _aligned(size)
         with self.lock:
             if numbers is not None:
                 self.take(numbers, *mapped)
-            ctypes.memmove(address, self._address, ctypes.sizeof(self.params))
-            config = hopper_driver.LaunchConfig(self._kernel, num_blocks or self._config.grid[0])
-        config.num_attributes = overlaps
-        params, kind = type(self.params).from_address(address), type(self.params)
-        for name, value in (values or {}).items():
-            setattr(params, name, value)
+            ctypes.memmove(address, self._address, size)
+            config = self._config.copy(num_blocks or self._config.grid[0], overlaps)
+        if values:
+            params = kind.from_address(address)
+            for name, value in values.items():
+                setattr(params, name, value)
         patches = [Patch(i * _MAP_BYTES, *place, True) for i, place in enumerate(maps)]
         patches += [Patch(getattr(kind, name).offset, *place) for name, place in fields.items()]
         return Step(self._kernel, config, address, memory, tuple(patches))

@@ -15,7 +15,7 @@ import torch
 try:
     importlib.import_module("matplotlib")
 except ImportError as error:
-    raise ImportError(f"megatron_magi.demo: needs matplotlib; install megatron_magi[demo]: {error}") from error
+    raise ImportError(f"megatron_magi.demo: needs matplotlib; pip install '.[demo]' in a checkout: {error}") from error
 
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.demo import figures, report

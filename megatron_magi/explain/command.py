@@ -92,7 +92,9 @@ def _draw(folder: Path, figures: DispatchFigures, title: str) -> str:
     try:
         from megatron_magi.explain.figures import plot_mask, plot_timeline
     except ImportError as error:
-        raise ValueError(f"out: pictures need matplotlib; install megatron_magi[demo]: {error}") from None
+        raise ValueError(
+            f"out: pictures need matplotlib; pip install '.[demo]' in a checkout, or leave out --out: {error}"
+        ) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plot_mask(folder / "mask.png", figures.plan, title)

@@ -10,7 +10,7 @@ try:
     importlib.import_module("accelerate")
 except ImportError as error:
     raise ImportError(
-        f"megatron_magi.hf: needs transformers and accelerate; install megatron_magi[hf]: {error}"
+        f"megatron_magi.hf: needs transformers and accelerate; pip install '.[hf]' in a checkout: {error}"
     ) from error
 
 from megatron_magi.hf.attention import register

@@ -56,7 +56,11 @@ class MaskSource:
         try:
             inspect.signature(function).bind(None, **arguments)
         except TypeError as error:
-            raise ValueError(f"{option}: {text!r}: {error}") from None
+            takes = inspect.signature(function)
+            raise ValueError(
+                f"{option}: {text!r}: {error}; it is called with a batch and {arguments or 'nothing else'}, "
+                f"and takes {takes.replace(return_annotation=takes.empty)}"
+            ) from None
         source = cls(text, option, function, tuple(arguments.items()))
         if arguments and parts[0] in NAMED:
             source(_ONE_TOKEN)  # refuses values now and not when the first batch is planned

@@ -26,12 +26,12 @@ def validate_arguments(args: Namespace) -> None:
 
 
 def check_unused(args: Namespace) -> None:
-    """Refuses masks that another attention backend would ignore.
+    """Refuses options that another attention backend would ignore.
 
     Raises:
         ValueError: there is one.
     """
-    for name in ("magi_mask", "magi_layer_masks"):
+    for name in ("magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"):
         if getattr(args, name, None) is not None:  # arguments from a YAML file do not have it
             raise ValueError(f"{name}: needs --attention-backend magi")
 
@@ -56,6 +56,22 @@ def settle_arguments(args: Namespace) -> list[str]:
         args.apply_rope_fusion = False
         notices.append(f"apply_rope_fusion: off, the fused kernel cannot rotate dispatched tokens with {reason}")
     return notices
+
+
+def chunk_notices(args: Namespace, padded: int) -> list[str]:
+    """A notice if a chunk is longer than a rank's share of a microbatch, which padding then fills up.
+
+    Args:
+        args: a validated command line.
+        padded: tokens a sequence with its padding.
+    """
+    share = -(-args.seq_length * args.micro_batch_size // args.context_parallel_size)
+    if args.context_parallel_size == 1 or (args.magi_chunk_size or 0) <= share:
+        return []
+    return [
+        f"magi_chunk_size: {args.magi_chunk_size} tokens are more than a rank's share of {share}, so sequences of "
+        f"{args.seq_length} tokens are padded to {padded}"
+    ]
 
 
 def _is_rotary(args: Namespace) -> bool:

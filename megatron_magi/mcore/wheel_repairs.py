@@ -17,6 +17,7 @@ from megatron_magi.mcore import seams
 
 _HELPERS = "core.datasets.utils:compile_helpers"
 _NORM = "core.transformer.torch_norm:WrappedTorchNorm.__new__"
+_YARN = "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache"
 _OPTIMIZER = "core.optimizer.distrib_optimizer:DistributedOptimizer"
 _LAYERS = "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
 _SET = "_set_main_param_and_optimizer_states"
@@ -30,6 +31,7 @@ def install() -> None:
     _repair_compile_helpers()
     _repair_torch_norm()
     _repair_layer_spec()
+    _repair_yarn()
     _repair_distributed_optimizer()
 
 
@@ -89,10 +91,26 @@ def _repair_layer_spec() -> None:
     def submodules(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "transformer_impl: transformer_engine, which is Megatron's default, but Transformer Engine cannot be "
-            "imported; install megatron_magi[te], or give --transformer-impl local"
+            "imported; pip install '.[te]' in a checkout, or give --transformer-impl local"
         )
 
     seams.put(_LAYERS, submodules)
+
+
+def _repair_yarn() -> None:
+    """YaRN cannot be made where 2 * CP does not divide the model's original length, as with CP 3.
+
+    core/models/common/embeddings/yarn_rotary_pos_embedding.py:98: a table of that length is cut for the ranks. Kept
+    whole, it is made anew by whoever asks for a share.
+    """
+    original = seams.original(_YARN)
+
+    @functools.wraps(original)
+    def set_cache(self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False) -> None:
+        cp_size = self.cp_group.size() if self.cp_group is not None else 1
+        original(self, seq_len, offset, dtype, packed_seq or seq_len % (2 * cp_size) != 0)
+
+    seams.put(_YARN, set_cache)
 
 
 def _repair_distributed_optimizer() -> None:

@@ -65,9 +65,7 @@ def block_pattern(blocks: Any, q: Tensor, k: Tensor, q_block: int, k_block: int,
     if isinstance(blocks, tuple):
         tensors = _checked_csr(blocks, rows, q, k)
     else:
-        is_mask = isinstance(blocks, Tensor) and blocks.dtype == torch.bool
-        what = f"[{rows}, {columns if is_mask else 'topk'}]"
-        tensors = (_checked_lists("blocks", blocks, rows, columns if is_mask else None, what, q, k),)
+        tensors = (_checked_lists(blocks, rows, columns, q, k),)
     _check_entries("blocks", tensors, columns)
     return SparsePattern(tensors, q_block, int(k_block), causal)
 
@@ -78,31 +76,30 @@ def index_pattern(indices: Any, q: Tensor, k: Tensor) -> SparsePattern:
     Raises:
         ValueError: it is wrong; the message begins with its name.
     """
-    if isinstance(indices, Tensor):
-        if indices.ndim != 3 or indices.dtype not in _INTEGERS:
-            raise ValueError(
-                f"indices: expected int32 or int64 [num_tokens, num_heads_kv, topk], got {indices.dtype} "
-                f"{list(indices.shape)}"
-            )
-        indices = indices.transpose(0, 1)
-    what = f"[{q.shape[0]}, {k.shape[1]} or 1, topk]"
-    tensors = (_checked_lists("indices", indices, q.shape[0], None, what, q, k),)
+    shape = getattr(indices, "shape", ())
+    is_fit = len(shape) == 3 and shape[0] == q.shape[0] and shape[1] in (1, k.shape[1])
+    if not isinstance(indices, Tensor) or indices.dtype not in _INTEGERS or not is_fit:
+        got = f"{indices.dtype} {list(shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"indices: expected int32 or int64 [{q.shape[0]}, {k.shape[1]} or 1, topk], got {got}")
+    _check_device("indices", indices, q)
+    tensors = (indices.transpose(0, 1),)
     _check_entries("indices", tensors, k.shape[0])
     return SparsePattern(tensors, 1, 1, False)
 
 
-def _checked_lists(name: str, x: Any, rows: int, columns: int | None, what: str, q: Tensor, k: Tensor) -> Tensor:
-    """``[lists, rows, columns]``, of a tensor that may lack the first dimension."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name}: expected a tensor, or for blocks a tuple of two, got {type(x).__name__}")
-    if x.dtype not in (torch.bool, *_INTEGERS):
-        raise ValueError(f"{name}: expected bool, int32 or int64, got {x.dtype}")
-    _check_device(name, x, q)
-    lists = x[None] if x.ndim == 2 else x
-    if lists.ndim != 3 or lists.shape[0] not in (1, k.shape[1]) or lists.shape[1] != rows:
-        raise ValueError(f"{name}: expected shape {what}, or with num_heads_kv lists each, got {list(x.shape)}")
-    if columns is not None and lists.shape[2] != columns:
-        raise ValueError(f"{name}: expected a mask of {rows} x {columns} blocks, got {list(x.shape)}")
+def _checked_lists(blocks: Any, rows: int, columns: int, q: Tensor, k: Tensor) -> Tensor:
+    """``[lists, rows, columns]``, of a mask or lists that may lack the first dimension."""
+    if not isinstance(blocks, Tensor):
+        raise ValueError(f"blocks: expected a tensor, or a tuple of two, got {type(blocks).__name__}")
+    if blocks.dtype not in (torch.bool, *_INTEGERS):
+        raise ValueError(f"blocks: expected bool, int32 or int64, got {blocks.dtype}")
+    _check_device("blocks", blocks, q)
+    is_mask = blocks.dtype == torch.bool
+    lists = blocks[None] if blocks.ndim == 2 else blocks
+    fits = lists.ndim == 3 and lists.shape[0] in (1, k.shape[1]) and lists.shape[1] == rows
+    if not fits or (is_mask and lists.shape[2] != columns):
+        what = f"{rows}, {columns if is_mask else 'topk'}]"
+        raise ValueError(f"blocks: expected shape [{what} or [{k.shape[1]} or 1, {what}, got {list(blocks.shape)}")
     return lists
 
 
@@ -125,7 +122,7 @@ def _checked_csr(blocks: tuple, rows: int, q: Tensor, k: Tensor) -> tuple[Tensor
     if on_host and bool(
         (offsets[:, 0] < 0).any() or (offsets.diff() < 0).any() or (offsets[:, -1] > entries.shape[0]).any()
     ):
-        raise ValueError(f"blocks: offsets must not fall, from 0 on and up to {entries.shape[0]}")
+        raise ValueError(f"blocks: expected offsets that never fall, from 0 on and up to at most {entries.shape[0]}")
     return offsets, entries
 
 

@@ -38,6 +38,8 @@ class Prediction(NamedTuple):
         device_us: the same if the host is always ahead.
         forward_us, backward_us: of the slowest rank on the GPU.
         degree: remote stages.
+        host_us: of the host that has most to issue.
+        num_rows: that travel in a forward pass, to all ranks.
     """
 
     step_us: float
@@ -45,6 +47,8 @@ class Prediction(NamedTuple):
     forward_us: float
     backward_us: float
     degree: int
+    host_us: float = 0.0
+    num_rows: int = 0
 
 
 class _Stage(NamedTuple):
@@ -74,42 +78,31 @@ def predict(counts: Counts, num_rows: int, rates: Rates, overlap: OverlapConfig)
         rates: of the GPU.
         overlap: how stages are chosen and ordered; its ``cost`` has the shape of the attention.
     """
-    received = counts.received.sum(axis=0)
+    received, sent = counts.received.sum(axis=0), counts.sent.sum(axis=0)
     degree = choose_degree(counts.area[0], counts.area[1], received, overlap)
     own, fetched = (_Stage(*(c[place].astype(np.float64) for c in counts[:7])) for place in (0, 1))
     # Kernels wait for rows of their own node only.
     at_once = overlap.one_launch and overlap.degree != 0 and not overlap.hide_tail_reduce and degree > 0
     at_once = at_once and not counts.received[1].any()
-    is_small = counts.received.shape[1] <= 2 or received.max() * overlap.cost.row_bytes <= MOST_FORWARD_BYTES
-    whole = (at_once and is_small), at_once  # the forward, the backward
-    num_stages = [1 if one else degree for one in whole]
-    steps_forward, steps_backward = (_Steps(num_rows, rates, overlap.cost, degree > 0 and not one) for one in whole)
-    fetch, fetch_again = (
-        _transfer_us(counts.received, counts.sent, count, rates, overlap.cost) for count in num_stages
-    )
-    reduce = _transfer_us(counts.sent, counts.received, num_stages[1], rates, overlap.cost)
-    hidden, joined = 0.0 if overlap.degree == 0 else rates.hidden, own.with_fetched(fetched)
-    if whole[0]:
-        forward = _at_once_us(steps_forward.forward(joined), fetch, hidden)
-    else:
-        forward = _pass_us(
-            steps_forward.forward(own), steps_forward.forward(fetched, True), fetch, None, degree, hidden
-        )
-    if whole[1]:
-        backward = _at_once_us(steps_backward.backward(joined), fetch_again, hidden) + reduce
-    else:
-        backward = _pass_us(
-            steps_backward.backward(own), steps_backward.backward(fetched, True), fetch_again, reduce, degree, hidden
-        )
-    forward, backward = forward + steps_forward.ends_us(False), backward + steps_backward.ends_us(True)
-    saved = np.where((received > 0) & (counts.sent.sum(axis=0) > 0), 0.0, rates.host_one_way_us)
-    of_stages = rates.host_stage_forward_us, rates.host_stage_backward_us
-    stages = tuple((us - saved) * count for us, count in zip(of_stages, num_stages, strict=True))
-    step_us = float(np.maximum(forward, rates.host_forward_us + stages[0]).max()) + float(
-        np.maximum(backward, rates.host_backward_us + stages[1]).max()
-    )
-    forward_us, backward_us = float(forward.max()), float(backward.max())
-    return Prediction(step_us, forward_us + backward_us, forward_us, backward_us, degree)
+    is_small = len(received) <= 2 or received.max() * overlap.cost.row_bytes <= MOST_FORWARD_BYTES
+    hidden, passes = 0.0 if overlap.degree == 0 else rates.hidden, []
+    saved = np.where((received > 0) & (sent > 0), 0.0, rates.host_one_way_us)
+    for is_backward, one in ((False, at_once and is_small), (True, at_once)):
+        steps, stages = _Steps(num_rows, rates, overlap.cost, degree > 0 and not one), 1 if one else degree
+        attend = steps.backward if is_backward else steps.forward
+        fetch = _transfer_us(counts.received, counts.sent, stages, rates, overlap.cost)
+        reduce = _transfer_us(counts.sent, counts.received, stages, rates, overlap.cost) * is_backward
+        if one:
+            device = _at_once_us(attend(own.with_fetched(fetched)), fetch, hidden) + reduce
+        else:
+            device = _pass_us(attend(own), attend(fetched, True), fetch, reduce, degree, hidden)
+        issue, of_stage = rates.host_us(is_backward)
+        # One launch is issued like a pass over own keys.
+        passes.append((device + steps.ends_us(is_backward), issue + (0 if one else degree) * (of_stage - saved)))
+    forward_us, backward_us = (float(device.max()) for device, _ in passes)
+    step_us = sum(float(np.maximum(device, host).max()) for device, host in passes)
+    host_us = sum(float(np.max(host)) for _, host in passes)
+    return Prediction(step_us, forward_us + backward_us, forward_us, backward_us, degree, host_us, int(received.sum()))
 
 
 def kernels_us(counts: Counts, num_rows: int, rates: Rates, cost: CostModel) -> tuple[float, float]:
@@ -216,7 +209,7 @@ def _at_once_us(attend: np.ndarray, fetch: np.ndarray, hidden: float) -> np.ndar
 
 
 def _pass_us(
-    own: np.ndarray, fetched: np.ndarray, fetch: np.ndarray, reduce: np.ndarray | None, degree: int, hidden: float
+    own: np.ndarray, fetched: np.ndarray, fetch: np.ndarray, reduce: np.ndarray, degree: int, hidden: float
 ) -> np.ndarray:
     """Microseconds of a pass of each rank: a stage is fetched while the one before it is computed."""
     if not degree:
@@ -232,6 +225,5 @@ def _pass_us(
             delay = (1 - hidden) * np.minimum(attend, fetch)
             begin, arrived = begin + delay, np.maximum(arrived, computed) + fetch + delay
         computed = begin + attend
-        if reduce is not None:
-            returned = np.maximum(computed, returned) + reduce
+        returned = np.maximum(computed, returned) + reduce
     return np.maximum(computed, returned)

@@ -170,7 +170,10 @@ def test_launches_prepared_like_those_of_the_batch_before_compute_the_same(num_r
 
 
 def change_plans(rank, num_ranks, num_calls):
-    """A new mask in each call, forward and backward: the keys that arrive are those of this call and of no other."""
+    """A new mask in each call, forward and backward: what arrives is of this call and of no other.
+
+    In deterministic mode dq has a kernel of its own, which waits for keys while gradients of keys travel.
+    """
     torch.cuda.set_device(rank)
     rng = np.random.default_rng(0)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -179,20 +182,26 @@ def change_plans(rank, num_ranks, num_calls):
             total = int(rng.choice([512, 3000, 20_000])) * num_ranks
             cuts = np.sort(rng.integers(1, total, int(rng.integers(0, 6))))
             lengths = np.diff(cuts, prepend=0, append=total).tolist()
-            config = MagiConfig(overlap=OverlapConfig(degree=int(rng.integers(1, 4)), one_launch=True), comm=NATIVE)
+            config = MagiConfig(
+                overlap=OverlapConfig(degree=int(rng.integers(1, 4)), one_launch=True),
+                attend=AttendConfig(deterministic=call % 2 == 0), comm=NATIVE,
+            )  # fmt: skip
             plan = make_plan(builders.varlen(doc_lengths=lengths, causal=False), config, num_ranks)
             rows = plan.dispatch.global_index(rank)
             # All logits are equal, so a row gets the mean of its document's values, which name document and call.
             document = np.searchsorted(np.cumsum(lengths), np.minimum(rows, total - 1), side="right")
             value = torch.from_numpy((document + 8 * (call % 16)).astype(np.float32)).cuda()
             q = torch.zeros(len(rows), 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            k = torch.zeros(len(rows), 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            k = torch.ones(len(rows), 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             v = value.to(torch.bfloat16)[:, None, None].expand(-1, 2, 128).contiguous().requires_grad_()
             out, _ = distributed_attention(q, k, v, plan.for_rank(rank), dist.group.WORLD, config=config)
             real = torch.from_numpy(rows < total).cuda()
             wrong += (out[real].float() != value[real, None, None]).sum()
-            if call % 3 == 0:
-                out.float().sum().backward()
+            if call % 3 < 2:
+                out.backward(torch.full_like(out, 1 + call % 7))
+                # Of each row of a document the key gets as much as of all others, of four heads; values are equal.
+                wrong += ((v.grad[real].float() - 4 * (1 + call % 7)).abs() > 0.5).sum()
+                wrong += (q.grad[real].float().abs() > 0.2).sum()
     return int(wrong), counted.count
 
 

@@ -11,14 +11,14 @@ from megatron_magi.plan import RankPlan
 
 
 def _soak(rank: int, num_ranks: int) -> tuple[list[list], int]:
-    rows = soak.soak(torch.device("cpu"), 60, 32, num_workers=0)
+    rows = list(soak.soak(torch.device("cpu"), 60, 32, num_workers=0))
     gc.collect()
     return rows, sum(type(x) is RankPlan for x in gc.get_objects())
 
 
 def test_of_all_masks_the_last_plans_alone_are_kept(ranks) -> None:
     for rank, (rows, num_plans) in enumerate(ranks(2, _soak)):
-        assert [row[:2] for row in rows] == [[rank, step] for step in (3, *range(6, 61, 6))]
+        assert [row[:2] for row in rows] == [[rank, step] for step in (1, *range(6, 61, 6))]
         assert num_plans <= 2
 
 

@@ -157,10 +157,10 @@ def test_lengths_that_disagree_raise_and_name_the_argument():
     with pytest.raises(ValueError, match="global_index: does not hold every one of 4 tokens exactly once"):
         make_roll_args([np.array([0, 1]), np.array([1, 2])], 1, 4, 0)
     args = RollArgs.build(make_roll_args([np.arange(4)], 1, 4, 0), "cpu")
-    with pytest.raises(ValueError, match="x_local: 3 rows along dim 0, but args is for 4"):
+    with pytest.raises(ValueError, match="x_local: 3 rows along dim 0, this rank's shard has 4"):
         roll(torch.zeros(3), args)
     args = UndispatchArgs.build([np.arange(4)], 4, 0, "cpu")
-    with pytest.raises(ValueError, match="x_local: 3 rows along dim 0"):
+    with pytest.raises(ValueError, match="x_local: 3 rows along dim 0, this rank's shard has 4"):
         undispatch(torch.zeros(3), args)
     for index, total_seqlen in (([0, 1, 1], 3), ([0, 1, 4], 3), ([0, 1, 2], 4)):
         with pytest.raises(ValueError, match=f"global_index: expected every row .* at least {total_seqlen}"):

@@ -23,7 +23,7 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.cuda import build as cuda_build
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm import peer_simulation as simulation
-from tests.comm.random_transfers import Transfers, random_tensor
+from tests.comm.random_transfers import Transfers, check_casts, random_tensor
 from tests.comm.test_group_collective import cast_everything, merge_lse, reduce_low_precision, same_bits
 
 
@@ -208,7 +208,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<SlotRows*>(0)->units) == {slot_rows - 16}, "units");'
         f'static_assert(sizeof(Control) <= {peers._CONTROL_BYTES}, "control");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->broken) == {native._BROKEN}, "broken");'
-        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->calls_published) == {native._CALLS_PUBLISHED}, "calls");'
+        f'static_assert(__INTADDR__(&static_cast<Control*>(0)->announced) == {native._ANNOUNCED}, "call");'
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
         f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
@@ -250,8 +250,22 @@ on_gpus = pytest.mark.parametrize(
 IMPLS = ("native", "all_to_all", "auto")
 
 
+def cast_rows_of_heads(rank, num_ranks, device="cpu", impls=("reference", "all_to_all")):
+    """Rows long enough for TMA, in every order, kept or not; returns the number of comparisons."""
+    compared = 0
+    for seed in range(8):
+        transfers = many_rows(num_ranks, seed, 300)
+        args = transfers.args(rank, device)
+        for kinds in ([((8, 128), torch.bfloat16)] * 2, [((1100,), torch.float32), ((2, 8), torch.bfloat16)]):
+            compared += check_casts(transfers, args, rank, kinds, impls, device)
+            everyone = [random_tensor((k, *kinds[0][0]), kinds[0][1], 10 * r) for r, k in enumerate(transfers.num_rows)]
+            (got,) = group_cast([everyone[rank].to(device)], args, impl=impls[0], kept=True).wait()
+            assert same_bits(got.cpu(), transfers.expected(everyone, rank))
+    return compared
+
+
 @on_gpus
-@pytest.mark.parametrize("check", [cast_everything, reduce_low_precision, merge_lse])
+@pytest.mark.parametrize("check", [cast_everything, cast_rows_of_heads, reduce_low_precision, merge_lse])
 def test_native_collectives_do_what_the_others_do(check, num_ranks):
     native_ones = run_ranks(check, num_ranks, "cuda", IMPLS, backend="nccl", timeout_s=120)
     reference = run_ranks(check, num_ranks, "cpu", timeout_s=60)
@@ -267,7 +281,7 @@ def reduce_each_type(rank, num_ranks):
     bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
     types = ((bf16, fp32), (fp16, fp32), (fp32, fp32), (bf16, bf16), (fp32, bf16), (fp64, fp64))
     for seed in range(24):
-        partial, wide = types[seed % len(types)]
+        partial, wide = types[seed // 2 % len(types)]
         transfers = many_rows(num_ranks, seed, 300)
         args = transfers.args(rank, "cuda")
         all_recv = [sum(len(transfers.rows[i][j]) for i in range(num_ranks)) for j in range(num_ranks)]
@@ -276,8 +290,13 @@ def reduce_each_type(rank, num_ranks):
         base = [random_tensor((transfers.num_rows[rank], *s), wide, seed) for s in shapes]
         partials = [x.cuda() for x in everyone[rank]]
         results = [
-            group_reduce(partials, args, into=[x.cuda() for x in base], impl=impl, at_once=at_once).wait()
-            for impl, at_once in (("native", True), ("native", False), ("native", True), ("all_to_all", True))
+            group_reduce(partials, args, into=[x.cuda() for x in base], impl=impl, at_once=at_once, kept=kept).wait()
+            for impl, at_once, kept in (
+                ("native", True, False),
+                ("native", False, False),
+                ("native", True, True),
+                ("all_to_all", True, False),
+            )
         ]
         for other in results[1:]:
             assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True)), (seed, partial, wide)

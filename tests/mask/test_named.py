@@ -108,6 +108,10 @@ def short(batch: Microbatch, by: int = 1) -> AttnMask:
     return AttnMask([], batch.total_seqlen - by)
 
 
+def no_batch() -> None:
+    """A function that is not called as masks are."""
+
+
 def no_mask(batch: Microbatch) -> list:
     """No mask at all."""
     return []
@@ -132,7 +136,8 @@ def test_function_is_called_with_its_arguments_and_its_result_is_checked(tmp_pat
         ("nowhere.py:f", "there is no file nowhere.py"),
         (f"{__name__}:absent", "has no function 'absent'"),
         ("block_causal", "missing a required argument: 'block_size'"),
-        ("block_causal:size=3", "missing a required argument|unexpected"),
+        ("block_causal:size=3", "a batch and {'size': 3}, and takes .batch: '?Microbatch'?, block_size: '?int'?.$"),
+        (f"{__name__}:no_batch", "too many positional arguments; .* a batch and nothing else, and takes ..$"),
         ("causal:", "expected KEY=VALUE"),
         ("sliding_window:left=1,left=2", "once for each KEY, got 'left=2'"),
         ("sliding_window:left=far", "raised ValueError: left: expected an integer, got 'far'"),

@@ -153,8 +153,8 @@ def test_masks_are_those_of_the_command_line(monkeypatch: pytest.MonkeyPatch) ->
     assert every.primary.text == "sliding_window:left=8,right=0"
 
 
-@pytest.mark.parametrize("name", ["magi_mask", "magi_layer_masks"])
-def test_masks_need_this_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ["magi_mask", "magi_layer_masks", "magi_chunk_size", "magi_overlap_degree"])
+def test_options_need_this_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     args = _parse(monkeypatch)
     check_unused(args)
     setattr(args, name, "causal")

@@ -43,6 +43,33 @@ def test_norm_without_sequence_parallelism_is_unmarked() -> None:
     assert not any(hasattr(parameter, "sequence_parallel") for parameter in norm.parameters())
 
 
+class Ranks:
+    """As much of a process group as a rotary embedding asks for."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_yarn_is_made_for_any_number_of_ranks(cp_size: int) -> None:
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    rotary = YarnRotaryEmbedding(
+        16, original_max_position_embeddings=64, use_cpu_initialization=True, cp_group=Ranks(cp_size)
+    )
+    assert len(rotary.cos_cached) == (32 if cp_size == 2 else 64)
+    cos, _ = rotary.get_cached_cos_sin(48)
+    assert len(cos) == (32 if cp_size == 2 else 48 // cp_size)
+    whole, _ = rotary.get_cached_cos_sin(48, packed_seq=True)
+    assert len(whole) == 48
+
+
 def test_dataset_helper_of_the_wheel_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.datasets import utils
 

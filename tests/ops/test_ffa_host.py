@@ -199,9 +199,10 @@ def test_kernels_that_overlap_take_different_counters_and_all_wait_for_those_bef
     assert hopper_support.work_counter(q.device, 0).nbytes == 2 * hopper_support.COUNTER_BYTES
     for source in (hopper_build.source_root() / "attention/sm90").glob("*.cu"):
         text = source.read_text()
-        # Those that wait for keys do so at the end, and not where the others do.
+        # Those that wait for keys, or run beside what moves rows, do so at the end, and not where the others do.
         counts = [text.count(f"{when}await_earlier_kernels();") for when in ("", "if (!GATED) ", "if (GATED) ")]
-        assert counts == ([2, 0, 0] if source.name == "finish_dq.cu" else [2, 1, 1] if counts[0] > 1 else [1, 0, 0])
+        beside = source.name in ("prepare.cu", "finish_dq.cu")
+        assert counts == ([2, 0, 0] if beside else [2, 1, 1] if counts[0] > 1 else [1, 0, 0])
 
 
 def test_a_launch_lies_in_memory_as_the_driver_wants_it():
@@ -210,6 +211,18 @@ def test_a_launch_lies_in_memory_as_the_driver_wants_it():
     fields = ("grid", "block", "shared_bytes", "stream", "attributes", "num_attributes")
     assert [getattr(config, name).offset for name in fields] == [0, 12, 24, 32, 40, 48]
     assert (ctypes.sizeof(config), ctypes.sizeof(attribute), attribute.value.offset) == (56, 72, 8)
+
+
+@pytest.mark.parametrize("started", [0, 7])
+def test_a_copy_of_a_launch_may_overlap_and_records_no_event(started):
+    kernel = hopper_driver.Kernel(ctypes.c_void_p(1), 32, 64)
+    config = hopper_driver.LaunchConfig(kernel, 3, started)
+    copy = config.copy(5, overlaps=True)
+    assert (copy.grid[0], copy.block[0], copy.shared_bytes, copy.num_attributes) == (5, 32, 64, 1)
+    assert (copy.attributes[0].id, copy.attributes[0].value) == (6, 1)  # programmatic stream serialization
+    assert config.copy(5).num_attributes == 0
+    assert (config.grid[0], config.num_attributes) == (3, started > 0)
+    assert (config.attributes[0].id, config.attributes[0].value) == ((12, 7) if started else (6, 1))
 
 
 @pytest.mark.parametrize(

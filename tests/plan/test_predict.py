@@ -228,6 +228,7 @@ def test_the_default_is_never_predicted_slower_than_any_that_has_a_name(kind, cp
             chosen == first
             or times[chosen].step_us < times[first].step_us
             or (times[chosen].device_us < times[first].device_us / 1.01)
+            or (times[chosen].host_us, times[chosen].num_rows) < (times[first].host_us, times[first].num_rows)
         )
         dispatch = make_dispatch(mask, config, cp_size, OVERLAP)
         np.testing.assert_array_equal(dispatch.chunk_rank, found[chosen])
@@ -247,13 +248,16 @@ def test_each_candidate_is_what_its_name_gives(planner) -> None:
 
 
 def test_where_the_host_sets_the_pace_the_gpu_decides_and_what_is_alike_is_left_as_it_was() -> None:
-    def chosen(**times: tuple[float, float]) -> str:
-        return fastest({name: predict.Prediction(step, device, 0.0, 0.0, 1) for name, (step, device) in times.items()})
+    def chosen(**times: tuple[float, ...]) -> str:
+        return fastest({name: predict.Prediction(t[0], t[1], 0.0, 0.0, 1, *t[2:]) for name, t in times.items()})
 
     assert chosen(first=(100, 90), second=(97, 97)) == "second"
     assert chosen(first=(100, 90), second=(99.5, 89.5)) == "first"
     assert chosen(first=(100, 90), second=(100, 60)) == "second"
     assert chosen(first=(100, 90), second=(100, 80), third=(120, 10)) == "second"
+    assert chosen(first=(100, 90, 60), second=(100.5, 90.5, 50)) == "second"
+    assert chosen(first=(100, 90, 50), second=(100, 90, 50), third=(100, 95, 40)) == "first"
+    assert chosen(first=(100, 90, 50, 7), second=(100, 90, 50, 6), third=(100, 90, 51, 5)) == "second"
 
 
 def test_masks_of_different_kinds_get_different_dispatches() -> None:

@@ -275,9 +275,10 @@ struct Consumer {
     for (int i = 0; i < kPlaces / 2; ++i)
       x[i] = exp2_fast(fmaf(x[i], p.scale_log2, i % 2 ? -two[i / 4].y : -two[i / 4].x));
     pack_pairs(probs, x);
+    issue_weighted<kHeadDim, kPlaces>(dv, probs, Operand(smem_address(s.dout[stage]), kPlaces * 128));
 #pragma unroll
     for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + sizeof(Shared::lse) + 32 * j);
-    wgmma_wait<0>();
+    wgmma_wait<1>();  // dP
     pin(y);
 #pragma unroll
     for (int i = 0; i < kPlaces / 4; ++i)
@@ -295,11 +296,10 @@ struct Consumer {
       // branch would serialise all of them.
       issue_dq(dq, before, keys_half());
     }
-    issue_weighted<kHeadDim, kPlaces>(dv, probs, Operand(smem_address(s.dout[stage]), kPlaces * 128));
     issue_weighted<kHeadDim, kPlaces>(dk, ds, Operand(smem_address(s.q[stage]), kPlaces * 128));
     if constexpr (ADD_DQ) {
       fence_async_proxy();
-      wgmma_wait<2>();
+      wgmma_wait<1>();  // dV, dQ
       pin(dq);
       named_arrive(kDsThere + 2 * buffer.index + warpgroup, 128 * kGroups);
       if (previous >= 0) add_dq(dq);
@@ -399,14 +399,14 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<ADD_DQ ? 24 : 40>();  // together all that the block was launched with
+    registers_shrink<24>();  // together all that the block was launched with
     const int warp = uniform(threadIdx.x / 32);
     if (threadIdx.x == 0)
       produce(p, s);
     else if (ADD_DQ && (warp == 1 || warp == 2))
       add_handed(p, s, warp - 1);
   } else {
-    registers_grow<ADD_DQ ? 240 : 232>();
+    registers_grow<240>();
     Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();
   }
 }

@@ -38,7 +38,7 @@ _SEND, _TAKE = 1, 2  # Role of exchange.cu
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
-_BROKEN, _CALLS_PUBLISHED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 1)
+_BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
 """Bytes into Control of peers.cuh."""
 
 
@@ -161,7 +161,7 @@ class Native:
         publish, pull = self._launches((_ANNOUNCE,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
         return Arriving(
-            into, places, (publish.step(sources), pull.step(places)), control + _CALLS_PUBLISHED,
+            into, places, (publish.step(sources), pull.step(places)), control + _ANNOUNCED,
             self._flags.data_ptr(), control + _BROKEN, own[2], own[3],
             # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
             # other's ranks wait for.

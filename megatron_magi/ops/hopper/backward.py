@@ -49,8 +49,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v, or what becomes them."""
 
 STORE_HALF, STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
-SUMS_ALIGNMENT = 32
-"""Floats: a cache line."""
+SUMS_ALIGNMENT = 32  # floats: a cache line
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
@@ -112,14 +111,9 @@ def backward(
 
 
 def _known(
-    tensors: Sequence[Like],
-    adds: tuple[bool, bool],
-    is_part: bool,
-    bands: np.ndarray,
-    options: AttnOptions,
-    stream: int,
-    out: Like | None = None,
-) -> _Pass:
+    tensors: Sequence[Like], adds: tuple[bool, bool], is_part: bool, bands: np.ndarray, options: AttnOptions,
+    stream: int, out: Like | None = None, remembered: bool = True,
+) -> _Pass:  # fmt: skip
     """The pass over tensors of a layout, made unless it is kept; of an ``out`` it computes delta itself."""
     key = (
         hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
@@ -131,7 +125,8 @@ def _known(
         layouts = tuple(map(Layout.of, tensors))
         found = _Pass(layouts, adds, bands, options, stream, out)
         found.make = partial(_make_pass, layouts, adds, is_part, options, stream)
-        _passes.put(key, found, found.num_bytes)
+        if remembered:
+            _passes.put(key, found, found.num_bytes)
     return found
 
 
@@ -161,12 +156,15 @@ def backward_steps(
     scratch: Place,
     delta: bool,
     sends: bool,
+    published: bool,
     stream: int,
+    remembered: bool = True,
 ) -> tuple[_Pass, hopper_parts.Steps]:
-    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
+    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`.
+    ``published``: the first is queued right behind the kernel that publishes keys."""
     tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
-    known = _known(tensors, (False, False), False, bands, options, stream, out)
-    return known, known.steps(inputs, scratch, delta, sends)
+    known = _known(tensors, (False, False), False, bands, options, stream, out, remembered)
+    return known, known.steps(inputs, scratch, delta, sends, published)
 
 
 class Parts:
@@ -353,7 +351,9 @@ class _Pass:
                     made = buffer[..., : grad.shape[2]]
                     grad.copy_(grad + made if adds else made)
 
-    def steps(self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool) -> hopper_parts.Steps:
+    def steps(
+        self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool, published: bool
+    ) -> hopper_parts.Steps:
         """The kernels, for tensors of the layout, of a pass that computes delta."""
         assert self._is_direct and self._whole
         (slot, begin), overlaps = scratch, self._overlaps
@@ -368,7 +368,7 @@ class _Pass:
                 **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
                 "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
             },
-            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4},
+            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4, "beside": published},
             overlaps=overlaps,
         )  # fmt: skip
         keys = [
@@ -393,7 +393,7 @@ class _Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
             )  # fmt: skip
-        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None and overlaps)
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""

@@ -33,14 +33,14 @@ class Steps(NamedTuple):
         before: those before the keys arrive.
         keys: the one that waits for keys, and what finishes their gradients.
         rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs beside it; or behind, where ``rest_waits`` for keys, as `Gate` of arrivals.cuh wants it, or for what
-            is before it.
+            runs beside it.
+        rest_is_apart: it needs nothing of ``keys`` but that they have begun: what comes between may overlap these.
     """
 
     before: tuple[Step, ...]
     keys: tuple[Step, ...]
     rest: tuple[Step, ...]
-    rest_waits: bool
+    rest_is_apart: bool
 
 
 def keys_launch(

@@ -19,10 +19,13 @@ class MaskFacts(NamedTuple):
     Attributes:
         runs: runs of rows that are alike, such as those of a document.
         area: visible pairs.
+        intervals: of queries that see a key, on average over keys that are seen; 1 where it was not looked at, as there
+            are few slices.
     """
 
     runs: int
     area: int
+    intervals: float = 1.0
 
 
 class Problem(NamedTuple):
@@ -150,11 +153,13 @@ def query_tiles(problem: Problem, packed: int) -> RowTiles:
 def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
     """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
 
-    They do not where a query sees few keys, and the sums, written and read at least twice, are too many for the L2
-    cache. ``packed``: heads counted as one by the kernels that would take their place.
+    They do not where a query sees few keys, or what is seen is scattered, and the sums, written and read at least
+    twice, are too many for the L2 cache. ``packed``: heads counted as one by the kernels that would take their place.
     """
     keys, sum_bytes = facts.area / problem.num_rows, 4 * problem.num_rows * problem.num_heads * problem.dims[0]
     limits = tuning.SEPARATE_DQ_PACKED if packed > 1 else tuning.SEPARATE_DQ if problem.dims[0] == 128 else ()
+    if packed > 1 and facts.intervals >= tuning.SCATTERED_INTERVALS:
+        limits = (*limits, tuning.SEPARATE_DQ_SCATTERED)
     return all(sum_bytes < many or keys >= few for many, few in limits)
 
 

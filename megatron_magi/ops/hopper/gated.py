@@ -99,6 +99,7 @@ def forward_step(
     sink_lse: Tensor | None,
     max_logits: bool,
     stream: int,
+    remembered: bool = True,
 ) -> tuple[Pass, Step]:
     """The kernel that writes attention, to be queued right behind those that bring the arriving keys.
 
@@ -114,6 +115,7 @@ def forward_step(
         sink_lse: likewise, fp32 ``[num_rows, num_heads]``, or None.
         max_logits: fp32 ``[num_heads]``, -inf, is updated.
         stream: raw handle.
+        remembered: other plans of this mask find the pass, which keeps its tables until it is forgotten.
 
     Returns:
         The step, and what keeps the tables it reads.
@@ -126,7 +128,8 @@ def forward_step(
     known = _passes.get(key)
     if known is None:
         known = Pass(q, k, v, arriving, bands, options, out, lse, sink_lse, stream)
-        _passes.put(key, known, known.num_bytes)
+        if remembered:
+            _passes.put(key, known, known.num_bytes)
     return known, known.step((q, k, v), arriving, sink_lse is not None, max_logits)
 
 

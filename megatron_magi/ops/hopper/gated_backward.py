@@ -45,8 +45,9 @@ def backward_steps(
     delta: bool,
     sends: bool,
     stream: int,
+    remembered: bool = True,
 ) -> tuple[Pass, hopper_parts.Steps]:
-    """The kernels that write all gradients.
+    """The kernels that write all gradients; the first is queued right behind the one that publishes keys.
 
     They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, and ``delta`` where
     it is wanted.
@@ -63,6 +64,7 @@ def backward_steps(
         delta: fp32 ``[num_rows, num_heads]``, contiguous, is written, too.
         sends: see `Steps.rest`.
         stream: raw handle.
+        remembered: as in `gated.forward_step`.
     """
     q, k, v, _ = inputs
     key = (
@@ -73,7 +75,8 @@ def backward_steps(
     known = _passes.get(key)
     if known is None:
         known = Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
-        _passes.put(key, known, known.num_bytes)
+        if remembered:
+            _passes.put(key, known, known.num_bytes)
     return known, known.steps(inputs, arriving, places, scratch, delta, sends)
 
 
@@ -157,7 +160,7 @@ class Pass:
                 **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
                 "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
             },
-            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_key_sums // 4},
+            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_key_sums // 4, "beside": 1},
             overlaps=self._overlaps,
         )  # fmt: skip
         keys = [
@@ -180,4 +183,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None)
+        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None and self._overlaps)

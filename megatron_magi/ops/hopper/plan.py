@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
-from megatron_magi.ops.hopper import native
+from megatron_magi.ops.hopper import native, tuning
 from megatron_magi.ops.hopper import schedule as hopper_schedule
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper.choices import MaskFacts
@@ -112,9 +112,12 @@ class HostPlan:
 
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
+        long_tile = self.long_tile
+        if group == 1 and max_split:  # head by head no sums of dk and dv are added
+            long_tile = min(long_tile, tuning.LONG_BLOCKS_UNEVEN)
         made = hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
-            max_split=min(max_split, self.num_tiles), long_tile=self.long_tile,
+            max_split=min(max_split, self.num_tiles), long_tile=long_tile,
         )  # fmt: skip
         if self.arriving is None:
             return made
@@ -290,9 +293,24 @@ def mask_facts(bands: np.ndarray) -> MaskFacts:
     digest = content_digest(bands)
     facts = _facts.get(digest)
     if facts is None:
-        facts = MaskFacts(len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum()))
+        runs, area = len(np.unique(bands[:, bd.Q0])), int(bd.areas(bands).sum())
+        facts = MaskFacts(runs, area, _intervals(bands) if len(bands) > 2 * runs else 1.0)
         _facts.put(digest, facts, 0)
     return facts
+
+
+def _intervals(bands: np.ndarray) -> float:
+    """See `MaskFacts`; of bands with diagonals, those of their rectangles."""
+    keys = bands[:, [bd.K0, bd.K1]]
+    begun, ended = bands[:, bd.Q0], bands[:, bd.Q1]
+    both = bd.merge_ranges(np.concatenate([keys, keys]), np.concatenate([begun, ended]))[0]
+
+    def total(ranges: np.ndarray) -> int:
+        return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+    # Keys of which an interval ends where another begins are in both, and counted once in their union.
+    seen = total(bd.merge_ranges(keys)[0])
+    return (total(both) - total(keys)) / max(1, seen)
 
 
 def remember(bands: np.ndarray, digest: bytes, facts: MaskFacts) -> None:
@@ -314,11 +332,11 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
     return plan
 
 
-def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> None:
-    """Keeps a plan that was made ahead, for a mask with this digest; at least for as long as the caller keeps it."""
-    key = (digest, tiling, plan.memory.device.index)
-    _plans.put(key, plan, plan.num_bytes)
-    _prepared[key] = plan
+def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
+    """Makes a plan known that was made ahead, for a mask with this digest, for as long as the caller keeps what this
+    returns: the plan, or one that is known already.
+    """
+    return _prepared.setdefault((digest, tiling, plan.memory.device.index), plan)
 
 
 def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int) -> tuple[int, int, int, int]:

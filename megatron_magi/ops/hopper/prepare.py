@@ -82,9 +82,7 @@ class MaskTables:
         plans = {tiling: DevicePlan(host, next(left), ready, plan_bytes) for tiling, host in self.plans}
         for tiling, key, num_split in self.schedules:
             plans[tiling].schedules[key] = DeviceSchedule(next(left), num_split)
-        for tiling, plan in plans.items():
-            hopper_plan.keep(self.digest, tiling, plan)
-        return list(plans.values())
+        return [hopper_plan.keep(self.digest, tiling, plan) for tiling, plan in plans.items()]
 
 
 def masks_meet(masks: Sequence[np.ndarray], problems: Sequence[Problem], deterministic: bool) -> bool:

@@ -45,6 +45,9 @@ kernels pack heads."""
 SEPARATE_DQ = (256 << 20, 650), (128 << 20, 450)
 """The same where they do not, head dim 128."""
 
+SCATTERED_INTERVALS, SEPARATE_DQ_SCATTERED = 1.5, (128 << 20, 2000)
+"""The same where kernels pack heads and a key is seen by so many intervals of queries or more, measured on an H100."""
+
 SMALL_SUMS_BYTES = 16 << 20
 """Memory for sums of dk and dv that is taken for a little speed, even where there is no free memory for them."""
 

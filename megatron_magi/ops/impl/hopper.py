@@ -127,14 +127,17 @@ def forward(
     return max_logits
 
 
-def _known(q, k, v, bands: np.ndarray, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream) -> _Pass:
+def _known(
+    q, k, v, bands: np.ndarray, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream, remembered=True
+) -> _Pass:
     """The pass over tensors of a layout, made unless it is kept."""
     key = _key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
     known = _passes.get(key)
     if known is None:
         tensors = *map(Layout.of, (q, k, v, out, lse)), None if sink_lse is None else Layout.of(sink_lse)
         known = _Pass(*tensors, bands, options, accumulate, stream)
-        _passes.put(key, known, known.plan.num_bytes)
+        if remembered:
+            _passes.put(key, known, known.plan.num_bytes)
     return known
 
 
@@ -150,6 +153,7 @@ def forward_step(
     sink_lse: Like | None,
     max_logits: bool,
     stream: int,
+    remembered: bool = True,
 ) -> tuple[_Pass, Step]:
     """`forward` as a step of a list of calls, for head dims that kernels have; arguments as of `gated.forward_step`.
 
@@ -157,7 +161,7 @@ def forward_step(
         ValueError: as `forward`.
     """
     check_support(q, (q.shape[2], v.shape[2]))
-    known = _known(q, k, v, bands, options, out, lse, False, sink_lse, stream)
+    known = _known(q, k, v, bands, options, out, lse, False, sink_lse, stream, remembered)
     return known, known.step((q, k, v), sink_lse is not None, max_logits)
 
 
