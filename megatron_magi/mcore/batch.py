@@ -97,18 +97,18 @@ class BatchDispatcher:
 
     def _settle(self, agreement: Agreement, failure: Exception | None) -> None:
         """Waits until all ranks agree. One that has failed tells the others why before all of them end."""
-        try:
+        # Not any error here is a disagreement: a data loader raises that a worker has died wherever the process is.
+        if len(set(agreement.values())) == 1:
+            return
+        reports: list[str | None] = [None] * dist.get_world_size(self._agreement_group)
+        dist.all_gather_object(reports, failure and str(failure), group=self._agreement_group)
+        told = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+        if not told:
             agreement.wait()
-        except RuntimeError:
-            reports: list[str | None] = [None] * dist.get_world_size(self._agreement_group)
-            dist.all_gather_object(reports, failure and str(failure), group=self._agreement_group)
-            told = [(rank, report) for rank, report in enumerate(reports) if report is not None]
-            if not told:
-                raise
-            ranks = dist.get_process_group_ranks(self._agreement_group)
-            raise RuntimeError(
-                f"{told[0][1]} (on {len(told)} of {len(reports)} ranks, first on global rank {ranks[told[0][0]]})"
-            ) from failure
+        ranks = dist.get_process_group_ranks(self._agreement_group)
+        raise RuntimeError(
+            f"{told[0][1]} (on {len(told)} of {len(reports)} ranks, first on global rank {ranks[told[0][0]]})"
+        ) from failure
 
     def _local(self, batch: LoadedBatch, planned: PlannedBatch) -> LocalBatch:
         on_gpu = torch.cuda.is_available()

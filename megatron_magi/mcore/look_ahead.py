@@ -21,24 +21,25 @@ class LookAhead(Iterator[Any]):
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        self._is_ours = False
+        self._plans = False
         self._fetched: tuple[Any, Exception | None] | None = None
 
     def __next__(self) -> Any:
         item, error = self._fetched or (None, None)
         if self._fetched is None:
             item = next(self._source)
-        self._fetched, self._is_ours = None, isinstance(item, LoadedBatch)
+            self._plans = isinstance(item, LoadedBatch) and item.is_closed
+        self._fetched = None
         if error is not None:
             raise error
         return item
 
     def look(self) -> None:
-        """Fetches the next item, and begins to copy it to the GPU, if the last one was planned by a data loader.
+        """Fetches the next item, and begins to copy it to the GPU, if workers of a data loader plan.
 
         Errors are raised when the item is due.
         """
-        if not self._is_ours or self._fetched is not None:
+        if not self._plans or self._fetched is not None:
             return
         # Whatever goes wrong, this microbatch is not to fail: it will again when the next one is due.
         try:

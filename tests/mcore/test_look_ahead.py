@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,12 @@ class Source(Iterator[Any]):
         return item
 
 
+def _of_a_worker(batch: LoadedBatch) -> LoadedBatch:
+    return pickle.loads(pickle.dumps(batch))
+
+
 def _planned(count: int) -> list[LoadedBatch]:
-    return [LoadedBatch({"number": i}, ValueError("not planned")) for i in range(count)]
+    return [_of_a_worker(LoadedBatch({"number": i}, ValueError("not planned"))) for i in range(count)]
 
 
 def test_items_are_the_same_and_fetched_once() -> None:
@@ -67,8 +72,13 @@ def test_an_error_of_the_data_loader_is_raised_when_the_item_is_due() -> None:
     assert next(ahead) is last
 
 
-@pytest.mark.parametrize("items", [[], [{"tokens": 1}, {"tokens": 2}]], ids=["nothing read", "the user's own"])
-def test_nothing_is_fetched_of_iterators_that_do_not_plan(items: list) -> None:
+PLANNED_HERE = LoadedBatch({}, ValueError("not planned"))
+
+
+@pytest.mark.parametrize(
+    "items", [[], [{}, {}], [PLANNED_HERE] * 2], ids=["nothing read", "the user's own", "no workers"]
+)
+def test_nothing_is_fetched_where_no_worker_plans(items: list) -> None:
     source = Source(items)
     ahead = LookAhead(source)
     if items:
