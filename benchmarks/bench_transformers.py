@@ -71,10 +71,10 @@ def prepared(attention: str, sizes: dict[str, int], device: torch.device) -> tup
     """The model and its optimizer, over all ranks where there are several."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=1 << 20, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1:
-        model = model.to(device)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3), None
     AcceleratorState._reset_state(True)
     kind = MagiParallelismConfig if attention == "magi" else ParallelismConfig
