@@ -38,7 +38,7 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out.sum().backward()
     lists = ["sparse_lists"]
     last = ["sparse_stats", "sparse_backward_keys"]
-    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, *last]
+    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward_queries", *lists, *last]
     launched.clear()
     out, _ = block_sparse_attention(*inputs, mask[:, :3], q_block_size=16, k_block_size=128, impl="ffa")
     out.sum().backward()
@@ -47,11 +47,11 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     given = torch.zeros(7, 3, dtype=torch.int32)
     out, _ = block_sparse_attention(*inputs, given, q_block_size=16, k_block_size=64, impl="ffa")
     out.sum().backward()
-    assert launched == ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]
+    assert launched == ["sparse_forward", "sparse_backward_queries", *["sparse_turn"] * 3, *last]
     launched.clear()
     for deterministic, want in (
         (False, ["sparse_forward", *["sparse_turn"] * 3, *last, "sparse_finish_dq"]),
-        (True, ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]),
+        (True, ["sparse_forward", "sparse_backward_queries", *["sparse_turn"] * 3, *last]),
     ):
         out, _ = block_sparse_attention(
             *inputs, given, q_block_size=16, k_block_size=128, impl="ffa", deterministic=deterministic

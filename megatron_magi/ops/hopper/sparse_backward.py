@@ -72,7 +72,10 @@ def backward_by_tiles(
         maps = (
             kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
         )  # fmt: skip
-        kernel = kernels.backward_kernel(q.device, q.dtype, dim, indexed, fixed)
+        if indexed:
+            kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
+        else:
+            kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)
         return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
 
     launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)
