@@ -33,11 +33,13 @@ _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes i
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
     """Whether one kernel computes all gradients, and is faster: of blocks of 128 keys, where blocks of queries fill its
-    tiles and the sums of dq are in the L2 cache, or nearly so.
+    tiles and the sums of dq to which SMs add at a time, a key head's, stay in the L2 cache.
     """
     group = q.shape[1] // k.shape[1]
     fills = kernels.heads_of_tile(group, 2) * pattern.q_block >= kernels.PIECE
-    return pattern.k_block == 2 * kernels.PIECE and fills and 4 * q.numel() <= tuning.MOST_SPARSE_DQ_BYTES
+    num_bytes = 4 * q.numel()
+    stay = num_bytes <= tuning.MOST_SPARSE_DQ_BYTES and num_bytes // k.shape[1] <= tuning.MOST_SPARSE_DQ_BYTES_OF_HEAD
+    return pattern.k_block == 2 * kernels.PIECE and fills and stay
 
 
 def backward_by_tiles(
