@@ -314,8 +314,7 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
     Result r;
     if (j >= runs.end() || (lanes == 32 && lane >= run)) return r;
     const i64 i = runs.at(j) * run + (lanes == 32 ? lane : 0);
-    if (i < count)
-      r = {static_cast<u32>(p.rows[i]), static_cast<u32>(p.starts[i]), static_cast<u32>(p.starts[i + 1])};
+    if (i < count) r = {static_cast<u32>(p.rows[i]), static_cast<u32>(p.starts[i]), static_cast<u32>(p.starts[i + 1])};
     return r;
   };
   const auto find_part = [&](const Result& r) {
