@@ -41,7 +41,9 @@ constexpr int kSenders = BULK ? 4 : 2;         // such groups of a block, where 
 constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
 constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
 constexpr int kLag = 3;                        // stores that may be under way when an earlier one is told of
-constexpr int kPieces = 16;                    // at least kDepth + kLag
+// Who tells waits for all that its SM has under way: the groups of a block do so one after the other.
+constexpr int kStagger = 2;
+constexpr int kPieces = 32;  // at least kDepth + kLag + (kSenders - 1) * kStagger
 
 struct Chunks {
   Route route;
@@ -84,7 +86,6 @@ DEVICE void bulk_wait_but() {
 DEVICE void tell(const Ring& ring, u32 piece, u32 call) {
   u32* flag = ring.flag[piece % kPieces];
   if (flag == nullptr) return;
-  asm volatile("fence.proxy.async;" ::: "memory");
   store_release(flag, call);
 }
 
@@ -92,6 +93,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
                  u32 places) {
   const SlotRows& s = p.from;
   const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
+  const u32 lag = kLag + kStagger * (threadIdx.x / kGroup);
   const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
   const u32 count = c.upto[p.peers.num_ranks], full = smem_address(ring.full);
   const SideBySide chunks(p.peers, count);
@@ -158,9 +160,9 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
                    "r"(places + stored % kDepth * kPieceBytes), "r"(ring.bytes[stored % kPieces])
                    : "memory");
       bulk_commit();
-      if (stored >= kLag) {
+      if (stored >= lag) {
         bulk_wait_but<kLag>();
-        tell(ring, stored - kLag, call);
+        tell(ring, stored - lag, call);
       }
     }
     __syncwarp();
@@ -168,7 +170,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   }
   if (lane) return;
   bulk_wait();
-  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) tell(ring, piece, call);
+  for (u32 piece = stored < lag ? 0 : stored - lag; piece < stored; ++piece) tell(ring, piece, call);
 }
 #else
 DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
@@ -222,85 +224,152 @@ struct Arrivals {
   DEVICE u64 address(i64 row) const { return slot + row * row_bytes; }
 };
 
+// A row that is taken, tensor by tensor: a thread has unit `unit` and every `lanes`-th after it, `loads` at a time. All
+// threads are called alike, also those past the last unit.
+template <class Move>
+DEVICE void for_units(const SlotRows& s, int lane, int lanes, int loads, const Move& move) {
+  for (int k = 0; k < kMaxTensors; ++k) {
+    const int begin = s.begin[k], units = (k + 1 < kMaxTensors ? s.begin[k + 1] : s.units) - begin;
+    for (int unit = 0; unit < units; unit += loads * lanes) move(k, begin, unit + lane, units);
+  }
+}
+
 #if SUMS
-constexpr int kSumLoads = 2;
+constexpr int kSumLoads = 2, kMostRun = 4;
 using From = Vector<FROM>;
 using Into = Vector<INTO>;
 
-DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
-  const SlotRows& s = p.to;
-  const i64 row = p.rows[i], first = p.starts[i], past = p.starts[i + 1];
-  const bool at_once = lanes == 32 && past - first <= 32;  // a lane for each part: they are awaited side by side
-  i64 own = 0;
-  if (at_once) {
-    const bool has_part = lane < past - first && !failed;
-    if (has_part) own = p.order[first + lane];
-    if (has_part) failed = !arrivals.await_row(own);
-  } else {
-    for (i64 k = first; k < past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
-  }
-  if (lanes == 32) {
-    failed = __any_sync(~0u, failed);
-    __syncwarp();  // what one lane has awaited all may read
-  }
-  for (int begin = 0; begin < s.units; begin += kSumLoads * lanes) {
-    const int unit = begin + lane;
+// A row that others are added to.
+struct Result {
+  u32 row = 0, first = 0, past = 0;  // of the parts, in `order`
+};
+
+template <int kParts>
+DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int unit, int lanes, int units) {
+  From part[kParts][kSumLoads];
+#pragma unroll
+  for (int m = 0; m < kParts; ++m)
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l)
+      part[m][l] = reinterpret_cast<const From*>(from[m])[min(unit + l * lanes, units - 1)];
+#pragma unroll
+  for (int m = 0; m < kParts; ++m)
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l)
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(part[m][l].at[j]);
+}
+
+// `part_at(k)`: row of the slot of order[k].
+template <class PartAt>
+DEVICE void add_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, int lane, int lanes,
+                    const PartAt& part_at) {
+  for_units(s, lane, lanes, kSumLoads, [&](int tensor, int begin, int unit, int units) {
+    Into* into = reinterpret_cast<Into*>(s.rows[tensor] + r.row * s.stride[tensor]);
+    Into value[kSumLoads];
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l) value[l] = into[min(unit + l * lanes, units - 1)];
     Sum sum[kSumLoads][VECTOR];
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)
-      if (unit + l * lanes < s.units) {
-        const Into before = *reinterpret_cast<const Into*>(address_of(s, row, unit + l * lanes, sizeof(Into)));
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(before.at[j]);
-      }
-    for (i64 k = first; k < past && !failed; k += 2) {
-      From part[2][kSumLoads];
+      for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(value[l].at[j]);
+    const i64 offset = static_cast<i64>(begin) * sizeof(From);
+    u32 k = r.first;
+    for (; k + 2 <= r.past; k += 2)
+      add_parts<2>(sum, {arrivals.address(part_at(k)) + offset, arrivals.address(part_at(k + 1)) + offset}, unit, lanes,
+                   units);
+    if (k < r.past) add_parts<1>(sum, {arrivals.address(part_at(k)) + offset}, unit, lanes, units);
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-        if (k + m < past) {
-          const i64 from = at_once ? __shfl_sync(~0u, own, static_cast<int>(k + m - first)) : p.order[k + m];
-          const From* at = reinterpret_cast<const From*>(arrivals.address(from)) + unit;
+    for (int l = 0; l < kSumLoads; ++l) {
 #pragma unroll
-          for (int l = 0; l < kSumLoads; ++l)
-            if (unit + l * lanes < s.units) part[m][l] = at[l * lanes];
-        }
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-        if (k + m < past)
-#pragma unroll
-          for (int l = 0; l < kSumLoads; ++l)
-            if (unit + l * lanes < s.units)
-#pragma unroll
-              for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(part[m][l].at[j]);
+      for (int j = 0; j < VECTOR; ++j) value[l].at[j] = Narrow<INTO, Sum>::of(sum[l][j]);
+      if (unit + l * lanes < units) into[unit + l * lanes] = value[l];
     }
+  });
+}
+
+DEVICE void spoil_row(const SlotRows& s, u32 row, int lane, int lanes) {
+  for_units(s, lane, lanes, 1, [&](int tensor, int, int unit, int units) {
+    if (unit >= units) return;
+    Into nothing;
 #pragma unroll
-    for (int l = 0; l < kSumLoads; ++l)
-      if (unit + l * lanes < s.units) {
-        Into after;
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j)
-          after.at[j] = Narrow<INTO, Sum>::of(failed ? static_cast<Sum>(__int_as_float(0x7fffffff)) : sum[l][j]);
-        *reinterpret_cast<Into*>(address_of(s, row, unit + l * lanes, sizeof(Into))) = after;
-      }
+    for (int j = 0; j < VECTOR; ++j)
+      nothing.at[j] = Narrow<INTO, Sum>::of(static_cast<Sum>(__int_as_float(0x7fffffff)));
+    reinterpret_cast<Into*>(s.rows[tensor] + row * s.stride[tensor])[unit] = nothing;
+  });
+}
+
+// A warp that has a row to itself finds several at once, a lane each, while it adds those before, and its lanes wait
+// for their parts side by side: each time that a flag is read, all that the SM has cached is lost.
+DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread, i64 num_threads) {
+  const SlotRows& s = p.to;
+  const int log2_lanes = s.log2_lanes, lanes = 1 << log2_lanes, lane = static_cast<int>(thread) & (lanes - 1);
+  const u32 count = static_cast<u32>(c.route.num_results), step = static_cast<u32>(num_threads >> log2_lanes);
+  const u32 run = lanes < 32 ? 1 : max(1u, min(count / (2 * step), static_cast<u32>(kMostRun)));
+  const SideBySide runs(p.peers, (count + run - 1) / run);
+  Arrivals arrivals(p, c, call);
+  bool failed = false;
+  const auto find = [&](u32 j) {
+    Result r;
+    if (j >= runs.end() || (lanes == 32 && lane >= run)) return r;
+    const i64 i = runs.at(j) * run + (lanes == 32 ? lane : 0);
+    if (i < count) r = {static_cast<u32>(p.rows[i]), static_cast<u32>(p.starts[i]), static_cast<u32>(p.starts[i + 1])};
+    return r;
+  };
+  const auto find_part = [&](const Result& r) {
+    if (lanes < 32) return 0u;
+    const u32 k = __shfl_sync(~0u, r.first, 0) + lane;
+    return k < __reduce_max_sync(~0u, r.past) ? static_cast<u32>(p.order[k]) : 0u;
+  };
+  u32 j = static_cast<u32>(thread >> log2_lanes);
+  Result next = find(j), after = find(j + step);
+  u32 next_part = find_part(next);
+  for (; j < runs.end(); j += step) {
+    const Result now = next;
+    const u32 part = next_part;
+    next = after;
+    after = find(j + 2 * step);
+    next_part = find_part(next);
+    if (lanes < 32) {
+      for (u32 k = now.first; k < now.past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
+      if (now.first == now.past) continue;
+      if (failed)
+        spoil_row(s, now.row, lane, lanes);
+      else
+        add_row(s, arrivals, now, lane, lanes, [&](u32 k) { return static_cast<u32>(p.order[k]); });
+      continue;
+    }
+    const u32 first = __shfl_sync(~0u, now.first, 0), past = __reduce_max_sync(~0u, now.past);
+    for (u32 k = first + lane; k < past && !failed; k += 32)
+      failed = !arrivals.await_row(k < first + 32 ? part : p.order[k]);
+    failed = __any_sync(~0u, failed);
+    __syncwarp();  // what one lane has awaited all may read
+    for (u32 i = 0; i < run; ++i) {
+      const Result r{__shfl_sync(~0u, now.row, i), __shfl_sync(~0u, now.first, i), __shfl_sync(~0u, now.past, i)};
+      if (r.first == r.past) continue;
+      if (failed)
+        spoil_row(s, r.row, lane, 32);
+      else
+        add_row(s, arrivals, r, lane, 32, [&](u32 k) {
+          return k < first + 32 ? __shfl_sync(~0u, part, k - first) : static_cast<u32>(p.order[k]);
+        });
+    }
   }
 }
 #else
-DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
-  const SlotRows& s = p.to;
-  const i64 row = p.order == nullptr ? i : p.order[i], to = p.rows == nullptr ? i : p.rows[i];
-  failed = failed || !arrivals.await_row(row);
-  const Unit* from = reinterpret_cast<const Unit*>(arrivals.address(row));
-  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
+DEVICE void copy_row(const SlotRows& s, u64 from, i64 to, int lane, int lanes, bool failed) {
+  for_units(s, lane, lanes, kLoads, [&](int tensor, int begin, int unit, int units) {
+    const Unit* in = reinterpret_cast<const Unit*>(from) + begin;
+    Unit* out = reinterpret_cast<Unit*>(s.rows[tensor] + to * s.stride[tensor]);
     Unit value[kLoads];
 #pragma unroll
-    for (int l = 0; l < kLoads; ++l)
-      if (unit + l * lanes < s.units) value[l] = failed ? poison() : from[unit + l * lanes];
+    for (int l = 0; l < kLoads; ++l) value[l] = in[min(unit + l * lanes, units - 1)];
 #pragma unroll
     for (int l = 0; l < kLoads; ++l)
-      if (unit + l * lanes < s.units) *reinterpret_cast<Unit*>(address_of(s, to, unit + l * lanes, UNIT)) = value[l];
-  }
+      if (unit + l * lanes < units) out[unit + l * lanes] = failed ? poison() : value[l];
+  });
 }
-#endif
 
 DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread, i64 num_threads) {
   const int log2_lanes = p.to.log2_lanes, lanes = 1 << log2_lanes;
@@ -310,11 +379,29 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
   const SideBySide runs(p.peers, (num_rows + run - 1) / run);
   Arrivals arrivals(p, c, call);
   bool failed = false;
+  const auto from = [&](i64 i) { return p.order == nullptr ? i : p.order[i]; };
+  const auto to = [&](i64 i) { return p.rows == nullptr ? i : p.rows[i]; };
   for (i64 j = walk.row; j < runs.end(); j += walk.step) {
     const i64 first = runs.at(static_cast<u32>(j)) * run, end = min(first + run, num_rows);
-    for (i64 i = first; i < end; ++i) take_row(p, arrivals, i, walk.lane, lanes, failed);
+    if (lanes < 32) {
+      for (i64 i = first; i < end; ++i) {
+        const i64 row = from(i);
+        failed = failed || !arrivals.await_row(row);
+        copy_row(p.to, arrivals.address(row), to(i), walk.lane, lanes, failed);
+      }
+      continue;
+    }
+    // A lane for each row: they are awaited side by side.
+    const bool mine = first + walk.lane < end;
+    const i64 own = mine ? from(first + walk.lane) : 0, own_to = mine ? to(first + walk.lane) : 0;
+    if (mine && !failed) failed = !arrivals.await_row(own);
+    failed = __any_sync(~0u, failed);
+    __syncwarp();  // what one lane has awaited all may read
+    for (int i = 0; i < end - first; ++i)
+      copy_row(p.to, arrivals.address(__shfl_sync(~0u, own, i)), __shfl_sync(~0u, own_to, i), walk.lane, 32, failed);
   }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __grid_constant__ ExchangeParams p) {
   let_next_kernel_start();  // where it may run beside this one
