@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -179,10 +180,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of ``magi`` and ``python -m megatron_magi``; returns the exit status."""
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read it has gone; what is still buffered would raise again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    return status
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import distributed_attention
-from megatron_magi.checks import IntArrayLike, flag, integer, renamed
+from megatron_magi.checks import IntArrayLike, flag, instance, integer, renamed
 from megatron_magi.comm import dispatch as _dispatch
 from megatron_magi.comm import roll as _roll
 from megatron_magi.comm.groups import Group, group_of
@@ -204,7 +204,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     Raises:
         ValueError: an argument, named in the message, is wrong.
     """
-    arguments.instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
+    instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
     mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
     return new_mask_key(_RUNTIMES, mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
@@ -225,7 +225,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
         key_for_dispatch, dist_attn_config: see `make_flex_key_for_new_mask_after_dispatch`.
     """
-    arguments.instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
+    instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
     mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size, total_seqlen)
     return new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
@@ -396,7 +396,7 @@ def make_static_key(key: DistAttnRuntimeKey, headroom: float = 2.0) -> StaticKey
         ValueError: an argument is not as above.
         RuntimeError: the ranks' keys disagree.
     """
-    arguments.instance(key, "key", DistAttnRuntimeKey)
+    instance(key, "key", DistAttnRuntimeKey)
     with renamed("plans", "key"):
         return StaticKey(key, _RUNTIMES, headroom)
 

@@ -16,6 +16,14 @@ MAX_TOKENS = (1 << 31) - 1
 """Tokens of a sequence, and any other count: their products, which areas are, fit 64 bits."""
 
 
+def instance(value: Any, name: str, *classes: type) -> None:
+    """Raises ValueError unless ``value`` is an instance of one of ``classes``."""
+    if not isinstance(value, classes):
+        known = " or ".join(c.__name__ for c in classes)
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{name}: expected {known}, got {got}")
+
+
 def flag(value: Any, name: str) -> bool:
     """``value``, which must be True or False.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_magi.config import MagiConfig
@@ -181,12 +181,18 @@ def profile_mode(environ: Mapping[str, str] | None = None) -> bool:
     return bool(VARIABLES[PROFILE].parse(text or "0"))
 
 
-def set_for_megatron() -> None:
+def set_for_megatron() -> Callable[[], object]:
     """Sets what Megatron insists on with tensor or context parallelism, unless it is set.
 
     CUDA reads it when a process first uses a GPU.
+
+    Returns:
+        What takes it back; does nothing where it was set before.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if MAX_CONNECTIONS in os.environ:
+        return lambda: None
+    os.environ[MAX_CONNECTIONS] = "1"
+    return lambda: os.environ.pop(MAX_CONNECTIONS)
 
 
 def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:

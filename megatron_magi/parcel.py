@@ -22,7 +22,7 @@ import torch
 from megatron_magi.upload import PackedArrays, pack
 
 _DTYPES = {
-    torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8, torch.float32: np.float32, torch.bool: np.bool
+    torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8, torch.float32: np.float32, torch.bool: np.bool_
 }  # fmt: skip
 _ARRAYS = {np.dtype(dtype) for dtype in _DTYPES.values()}
 

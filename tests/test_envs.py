@@ -217,6 +217,27 @@ def test_the_command_prints_every_variable():
     assert all(name in result.stdout for name in variables.VARIABLES)
 
 
+def test_the_command_ends_quietly_when_its_reader_has_gone():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "megatron_magi", "env"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_what_megatron_wants_is_set_and_can_be_taken_back(monkeypatch):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "8")
+    envs.set_for_megatron()()
+    assert os.environ[name] == "8"
+    monkeypatch.delenv(name)
+    take_back = envs.set_for_megatron()
+    assert os.environ[name] == "1"
+    take_back()
+    assert name not in os.environ
+
+
 def test_no_other_module_of_the_product_touches_the_environment():
     package = ROOT / "megatron_magi"
     # Launchers set variables for their child processes.

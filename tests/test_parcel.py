@@ -28,13 +28,20 @@ def test_what_is_packed_is_what_is_opened() -> None:
     strided = torch.arange(12).view(3, 4).t()
     value = {
         "a": torch.arange(5), "empty": torch.zeros(0, 3), "turned": strided, "flags": torch.tensor([True, False]),
-        "half": torch.ones(2, dtype=torch.bfloat16), "array": np.arange(3), "twice": [strided, strided],
+        "half": torch.ones(2, dtype=torch.bfloat16), "twice": [strided, strided],
         "packed": pack([np.arange(7), np.ones((2, 2), dtype=np.float32)]),
     }  # fmt: skip
+    arrays = [
+        np.arange(3), np.arange(6, dtype=np.int32).reshape(2, 3).T, np.array([True, False]), np.float32([[1.5]]),
+        np.array(7), np.arange(2, dtype=np.int16), np.array([1.0]), np.zeros((0, 6), dtype=np.int64),
+    ]  # fmt: skip
+    value["arrays"] = arrays
     got = pickle.loads(pickle.dumps(Parcel.of(value))).open()
+    for array, expected in zip(got["arrays"], arrays, strict=True):
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape) and np.array_equal(array, expected)
     for name in ("a", "empty", "turned", "flags", "half"):
         assert got[name].dtype == value[name].dtype and torch.equal(got[name], value[name]), name
-    assert all(torch.equal(x, strided) for x in got["twice"]) and np.array_equal(got["array"], value["array"])
+    assert all(torch.equal(x, strided) for x in got["twice"])
     assert [x.tolist() for x in got["packed"].to("cpu")] == [x.tolist() for x in value["packed"].to("cpu")]
 
 
@@ -103,3 +110,16 @@ def test_a_sender_that_has_ended_is_named() -> None:
     os.close(sent.file)
     with pytest.raises(RuntimeError, match=f"a parcel from process {os.getpid()} did not arrive"):
         pickle.loads(data)
+
+
+def test_arrays_of_all_kinds_keep_their_content_and_are_copied_once():
+    arrays = [
+        np.arange(5, dtype=np.int64), np.zeros((0, 4), dtype=np.int32), np.array([True, False, True]),
+        np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32), np.array(7), np.arange(12).reshape(3, 4).T,
+    ]  # fmt: skip
+    packed = pickle.loads(pickle.dumps(pack(arrays)))
+    assert packed.num_bytes % 16 == 0 and all(place.offset % 16 == 0 for place in packed.places)
+    tensors = packed.to("cpu")
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert tensor.shape == array.shape and np.array_equal(tensor.numpy(), array)
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1

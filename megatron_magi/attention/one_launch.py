@@ -125,7 +125,7 @@ class OneLaunch:
     def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
         """For a plan."""
         cast = joined_cast(plan, device) if plan.degree else None
-        return cls(cast, joined_bands(plan), impl, is_prepared="tables" in plan.runtime)
+        return cls(cast, joined_bands(plan), impl, is_prepared=bool(plan.runtime.get("tables")))
 
     @property
     def num_recv(self) -> int:
@@ -313,10 +313,13 @@ class OneLaunch:
             keeper, steps = hopper.backward_steps(
                 inputs, out, lse, self.bands, options, published=bool(moving), stream=stream, **given
             )  # fmt: skip
-        if steps.rest_is_apart:
-            for step in back:
-                step.config.num_attributes = 1
-        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *back, *steps.rest]
+        ends = [*back, *steps.rest]
+        if steps.rest_is_apart and back:
+            if arriving.overlaps:
+                back[0].config.num_attributes = 1
+            else:  # it would keep its SMs until the other ranks come
+                ends = [*steps.rest, *back]
+        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_magi.attention.distributed import make_calls_ready
 from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
+from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
@@ -214,7 +215,12 @@ def prepare_plans(
     like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
-    _check(plans, shape, config)
+    if not isinstance(plans, Mapping):
+        raise ValueError(f"plans: expected a plan for each name, got {type(plans).__name__}")
+    for name, plan in plans.items():
+        instance(plan, f"plans[{name!r}]", RankPlan)
+    instance(shape, "shape", AttnShape)
+    instance(config, "config", MagiConfig)
     tables: list[np.ndarray] = []
     known = {} if like is None else like
     prepared = {
@@ -270,15 +276,6 @@ def _prepare_plan(
         tables.append(table)
         arrays += made
     return _PreparedPlan(plan, tuple(casts), tuple(tables), joined)
-
-
-def _check(plans: Mapping[Hashable, RankPlan], shape: AttnShape, config: MagiConfig) -> None:
-    if not isinstance(plans, Mapping):
-        raise ValueError(f"plans: expected a plan for each name, got {type(plans).__name__}")
-    given = [(f"plans[{name!r}]", plan, RankPlan) for name, plan in plans.items()]
-    for name, value, wanted in (*given, ("shape", shape, AttnShape), ("config", config, MagiConfig)):
-        if not isinstance(value, wanted):
-            raise ValueError(f"{name}: expected {wanted.__name__}, got {type(value).__name__}")
 
 
 def _is_deterministic(config: MagiConfig) -> bool:

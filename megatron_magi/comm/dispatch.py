@@ -190,8 +190,7 @@ def undispatch(
     with calls_of(group, num_ranks, verify) as calls:
         dim = sequence_dimension(dim, x_local)
         _check_ranks(args, group)
-        if x_local.shape[dim] != num_rows:
-            raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, this rank's shard has {num_rows}")
+        check_shard(x_local, dim, num_rows)
         calls.agree(RowsCall.of("undispatch", x_local, dim, is_partial_grad=is_partial_grad))
         return _Undispatch.apply(x_local.movedim(dim, 0), args, group, is_partial_grad, verify).movedim(0, dim)
 
@@ -201,6 +200,12 @@ def sequence_dimension(dim: int, x: torch.Tensor) -> int:
     if not -x.dim() <= integer(dim, "dim") < x.dim():
         raise ValueError(f"dim: {dim} is not a dimension of a tensor of shape {list(x.shape)}")
     return dim % x.dim()
+
+
+def check_shard(x_local: torch.Tensor, dim: int, num_rows: int) -> None:
+    """Raises ValueError unless ``x_local`` has this rank's ``num_rows`` along ``dim``."""
+    if x_local.shape[dim] != num_rows:
+        raise ValueError(f"x_local: {x_local.shape[dim]} rows along dim {dim}, this rank's shard has {num_rows}")
 
 
 def _check_ranks(args: UndispatchArgs, group: dist.ProcessGroup | None) -> None:

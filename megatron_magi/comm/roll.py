@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import calls_of
-from megatron_magi.comm.dispatch import RowsCall, sequence_dimension
+from megatron_magi.comm.dispatch import RowsCall, check_shard, sequence_dimension
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.upload import upload
@@ -200,10 +200,7 @@ def roll(
     group = group_of(group)
     with calls_of(group, len(args.forward.send_splits), verify) as calls:
         dim = sequence_dimension(dim, x_local)
-        if x_local.shape[dim] != args.num_rows:
-            raise ValueError(
-                f"x_local: {x_local.shape[dim]} rows along dim {dim}, this rank's shard has {args.num_rows}"
-            )
+        check_shard(x_local, dim, args.num_rows)
         calls.agree(RowsCall.of("roll", x_local, dim, shift=args.shift))
         return _Roll.apply(x_local.movedim(dim, 0), args, group, impl, verify).movedim(0, dim)
 

@@ -8,14 +8,6 @@ from typing import Any
 import torch
 
 
-def instance(value: Any, name: str, *classes: type) -> None:
-    """Raises ValueError unless ``value`` is an instance of one of ``classes``."""
-    if not isinstance(value, classes):
-        known = " or ".join(c.__name__ for c in classes)
-        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-        raise ValueError(f"{name}: expected {known}, got {got}")
-
-
 def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
     """``x``, which must be a tensor of at least one dimension.
 

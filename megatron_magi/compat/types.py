@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
-from megatron_magi.checks import flag, int_array, int_at_least, integer
+from megatron_magi.checks import flag, instance, int_array, int_at_least, integer
 from megatron_magi.compat.algorithms import (
     ALGORITHM_OF,
     DispatchAlg,
@@ -14,7 +14,6 @@ from megatron_magi.compat.algorithms import (
     OverlapAlgType,
     UniformOverlapAlg,
 )
-from megatron_magi.compat.arguments import instance
 from megatron_magi.compat.cost_factors import cost_factors, with_cost_factors
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.config import CostModel, MagiConfig

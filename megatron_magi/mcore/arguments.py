@@ -78,7 +78,7 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
 
     from megatron_magi.mcore.settings import layer_masks
     from megatron_magi.mcore.trainer import check_padding
-    from megatron_magi.mcore.validate import settle_arguments, validate_arguments
+    from megatron_magi.mcore.validate import chunk_notices, settle_arguments, validate_arguments
 
     validate_arguments(args)
     for notice in settle_arguments(args):
@@ -93,7 +93,10 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     result = stock(args, defaults)
     for name, value in wanted.items():
         setattr(args, name, value)
-    check_padding(args, buffer_length(args))
+    padded = buffer_length(args)
+    check_padding(args, padded)
+    for notice in chunk_notices(args, padded):
+        arguments.warn_rank_0(notice)
     layer_masks(args)
     if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
         raise ValueError(

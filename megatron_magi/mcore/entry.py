@@ -16,6 +16,8 @@ from megatron_magi.mcore.installation import install
 
 _ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What Megatron's GPT script takes where the command line says nothing."""
+_FSDP = frozenset({"--use-torch-fsdp2", "--use-megatron-fsdp"})
+"""With these Megatron refuses ``CUDA_DEVICE_MAX_CONNECTIONS=1``, on which it insists with context parallelism."""
 
 
 def main(
@@ -24,7 +26,9 @@ def main(
     pre_wrap_hooks: Sequence[Callable] = (),
     dataset_provider: Callable[[Sequence[int]], Sequence[Any]] | None = None,
 ) -> None:
-    """Trains a GPT as the command line says. ``CUDA_DEVICE_MAX_CONNECTIONS`` is set to 1 where it is not set.
+    """Trains a GPT as the command line says.
+
+    ``CUDA_DEVICE_MAX_CONNECTIONS`` is set to 1 where it is not set, but for FSDP, which needs another value.
 
     Args:
         argv: Megatron's arguments, without the program's name; those of the process when None.
@@ -39,7 +43,6 @@ def main(
     Raises:
         ValueError: an argument, or the version of megatron-core, is not supported.
     """
-    envs.set_for_megatron()
     if argv is not None:
         # Megatron's trainer parses sys.argv again.
         sys.argv = [sys.argv[0], *argv]
@@ -68,7 +71,10 @@ def main(
 
 def _parse() -> Namespace:
     """Parses and validates as Megatron's script does; also for who only wants to know whether it is right."""
+    take_back = envs.set_for_megatron()
     install(expand_config)
+    if not _FSDP.isdisjoint(sys.argv):
+        take_back()
     from megatron.training import arguments
 
     from megatron_magi.mcore.arguments import refuse_yaml

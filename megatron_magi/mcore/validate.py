@@ -58,6 +58,22 @@ def settle_arguments(args: Namespace) -> list[str]:
     return notices
 
 
+def chunk_notices(args: Namespace, padded: int) -> list[str]:
+    """A notice if a chunk is longer than a rank's share of a microbatch, which padding then fills up.
+
+    Args:
+        args: a validated command line.
+        padded: tokens a sequence with its padding.
+    """
+    share = -(-args.seq_length * args.micro_batch_size // args.context_parallel_size)
+    if args.context_parallel_size == 1 or (args.magi_chunk_size or 0) <= share:
+        return []
+    return [
+        f"magi_chunk_size: {args.magi_chunk_size} tokens are more than a rank's share of {share}, so sequences of "
+        f"{args.seq_length} tokens are padded to {padded}"
+    ]
+
+
 def _is_rotary(args: Namespace) -> bool:
     """Megatron gives up the fusion by itself for other embeddings of positions."""
     return args.use_rotary_position_embeddings or args.position_embedding_type == "rope"

@@ -1,11 +1,12 @@
-"""What `distributed_attention` refuses."""
+"""What `distributed_attention` and `prepare_batch` refuse."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_magi.attention import distributed_attention
+from megatron_magi.attention import AttnShape, distributed_attention, prepare_batch
 from megatron_magi.config import MagiConfig
 from megatron_magi.plan import make_plan
 from tests.attention import cases as cs
@@ -44,3 +45,23 @@ def test_a_plan_for_several_ranks_needs_a_group() -> None:
     x = torch.zeros(4, 2, 8)
     with pytest.raises(ValueError, match=r"^group:"):
         distributed_attention(x, x, x, plan, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"plans": None}, "plans: expected a plan for each name, got NoneType"),
+        ({"plans": {"mask": 3}}, r"plans\['mask'\]: expected RankPlan, got int"),
+        ({"plans": {"mask": make_plan(cs.documents([8]))}}, r"plans\['mask'\]: expected RankPlan, got Plan"),
+        ({"shape": (4, 2)}, "shape: expected AttnShape, got tuple"),
+        ({"config": None}, "config: expected MagiConfig, got NoneType"),
+        ({"arrays": [1]}, "arrays: expected an array for each name, got list"),
+        ({"arrays": {"position_ids": torch.zeros(3)}}, r"arrays\['position_ids'\]: expected a numpy array of numbers"),
+        ({"arrays": {"names": np.array(["a"])}}, r"arrays\['names'\]: .* got <U1"),
+    ],
+)
+def test_what_cannot_be_prepared_is_named(changed, message):
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    given = {"plans": {"mask": plan}, "shape": AttnShape(4, 2, 8, 8, torch.bfloat16), "config": MagiConfig(), **changed}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prepare_batch(**given)

@@ -12,6 +12,7 @@ from megatron_magi.comm import rows
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.cuda import build as cuda_build
 from tests.comm.random_transfers import arrivals_of, random_tensor
+from tests.gpu_memory import needs_gigabytes
 
 cuda_rows = pytest.importorskip("megatron_magi.comm.impl.cuda_rows", reason="Triton is not installed")
 SHAPES = {
@@ -127,8 +128,7 @@ def test_rows_are_added_bit_by_bit_as_plain_torch_does(shapes, partial, into):
 
 @pytest.mark.sm90
 def test_rows_beyond_two_to_the_31_elements_are_reached():
-    if torch.cuda.mem_get_info()[0] < 10 << 30:
-        pytest.skip("needs 10 GB of free GPU memory")
+    needs_gigabytes(10)
     num_rows, width = (1 << 21) + 3, 1024
     x = torch.zeros(num_rows, width, dtype=torch.bfloat16, device="cuda")
     x[-1] = torch.arange(width, device="cuda") % 128

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.gpu_memory import needs_gigabytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,5 @@ def test_row_kernels_equal_torch_on_a_gpu(check):
 def test_row_kernels_reach_rows_beyond_two_to_the_31_elements():
     from tests.comm import row_kernel_checks
 
-    if torch.cuda.mem_get_info()[0] < 10 << 30:
-        pytest.skip("needs 10 GB of free GPU memory")
+    needs_gigabytes(10)
     row_kernel_checks.check_long_offsets("cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.__main__ import main
-from megatron_magi.config import CommConfig, MagiConfig
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
 from megatron_magi.explain import command
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.report import dispatch_figures, explain_text
@@ -19,6 +20,7 @@ from megatron_magi.explain.sampled import sampled_mask
 from megatron_magi.explain.timeline import BACKWARD_WORK, backward_timeline, forward_timeline
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
+from megatron_magi.plan import make_plan
 from megatron_magi.plan.types import StepKind
 
 MASK = builders.varlen(doc_lengths=[3000, 400, 6600], causal=True)
@@ -63,16 +65,17 @@ def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
         assert busy == pytest.approx(BACKWARD_WORK * cost.attend_us(plan.stats().areas[rank]))
 
 
-def test_the_report_names_what_auto_takes():
-    figures = dispatch_figures(MASK, 4)
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_the_report_names_what_auto_takes(ranks_per_node):
+    config = MagiConfig(comm=CommConfig(ranks_per_node=ranks_per_node))
+    figures = dispatch_figures(MASK, 4, config)
     auto = figures[0]
-    named = {f.taken: f.plan for f in figures[1:]}
     assert "auto takes " + auto.taken in explain_text(MASK, figures, "auto")
-    if auto.taken in named:
-        assert np.array_equal(named[auto.taken].dispatch.chunk_rank, auto.plan.dispatch.chunk_rank)
-    nodes = MagiConfig(comm=CommConfig(ranks_per_node=2))
-    assert dispatch_figures(MASK, 4, nodes)[0].taken == auto.taken
-    assert list(named) == ["affinity 1.01", "min_heap", "sorted_sequential", "zigzag", "sequential"]
+    algorithm, *tolerance = auto.taken.split()
+    named = DispatchConfig(algorithm, **({"balance_tolerance": float(tolerance[0])} if tolerance else {}))
+    same = make_plan(MASK, replace(config, dispatch=named), 4)
+    assert np.array_equal(same.dispatch.chunk_rank, auto.plan.dispatch.chunk_rank)
+    assert [f.taken for f in figures[1:]] == ["affinity 1.01", "min_heap", "sorted_sequential", "zigzag", "sequential"]
 
 
 def test_the_report_lists_dispatches_and_ranks():

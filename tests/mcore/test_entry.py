@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +21,18 @@ TOKENIZER = ("--tokenizer-type", "NullTokenizer")
 
 
 def _parse(
-    monkeypatch: pytest.MonkeyPatch, *extra: str, cp_size: int = 2, without: tuple[str, ...] = (), seq_length: int = 128
+    monkeypatch: pytest.MonkeyPatch,
+    *extra: str,
+    cp_size: int = 2,
+    without: tuple[str, ...] = (),
+    seq_length: int = 128,
+    connections: str | None = "1",
 ) -> Namespace:
     monkeypatch.setenv("WORLD_SIZE", str(cp_size))
     # As the launcher's ranks have it; needed with several devices.
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections or "")
+    if connections is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setattr(arguments, "set_global_variables", lambda args: None)
     argv = tiny_gpt_args("mock", *extra, context_parallel_size=cp_size, seq_length=seq_length)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *(a for a in argv if a not in without)])
@@ -47,6 +56,39 @@ def test_arguments_of_a_checkpoint_need_a_checkpoint(monkeypatch: pytest.MonkeyP
 def test_yaml_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
     with pytest.raises(ValueError, match=r"^yaml_cfg: "):
         _parse(monkeypatch, "--yaml-cfg", "a.yaml", cp_size=cp_size)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", "--ckpt-format", "torch_dist"),
+        ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
+    ],
+    ids=["torch", "megatron"],
+)
+def test_fsdp_has_more_than_one_connection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extra: tuple[str, ...], cp_size: int
+) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(f"{extra[0].removeprefix('--')}: true\n")
+    for given in (extra, ("--config", str(file), *extra[1:])):
+        args = _parse(monkeypatch, *given, cp_size=cp_size, connections=None, without=("--use-distributed-optimizer",))
+        assert args.use_torch_fsdp2 or args.use_megatron_fsdp
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    _parse(monkeypatch, cp_size=cp_size, connections=None)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_chunks_longer_than_the_share_of_a_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[str] = []
+    monkeypatch.setattr(arguments, "warn_rank_0", lambda text, *rest: notices.append(text))
+    _parse(monkeypatch, "--magi-chunk-size", "64")
+    assert not any("magi_chunk_size" in text for text in notices)
+    _parse(monkeypatch, "--magi-chunk-size", "96")
+    assert [text for text in notices if "magi_chunk_size" in text] == [
+        "magi_chunk_size: 96 tokens are more than a rank's share of 64, so sequences of 128 tokens are padded to 192"
+    ]
 
 
 def test_arguments_keep_the_length_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

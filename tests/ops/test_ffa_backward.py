@@ -16,6 +16,7 @@ from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import slice_attention
+from tests.gpu_memory import needs_gigabytes
 from tests.ops.ffa_cases import (
     FREE,
     MASKS,
@@ -284,6 +285,7 @@ def test_autograd_through_views_of_one_projection_matches_fp64(dims, way, determ
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_offsets_past_2_to_the_31_reach_their_place(way):
     """300,000 rows of 64 heads: the last rows of q, dout and dq, and most sums of dq, lie past 2^31 elements."""
+    needs_gigabytes(40)
     num, part = 300_000, 500
     q, dout = (torch.randn(num, 64, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(num, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

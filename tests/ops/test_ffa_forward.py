@@ -9,6 +9,7 @@ import torch
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.options import AttnOptions
+from tests.gpu_memory import needs_gigabytes
 from tests.ops.ffa_cases import (
     FREE,
     MASKS,
@@ -163,6 +164,7 @@ def test_logits_that_outgrow_the_first_block_match_fp64(packed, mask, kind, look
 
 def test_offsets_past_2_to_the_31_reach_their_place():
     """300,000 rows of 64 heads: the last rows lie past 2^31 elements."""
+    needs_gigabytes(24)
     num, part = 300_000, 500
     q = torch.randn(num, 64, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(num, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

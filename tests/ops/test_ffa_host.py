@@ -213,6 +213,18 @@ def test_a_launch_lies_in_memory_as_the_driver_wants_it():
     assert (ctypes.sizeof(config), ctypes.sizeof(attribute), attribute.value.offset) == (56, 72, 8)
 
 
+@pytest.mark.parametrize("started", [0, 7])
+def test_a_copy_of_a_launch_may_overlap_and_records_no_event(started):
+    kernel = hopper_driver.Kernel(ctypes.c_void_p(1), 32, 64)
+    config = hopper_driver.LaunchConfig(kernel, 3, started)
+    copy = config.copy(5, overlaps=True)
+    assert (copy.grid[0], copy.block[0], copy.shared_bytes, copy.num_attributes) == (5, 32, 64, 1)
+    assert (copy.attributes[0].id, copy.attributes[0].value) == (6, 1)  # programmatic stream serialization
+    assert config.copy(5).num_attributes == 0
+    assert (config.grid[0], config.num_attributes) == (3, started > 0)
+    assert (config.attributes[0].id, config.attributes[0].value) == ((12, 7) if started else (6, 1))
+
+
 @pytest.mark.parametrize(
     ("dims", "lengths", "heads", "tile"),
     [

@@ -10,6 +10,7 @@ from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_mask, lists
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
 from megatron_magi.ops.sparse_pattern import SparsePattern
+from tests.gpu_memory import needs_gigabytes
 from tests.ops.sparse_cases import (
     assert_as_good,
     csr_of_mask,
@@ -231,8 +232,7 @@ def test_functions_take_views_and_give_gradients_of_a_sink(form):
 
 @pytest.mark.parametrize("k_block", [1, 128])
 def test_offsets_past_2_to_the_31_reach_their_place(k_block):
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GB of free device memory")
+    needs_gigabytes(40)
     before, seen = 1 << 24, 1024  # keys, each of 128 elements
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, h, 128, device="cuda").bfloat16() for n, h in ((40, 64), (seen, 1), (seen, 1)))

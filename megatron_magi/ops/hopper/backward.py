@@ -49,8 +49,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v, or what becomes them."""
 
 STORE_HALF, STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
-SUMS_ALIGNMENT = 32
-"""Floats: a cache line."""
+SUMS_ALIGNMENT = 32  # floats: a cache line
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
@@ -162,9 +161,7 @@ def backward_steps(
     remembered: bool = True,
 ) -> tuple[_Pass, hopper_parts.Steps]:
     """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`.
-
-    ``published``: the first is queued right behind the kernel that publishes keys.
-    """
+    ``published``: the first is queued right behind the kernel that publishes keys."""
     tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
     known = _known(tensors, (False, False), False, bands, options, stream, out, remembered)
     return known, known.steps(inputs, scratch, delta, sends, published)
