@@ -461,21 +461,23 @@ struct Consumer {
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
-    issue_s(x, held);
+    if (!kHold) issue_s(x, held);
     const BlockInfo info = block_info();
     const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
-    float2 lse[8];
+    float2 lse[8], delta[8];
     if (!kSplit) load_values(lse, values);
     barrier_wait(smem_address(&s.dout_full[now]), ring.parity);
+    // What reads shared memory behind a product waits until the tensor cores have taken it.
+    if (kHold) issue_s(x, held);
     issue_dp(y, held);
     wgmma_wait<1>();  // S
     pin(x);
     if constexpr (kHold) pin(held.k);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
     if (info.piece >= 0) form_probs(x, probs, lse, info);
+    if (kHold) load_values(delta, values + sizeof(Shared::lse));
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
-    float2 delta[8];
-    if (!kSplit) load_values(delta, values + sizeof(Shared::lse));
+    if (!kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
     wgmma_wait<1>();  // dP
     pin(y);
     if constexpr (kHold) pin(held.v);
@@ -490,7 +492,7 @@ struct Consumer {
       issue_dq_of(dq, before, held);
     }
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
-    if constexpr (ADD_DQ) fence_async_proxy();
+    if constexpr (ADD_DQ && !kHold) fence_async_proxy();
     wgmma_wait<1>();  // dV, dQ
     pin(probs);
     pin(dv);
@@ -498,8 +500,12 @@ struct Consumer {
     if constexpr (ADD_DQ) {
       pin(dq);
       if constexpr (kHold) pin(held.k_turned);
-      announce_ds();
-      if (previous.piece >= 0) hand_over<0, kHold>(dq, previous);
+      if (!kHold) announce_ds();
+      if (previous.piece >= 0)
+        hand_over<0, kHold>(dq, previous);
+      else if (kHold)
+        fence_async_proxy();
+      if (kHold) announce_ds();  // one fence for dS and dQ
       previous = {info.piece + warpgroup * (kHold ? 4 : p.units), 0};
     }
     wgmma_wait<0>();  // dK
