@@ -36,37 +36,77 @@ struct ExchangeParams {
 };
 
 constexpr int kThreads = 768, kLoads = 4;
-constexpr int kGroup = BULK ? 32 : 256;        // threads that send a chunk
+constexpr int kGroup = BULK ? 32 : 256;        // threads that send together
 constexpr int kSenders = BULK ? 4 : 2;         // such groups of a block, where others take
 constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
 constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
 constexpr int kLag = 3;                        // stores that may be under way when an earlier one is told of
-// Who tells waits for all that its SM has under way: the groups of a block do so one after the other.
-constexpr int kStagger = 2;
-constexpr int kPieces = 32;  // at least kDepth + kLag + (kSenders - 1) * kStagger
+constexpr int kPieces = 16;                    // at least kDepth + kLag
+constexpr u32 kMostTold = 16;                  // chunks that are told of at once: who tells waits for its stores
+constexpr u32 kTurns = 4;                      // a group gets this part of its share of what is left at a time
 
 struct Chunks {
   Route route;
   u32 upto[kMaxRanks + 1];  // chunks that go to ranks before this one
 };
 
-// A chunk of what this rank sends: rows `row` to `end` - 1 of a slot.
-struct Chunk {
-  i64 row, end, shift;  // i-th of what is sent: row + shift
-  u64 slot;
-  u32* flag;  // tells of it
+// Chunks that follow each other in a slot and are told of at once: rows `row` to `end` - 1.
+struct Run {
+  i64 row = 0, end = 0, shift = 0;  // i-th of what is sent: row + shift
+  u64 slot = 0;
+  u32* flags = nullptr;
+  u32 count = 0;  // of chunks
 
-  Chunk() = default;
-  DEVICE Chunk(const ExchangeParams& p, const Chunks& c, u32 call, i64 at) {
+  Run() = default;
+  // From chunk `at` of all that this rank sends, at most so many.
+  DEVICE Run(const ExchangeParams& p, const Chunks& c, u32 call, u32 at, u32 most) {
     int to = 0;
     while (at >= c.upto[to + 1]) ++to;
+    count = min(most, c.upto[to + 1] - at);
     const i64 first = c.route.first[to], there = c.route.there[to], past = there + c.route.first[to + 1] - first;
     const i64 chunk = (there >> p.chunk_shift) + at - c.upto[to];
     row = max(chunk << p.chunk_shift, there);
-    end = min((chunk + 1) << p.chunk_shift, past);
+    end = min((chunk + count) << p.chunk_shift, past);
     shift = first - there;
     slot = p.peers.data[to] + call % kSlots * p.peers.slot_bytes;
-    flag = &p.peers.control[to]->published[p.peers.rank][chunk];
+    flags = &p.peers.control[to]->published[p.peers.rank][chunk];
+  }
+};
+
+// What one of the groups sends: shorter runs toward the end, so that all end at once and little comes last.
+struct Runs {
+  const ExchangeParams& p;
+  const Chunks& c;
+  u32 call, group, num_groups, count, longest;
+  SideBySide blocks;
+  u32 done = 0, at = 0, left = 0;
+
+  DEVICE Runs(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups)
+      : p(p),
+        c(c),
+        call(call),
+        group(group),
+        num_groups(num_groups),
+        count(c.upto[p.peers.num_ranks]),
+        longest(length(count)),
+        blocks(p.peers, (count + longest - 1) / longest) {}
+  DEVICE u32 length(u32 rest) const {
+    return 1u << (31 - __clz(min(max(rest / (kTurns * num_groups), 1u), kMostTold)));
+  }
+  DEVICE bool next(Run& run) {
+    const u32 end = blocks.end() * longest;
+    while (left == 0) {
+      if (done >= end) return false;
+      const u32 turn = min(length(end - done), longest), i = done + group * turn;
+      done += num_groups * turn;
+      if (i >= end) continue;
+      at = static_cast<u32>(blocks.at(i / longest)) * longest + i % longest;
+      left = at < count ? min(turn, count - at) : 0;
+    }
+    run = Run(p, c, call, at, left);
+    at += run.count;
+    left -= run.count;
+    return true;
   }
 };
 
@@ -75,7 +115,8 @@ struct Chunk {
 struct Ring {
   u64 full[kDepth], to[kPieces];
   u32 bytes[kPieces];
-  u32* flag[kPieces];  // null but for the last of a chunk
+  u32* flags[kPieces];
+  u32 told[kPieces];  // flags; none but for the last piece of a run
 };
 
 template <int N>
@@ -84,51 +125,45 @@ DEVICE void bulk_wait_but() {
 }
 
 DEVICE void tell(const Ring& ring, u32 piece, u32 call) {
-  u32* flag = ring.flag[piece % kPieces];
-  if (flag == nullptr) return;
-  store_release(flag, call);
+  const u32 lane = threadIdx.x % 32, at = piece % kPieces;
+  if (lane < ring.told[at]) store_release(ring.flags[at] + lane, call);
 }
 
-DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring,
-                 u32 places) {
+DEVICE void send(const ExchangeParams& p, Runs runs, Ring& ring, u32 places) {
   const SlotRows& s = p.from;
   const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
-  const u32 lag = kLag + kStagger * (threadIdx.x / kGroup);
   const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
-  const u32 count = c.upto[p.peers.num_ranks], full = smem_address(ring.full);
-  const SideBySide chunks(p.peers, count);
+  const i64 num_sent = runs.c.route.first[kMaxRanks];
+  const u32 full = smem_address(ring.full);
   if (lane == 0) {
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
     asm volatile("fence.proxy.async;" ::: "memory");  // of the barriers, and after what others have read of the slots
   }
   __syncwarp();
-  Chunk chunk{};
+  Run run;
   int offset = 0;  // into a row that is longer than a piece
   i64 known = 0, index = 0;
-  u32 j = group, loaded = 0, stored = 0;
+  u32 loaded = 0, stored = 0;
   while (true) {
     for (; loaded - stored < kDepth - kSpare; ++loaded) {
-      if (chunk.row == chunk.end) {
-        for (; j < chunks.end() && chunks.at(j) >= count; j += num_groups) continue;
-        if (j >= chunks.end()) break;
-        chunk = Chunk(p, c, call, chunks.at(j));
-        j += num_groups;
+      if (run.row == run.end) {
+        if (!runs.next(run)) break;
         known = -1;
       }
-      const int rows = static_cast<int>(min(static_cast<i64>(rows_at_once), chunk.end - chunk.row));
+      const int rows = static_cast<int>(min(static_cast<i64>(rows_at_once), run.end - run.row));
       const int length = min(row_bytes - offset, kPieceBytes), bytes = rows * length, at = loaded % kDepth;
-      const u64 to = chunk.slot + chunk.row * row_bytes + offset;
+      const u64 to = run.slot + run.row * row_bytes + offset;
       const u32 place = places + at * kPieceBytes;
       if (lane == 0) {
         asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kSpare) : "memory");
         barrier_expect_bytes(full + 8 * at, bytes);
       }
       for (int r = 0; r < rows; ++r) {
-        const i64 i = chunk.row + r + chunk.shift;
+        const i64 i = run.row + r + run.shift;
         if (p.sent != nullptr && (known < 0 || i - known >= 32)) {
           known = i;
-          index = i + lane < c.route.first[kMaxRanks] ? p.sent[i + lane] : 0;
+          index = i + lane < num_sent ? p.sent[i + lane] : 0;
         }
         const i64 source = p.sent == nullptr ? i : __shfl_sync(~0u, index, static_cast<int>(i - known));
         if (lane) continue;
@@ -145,12 +180,14 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
       offset += length;
       if (offset == row_bytes) {
         offset = 0;
-        chunk.row += rows;
+        run.row += rows;
       }
       if (lane == 0) {
-        ring.to[loaded % kPieces] = to;
-        ring.bytes[loaded % kPieces] = bytes;
-        ring.flag[loaded % kPieces] = chunk.row == chunk.end ? chunk.flag : nullptr;
+        const u32 piece = loaded % kPieces;
+        ring.to[piece] = to;
+        ring.bytes[piece] = bytes;
+        ring.flags[piece] = run.flags;
+        ring.told[piece] = run.row == run.end ? run.count : 0;
       }
     }
     if (stored == loaded) break;
@@ -160,34 +197,27 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
                    "r"(places + stored % kDepth * kPieceBytes), "r"(ring.bytes[stored % kPieces])
                    : "memory");
       bulk_commit();
-      if (stored >= lag) {
-        bulk_wait_but<kLag>();
-        tell(ring, stored - lag, call);
-      }
+      bulk_wait_but<kLag>();
     }
     __syncwarp();
+    if (stored >= kLag) tell(ring, stored - kLag, runs.call);
     ++stored;
   }
-  if (lane) return;
-  bulk_wait();
-  for (u32 piece = stored < lag ? 0 : stored - lag; piece < stored; ++piece) tell(ring, piece, call);
+  if (lane == 0) bulk_wait();
+  __syncwarp();
+  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) tell(ring, piece, runs.call);
 }
 #else
-DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
+DEVICE void send(const ExchangeParams& p, Runs runs) {
   const int thread = threadIdx.x % kGroup, log2_lanes = p.from.log2_lanes, lanes = 1 << log2_lanes;
-  const u32 count = c.upto[p.peers.num_ranks];
-  const SideBySide chunks(p.peers, count);
-  for (u32 j = group; j < chunks.end(); j += num_groups) {
-    const i64 at = chunks.at(j);
-    if (at >= count) continue;
-    const Chunk chunk(p, c, call, at);
-    for (i64 row = chunk.row + (thread >> log2_lanes); row < chunk.end; row += kGroup >> log2_lanes) {
-      const i64 i = row + chunk.shift;
-      send_row<kLoads>(p.from, p.sent == nullptr ? i : p.sent[i], chunk.slot + row * p.from.row_bytes,
+  for (Run run; runs.next(run);) {
+    for (i64 row = run.row + (thread >> log2_lanes); row < run.end; row += kGroup >> log2_lanes) {
+      const i64 i = row + run.shift;
+      send_row<kLoads>(p.from, p.sent == nullptr ? i : p.sent[i], run.slot + row * p.from.row_bytes,
                        thread & (lanes - 1), lanes);
     }
     named_sync(1 + threadIdx.x / kGroup, kGroup);
-    if (thread == 0) store_release(chunk.flag, call);
+    if (thread < run.count) store_release(run.flags + thread, runs.call);
   }
 }
 #endif
@@ -234,15 +264,17 @@ DEVICE void for_units(const SlotRows& s, int lane, int lanes, int loads, const M
   }
 }
 
+constexpr u32 kMostRows = SUMS ? 4 : 8;  // that a warp takes at once
+
+// A row that is taken, and what is copied to it or added.
+struct Result {
+  u32 row = 0, first = 0, past = 0;  // rows of the slot: `first` to `past` - 1 of `order`
+};
+
 #if SUMS
-constexpr int kSumLoads = 2, kMostRun = 4;
+constexpr int kSumLoads = 2;
 using From = Vector<FROM>;
 using Into = Vector<INTO>;
-
-// A row that others are added to.
-struct Result {
-  u32 row = 0, first = 0, past = 0;  // of the parts, in `order`
-};
 
 template <int kParts>
 DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int unit, int lanes, int units) {
@@ -260,10 +292,10 @@ DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int u
       for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(part[m][l].at[j]);
 }
 
-// `part_at(k)`: row of the slot of order[k].
+// `part_at(k)`: row of the slot of order[k]. NaN if they have not all come.
 template <class PartAt>
-DEVICE void add_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, int lane, int lanes,
-                    const PartAt& part_at) {
+DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, bool failed, int lane, int lanes,
+                     const PartAt& part_at) {
   for_units(s, lane, lanes, kSumLoads, [&](int tensor, int begin, int unit, int units) {
     Into* into = reinterpret_cast<Into*>(s.rows[tensor] + r.row * s.stride[tensor]);
     Into value[kSumLoads];
@@ -273,7 +305,8 @@ DEVICE void add_row(const SlotRows& s, const Arrivals& arrivals, const Result& r
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(value[l].at[j]);
+      for (int j = 0; j < VECTOR; ++j)
+        sum[l][j] = failed ? static_cast<Sum>(__int_as_float(0x7fffffff)) : widen(value[l].at[j]);
     const i64 offset = static_cast<i64>(begin) * sizeof(From);
     u32 k = r.first;
     for (; k + 2 <= r.past; k += 2)
@@ -288,39 +321,46 @@ DEVICE void add_row(const SlotRows& s, const Arrivals& arrivals, const Result& r
     }
   });
 }
-
-DEVICE void spoil_row(const SlotRows& s, u32 row, int lane, int lanes) {
-  for_units(s, lane, lanes, 1, [&](int tensor, int, int unit, int units) {
-    if (unit >= units) return;
-    Into nothing;
+#else
+template <class PartAt>
+DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, bool failed, int lane, int lanes,
+                     const PartAt& part_at) {
+  const u64 from = arrivals.address(part_at(r.first));
+  for_units(s, lane, lanes, kLoads, [&](int tensor, int begin, int unit, int units) {
+    const Unit* in = reinterpret_cast<const Unit*>(from) + begin;
+    Unit* out = reinterpret_cast<Unit*>(s.rows[tensor] + r.row * s.stride[tensor]);
+    Unit value[kLoads];
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j)
-      nothing.at[j] = Narrow<INTO, Sum>::of(static_cast<Sum>(__int_as_float(0x7fffffff)));
-    reinterpret_cast<Into*>(s.rows[tensor] + row * s.stride[tensor])[unit] = nothing;
+    for (int l = 0; l < kLoads; ++l) value[l] = in[min(unit + l * lanes, units - 1)];
+#pragma unroll
+    for (int l = 0; l < kLoads; ++l)
+      if (unit + l * lanes < units) out[unit + l * lanes] = failed ? poison() : value[l];
   });
 }
+#endif
 
-// A warp that has a row to itself finds several at once, a lane each, while it adds those before, and its lanes wait
-// for their parts side by side: each time that a flag is read, all that the SM has cached is lost.
+// A warp that has a row to itself finds several at once, a lane each, while it takes those before, and its lanes wait
+// for what comes side by side: each time that a flag is read, all that the SM has cached is lost.
 DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread, i64 num_threads) {
   const SlotRows& s = p.to;
   const int log2_lanes = s.log2_lanes, lanes = 1 << log2_lanes, lane = static_cast<int>(thread) & (lanes - 1);
   const u32 count = static_cast<u32>(c.route.num_results), step = static_cast<u32>(num_threads >> log2_lanes);
-  const u32 run = lanes < 32 ? 1 : max(1u, min(count / (2 * step), static_cast<u32>(kMostRun)));
+  const u32 run = lanes < 32 ? 1 : max(1u, min(count / (2 * step), kMostRows));
   const SideBySide runs(p.peers, (count + run - 1) / run);
   Arrivals arrivals(p, c, call);
   bool failed = false;
+  const auto of = [](const i64* table, u32 i) { return table == nullptr ? i : static_cast<u32>(table[i]); };
   const auto find = [&](u32 j) {
     Result r;
     if (j >= runs.end() || (lanes == 32 && lane >= run)) return r;
-    const i64 i = runs.at(j) * run + (lanes == 32 ? lane : 0);
-    if (i < count) r = {static_cast<u32>(p.rows[i]), static_cast<u32>(p.starts[i]), static_cast<u32>(p.starts[i + 1])};
+    const u32 i = static_cast<u32>(runs.at(j)) * run + (lanes == 32 ? lane : 0);
+    if (i < count) r = {of(p.rows, i), of(p.starts, i), of(p.starts, i + 1)};
     return r;
   };
   const auto find_part = [&](const Result& r) {
     if (lanes < 32) return 0u;
     const u32 k = __shfl_sync(~0u, r.first, 0) + lane;
-    return k < __reduce_max_sync(~0u, r.past) ? static_cast<u32>(p.order[k]) : 0u;
+    return k < __reduce_max_sync(~0u, r.past) ? of(p.order, k) : 0u;
   };
   u32 j = static_cast<u32>(thread >> log2_lanes);
   Result next = find(j), after = find(j + step);
@@ -332,76 +372,25 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
     after = find(j + 2 * step);
     next_part = find_part(next);
     if (lanes < 32) {
-      for (u32 k = now.first; k < now.past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
-      if (now.first == now.past) continue;
-      if (failed)
-        spoil_row(s, now.row, lane, lanes);
-      else
-        add_row(s, arrivals, now, lane, lanes, [&](u32 k) { return static_cast<u32>(p.order[k]); });
+      for (u32 k = now.first; k < now.past && !failed; ++k) failed = !arrivals.await_row(of(p.order, k));
+      if (now.first < now.past)
+        take_row(s, arrivals, now, failed, lane, lanes, [&](u32 k) { return of(p.order, k); });
       continue;
     }
     const u32 first = __shfl_sync(~0u, now.first, 0), past = __reduce_max_sync(~0u, now.past);
     for (u32 k = first + lane; k < past && !failed; k += 32)
-      failed = !arrivals.await_row(k < first + 32 ? part : p.order[k]);
+      failed = !arrivals.await_row(k < first + 32 ? part : of(p.order, k));
     failed = __any_sync(~0u, failed);
     __syncwarp();  // what one lane has awaited all may read
     for (u32 i = 0; i < run; ++i) {
       const Result r{__shfl_sync(~0u, now.row, i), __shfl_sync(~0u, now.first, i), __shfl_sync(~0u, now.past, i)};
       if (r.first == r.past) continue;
-      if (failed)
-        spoil_row(s, r.row, lane, 32);
-      else
-        add_row(s, arrivals, r, lane, 32, [&](u32 k) {
-          return k < first + 32 ? __shfl_sync(~0u, part, k - first) : static_cast<u32>(p.order[k]);
-        });
+      take_row(s, arrivals, r, failed, lane, 32, [&](u32 k) {
+        return k < first + 32 ? __shfl_sync(~0u, part, k - first) : of(p.order, k);
+      });
     }
   }
 }
-#else
-DEVICE void copy_row(const SlotRows& s, u64 from, i64 to, int lane, int lanes, bool failed) {
-  for_units(s, lane, lanes, kLoads, [&](int tensor, int begin, int unit, int units) {
-    const Unit* in = reinterpret_cast<const Unit*>(from) + begin;
-    Unit* out = reinterpret_cast<Unit*>(s.rows[tensor] + to * s.stride[tensor]);
-    Unit value[kLoads];
-#pragma unroll
-    for (int l = 0; l < kLoads; ++l) value[l] = in[min(unit + l * lanes, units - 1)];
-#pragma unroll
-    for (int l = 0; l < kLoads; ++l)
-      if (unit + l * lanes < units) out[unit + l * lanes] = failed ? poison() : value[l];
-  });
-}
-
-DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread, i64 num_threads) {
-  const int log2_lanes = p.to.log2_lanes, lanes = 1 << log2_lanes;
-  const RowWalk walk{thread >> log2_lanes, num_threads >> log2_lanes, static_cast<int>(thread) & (lanes - 1), lanes};
-  const i64 num_rows = c.route.num_results;
-  const int run = length_of_runs(walk, num_rows);
-  const SideBySide runs(p.peers, (num_rows + run - 1) / run);
-  Arrivals arrivals(p, c, call);
-  bool failed = false;
-  const auto from = [&](i64 i) { return p.order == nullptr ? i : p.order[i]; };
-  const auto to = [&](i64 i) { return p.rows == nullptr ? i : p.rows[i]; };
-  for (i64 j = walk.row; j < runs.end(); j += walk.step) {
-    const i64 first = runs.at(static_cast<u32>(j)) * run, end = min(first + run, num_rows);
-    if (lanes < 32) {
-      for (i64 i = first; i < end; ++i) {
-        const i64 row = from(i);
-        failed = failed || !arrivals.await_row(row);
-        copy_row(p.to, arrivals.address(row), to(i), walk.lane, lanes, failed);
-      }
-      continue;
-    }
-    // A lane for each row: they are awaited side by side.
-    const bool mine = first + walk.lane < end;
-    const i64 own = mine ? from(first + walk.lane) : 0, own_to = mine ? to(first + walk.lane) : 0;
-    if (mine && !failed) failed = !arrivals.await_row(own);
-    failed = __any_sync(~0u, failed);
-    __syncwarp();  // what one lane has awaited all may read
-    for (int i = 0; i < end - first; ++i)
-      copy_row(p.to, arrivals.address(__shfl_sync(~0u, own, i)), __shfl_sync(~0u, own_to, i), walk.lane, 32, failed);
-  }
-}
-#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __grid_constant__ ExchangeParams p) {
   let_next_kernel_start();  // where it may run beside this one
@@ -436,11 +425,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
     const i64 takers = kThreads - senders * kGroup;
     if (takes) take(p, chunks, call, blockIdx.x * takers + thread - senders * kGroup, gridDim.x * takers);
   } else if (!failed) {
+    const Runs runs(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
 #if BULK
-    send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders, rings[group],
-         smem_address(memory) + group * kDepth * kPieceBytes);
+    send(p, runs, rings[group], smem_address(memory) + group * kDepth * kPieceBytes);
 #else
-    send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
+    send(p, runs);
 #endif
   }
   if (!is_last_block(takes ? &mine->blocks_pulled : &mine->blocks_published)) return;
