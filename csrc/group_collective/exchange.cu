@@ -373,8 +373,7 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
     next_part = find_part(next);
     if (lanes < 32) {
       for (u32 k = now.first; k < now.past && !failed; ++k) failed = !arrivals.await_row(of(p.order, k));
-      if (now.first < now.past)
-        take_row(s, arrivals, now, failed, lane, lanes, [&](u32 k) { return of(p.order, k); });
+      if (now.first < now.past) take_row(s, arrivals, now, failed, lane, lanes, [&](u32 k) { return of(p.order, k); });
       continue;
     }
     const u32 first = __shfl_sync(~0u, now.first, 0), past = __reduce_max_sync(~0u, now.past);
@@ -385,9 +384,8 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
     for (u32 i = 0; i < run; ++i) {
       const Result r{__shfl_sync(~0u, now.row, i), __shfl_sync(~0u, now.first, i), __shfl_sync(~0u, now.past, i)};
       if (r.first == r.past) continue;
-      take_row(s, arrivals, r, failed, lane, 32, [&](u32 k) {
-        return k < first + 32 ? __shfl_sync(~0u, part, k - first) : of(p.order, k);
-      });
+      take_row(s, arrivals, r, failed, lane, 32,
+               [&](u32 k) { return k < first + 32 ? __shfl_sync(~0u, part, k - first) : of(p.order, k); });
     }
   }
 }
