@@ -275,6 +275,20 @@ struct Result {
 constexpr int kSumLoads = 2;
 using From = Vector<FROM>;
 using Into = Vector<INTO>;
+#else
+using Into = Unit;
+#endif
+
+// All bits set: NaN in every floating-point type. Stands for what never came.
+DEVICE void spoil_row(const SlotRows& s, u32 row, int lane, int lanes) {
+  Into nothing;
+  memset(&nothing, 0xff, sizeof(nothing));
+  for_units(s, lane, lanes, 1, [&](int tensor, int, int unit, int units) {
+    if (unit < units) reinterpret_cast<Into*>(s.rows[tensor] + row * s.stride[tensor])[unit] = nothing;
+  });
+}
+
+#if SUMS
 
 template <int kParts>
 DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int unit, int lanes, int units) {
@@ -289,12 +303,12 @@ DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int u
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(part[m][l].at[j]);
+      for (int j = 0; j < VECTOR; ++j) sum[l][j] += element(part[m][l], j);
 }
 
-// `part_at(k)`: row of the slot of order[k]. NaN if they have not all come.
+// `part_at(k)`: row of the slot of order[k].
 template <class PartAt>
-DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, bool failed, int lane, int lanes,
+DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, int lane, int lanes,
                      const PartAt& part_at) {
   for_units(s, lane, lanes, kSumLoads, [&](int tensor, int begin, int unit, int units) {
     Into* into = reinterpret_cast<Into*>(s.rows[tensor] + r.row * s.stride[tensor]);
@@ -305,8 +319,7 @@ DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& 
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j)
-        sum[l][j] = failed ? static_cast<Sum>(__int_as_float(0x7fffffff)) : widen(value[l].at[j]);
+      for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(value[l].at[j]);
     const i64 offset = static_cast<i64>(begin) * sizeof(From);
     u32 k = r.first;
     for (; k + 2 <= r.past; k += 2)
@@ -323,7 +336,7 @@ DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& 
 }
 #else
 template <class PartAt>
-DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, bool failed, int lane, int lanes,
+DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, int lane, int lanes,
                      const PartAt& part_at) {
   const u64 from = arrivals.address(part_at(r.first));
   for_units(s, lane, lanes, kLoads, [&](int tensor, int begin, int unit, int units) {
@@ -334,7 +347,7 @@ DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& 
     for (int l = 0; l < kLoads; ++l) value[l] = in[min(unit + l * lanes, units - 1)];
 #pragma unroll
     for (int l = 0; l < kLoads; ++l)
-      if (unit + l * lanes < units) out[unit + l * lanes] = failed ? poison() : value[l];
+      if (unit + l * lanes < units) out[unit + l * lanes] = value[l];
   });
 }
 #endif
@@ -373,7 +386,11 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
     next_part = find_part(next);
     if (lanes < 32) {
       for (u32 k = now.first; k < now.past && !failed; ++k) failed = !arrivals.await_row(of(p.order, k));
-      if (now.first < now.past) take_row(s, arrivals, now, failed, lane, lanes, [&](u32 k) { return of(p.order, k); });
+      if (now.first == now.past) continue;
+      if (failed)
+        spoil_row(s, now.row, lane, lanes);
+      else
+        take_row(s, arrivals, now, lane, lanes, [&](u32 k) { return of(p.order, k); });
       continue;
     }
     const u32 first = __shfl_sync(~0u, now.first, 0), past = __reduce_max_sync(~0u, now.past);
@@ -384,8 +401,11 @@ DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread,
     for (u32 i = 0; i < run; ++i) {
       const Result r{__shfl_sync(~0u, now.row, i), __shfl_sync(~0u, now.first, i), __shfl_sync(~0u, now.past, i)};
       if (r.first == r.past) continue;
-      take_row(s, arrivals, r, failed, lane, 32,
-               [&](u32 k) { return k < first + 32 ? __shfl_sync(~0u, part, k - first) : of(p.order, k); });
+      if (failed)
+        spoil_row(s, r.row, lane, 32);
+      else
+        take_row(s, arrivals, r, lane, 32,
+                 [&](u32 k) { return k < first + 32 ? __shfl_sync(~0u, part, k - first) : of(p.order, k); });
     }
   }
 }
