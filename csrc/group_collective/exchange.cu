@@ -36,77 +36,37 @@ struct ExchangeParams {
 };
 
 constexpr int kThreads = 768, kLoads = 4;
-constexpr int kGroup = BULK ? 32 : 256;        // threads that send together
+constexpr int kGroup = BULK ? 32 : 256;        // threads that send a chunk
 constexpr int kSenders = BULK ? 4 : 2;         // such groups of a block, where others take
+constexpr int kTellers = BULK ? 1 : 0;         // groups that tell of what these have sent
 constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
 constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
-constexpr int kLag = 3;                        // stores that may be under way when an earlier one is told of
+constexpr u32 kLag = 3;                        // stores that may be under way when an earlier one is known to be there
 constexpr int kPieces = 16;                    // at least kDepth + kLag
-constexpr u32 kMostTold = 16;                  // chunks that are told of at once: who tells waits for its stores
-constexpr u32 kTurns = 4;                      // a group gets this part of its share of what is left at a time
+constexpr u32 kUntold = 8;                     // chunks of a group that are there and not told of yet
 
 struct Chunks {
   Route route;
   u32 upto[kMaxRanks + 1];  // chunks that go to ranks before this one
 };
 
-// Chunks that follow each other in a slot and are told of at once: rows `row` to `end` - 1.
-struct Run {
-  i64 row = 0, end = 0, shift = 0;  // i-th of what is sent: row + shift
-  u64 slot = 0;
-  u32* flags = nullptr;
-  u32 count = 0;  // of chunks
+// A chunk of what this rank sends: rows `row` to `end` - 1 of a slot.
+struct Chunk {
+  i64 row, end, shift;  // i-th of what is sent: row + shift
+  u64 slot;
+  u32* flag;  // tells of it
 
-  Run() = default;
-  // From chunk `at` of all that this rank sends, at most so many.
-  DEVICE Run(const ExchangeParams& p, const Chunks& c, u32 call, u32 at, u32 most) {
+  Chunk() = default;
+  DEVICE Chunk(const ExchangeParams& p, const Chunks& c, u32 call, i64 at) {
     int to = 0;
     while (at >= c.upto[to + 1]) ++to;
-    count = min(most, c.upto[to + 1] - at);
     const i64 first = c.route.first[to], there = c.route.there[to], past = there + c.route.first[to + 1] - first;
     const i64 chunk = (there >> p.chunk_shift) + at - c.upto[to];
     row = max(chunk << p.chunk_shift, there);
-    end = min((chunk + count) << p.chunk_shift, past);
+    end = min((chunk + 1) << p.chunk_shift, past);
     shift = first - there;
     slot = p.peers.data[to] + call % kSlots * p.peers.slot_bytes;
-    flags = &p.peers.control[to]->published[p.peers.rank][chunk];
-  }
-};
-
-// What one of the groups sends: shorter runs toward the end, so that all end at once and little comes last.
-struct Runs {
-  const ExchangeParams& p;
-  const Chunks& c;
-  u32 call, group, num_groups, count, longest;
-  SideBySide blocks;
-  u32 done = 0, at = 0, left = 0;
-
-  DEVICE Runs(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups)
-      : p(p),
-        c(c),
-        call(call),
-        group(group),
-        num_groups(num_groups),
-        count(c.upto[p.peers.num_ranks]),
-        longest(length(count)),
-        blocks(p.peers, (count + longest - 1) / longest) {}
-  DEVICE u32 length(u32 rest) const {
-    return 1u << (31 - __clz(min(max(rest / (kTurns * num_groups), 1u), kMostTold)));
-  }
-  DEVICE bool next(Run& run) {
-    const u32 end = blocks.end() * longest;
-    while (left == 0) {
-      if (done >= end) return false;
-      const u32 turn = min(length(end - done), longest), i = done + group * turn;
-      done += num_groups * turn;
-      if (i >= end) continue;
-      at = static_cast<u32>(blocks.at(i / longest)) * longest + i % longest;
-      left = at < count ? min(turn, count - at) : 0;
-    }
-    run = Run(p, c, call, at, left);
-    at += run.count;
-    left -= run.count;
-    return true;
+    flag = &p.peers.control[to]->published[p.peers.rank][chunk];
   }
 };
 
@@ -115,8 +75,9 @@ struct Runs {
 struct Ring {
   u64 full[kDepth], to[kPieces];
   u32 bytes[kPieces];
-  u32* flags[kPieces];
-  u32 told[kPieces];  // flags; none but for the last piece of a run
+  u32* flag[kPieces];  // null but for the last of a chunk
+  u32* there[kUntold];
+  u32 num_there, num_told, ended;
 };
 
 template <int N>
@@ -124,46 +85,84 @@ DEVICE void bulk_wait_but() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-DEVICE void tell(const Ring& ring, u32 piece, u32 call) {
-  const u32 lane = threadIdx.x % 32, at = piece % kPieces;
-  if (lane < ring.told[at]) store_release(ring.flags[at] + lane, call);
+DEVICE u32 load_acquire_block(const u32& x) {
+  u32 y;
+  asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(y) : "r"(smem_address(&x)) : "memory");
+  return y;
 }
 
-DEVICE void send(const ExchangeParams& p, Runs runs, Ring& ring, u32 places) {
+DEVICE void store_release_block(u32& x, u32 y) {
+  asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(smem_address(&x)), "r"(y) : "memory");
+}
+
+// A chunk is there, if it ends with this piece; the thread has waited for it.
+DEVICE void pass_on(Ring& ring, u32 piece) {
+  u32* flag = ring.flag[piece % kPieces];
+  if (flag == nullptr) return;
+  const u32 before = ring.num_there;
+  while (before - load_acquire_block(ring.num_told) == kUntold) continue;
+  ring.there[before % kUntold] = flag;
+  store_release_block(ring.num_there, before + 1);
+}
+
+// Tells the ranks of chunks, of several at once: telling waits for all that the SM has under way, which senders need
+// not do then.
+DEVICE void tell(Ring* rings, u32 call) {
+  static_assert(kSenders * kUntold == 32, "a lane for each");
+  const u32 lane = threadIdx.x % 32, i = lane % kUntold;
+  Ring& ring = rings[lane / kUntold];
+  u32 told = 0;
+  bool goes_on = true;
+  while (__any_sync(~0u, goes_on)) {
+    const bool ended = __shfl_sync(~0u, load_acquire_block(ring.ended), lane - i);
+    const u32 there = __shfl_sync(~0u, load_acquire_block(ring.num_there), lane - i);
+    if (told + i < there) store_release(ring.there[(told + i) % kUntold], call);
+    __syncwarp();
+    goes_on = !ended || there != told;
+    if (i == 0 && there != told) store_release_block(ring.num_told, there);
+    told = there;
+  }
+}
+
+DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring,
+                 u32 places) {
   const SlotRows& s = p.from;
   const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
   const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
-  const i64 num_sent = runs.c.route.first[kMaxRanks];
-  const u32 full = smem_address(ring.full);
+  const u32 count = c.upto[p.peers.num_ranks], full = smem_address(ring.full);
+  const SideBySide chunks(p.peers, count);
   if (lane == 0) {
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
     asm volatile("fence.proxy.async;" ::: "memory");  // of the barriers, and after what others have read of the slots
   }
   __syncwarp();
-  Run run;
+  Chunk chunk{};
   int offset = 0;  // into a row that is longer than a piece
   i64 known = 0, index = 0;
-  u32 loaded = 0, stored = 0;
+  u32 j = group, loaded = 0, stored = 0;
   while (true) {
     for (; loaded - stored < kDepth - kSpare; ++loaded) {
-      if (run.row == run.end) {
-        if (!runs.next(run)) break;
+      if (chunk.row == chunk.end) {
+        for (; j < chunks.end() && chunks.at(j) >= count; j += num_groups) continue;
+        if (j >= chunks.end()) break;
+        chunk = Chunk(p, c, call, chunks.at(j));
+        j += num_groups;
         known = -1;
       }
-      const int rows = static_cast<int>(min(static_cast<i64>(rows_at_once), run.end - run.row));
+      const int rows = static_cast<int>(min(static_cast<i64>(rows_at_once), chunk.end - chunk.row));
       const int length = min(row_bytes - offset, kPieceBytes), bytes = rows * length, at = loaded % kDepth;
-      const u64 to = run.slot + run.row * row_bytes + offset;
+      const u64 to = chunk.slot + chunk.row * row_bytes + offset;
       const u32 place = places + at * kPieceBytes;
       if (lane == 0) {
         asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kSpare) : "memory");
         barrier_expect_bytes(full + 8 * at, bytes);
       }
       for (int r = 0; r < rows; ++r) {
-        const i64 i = run.row + r + run.shift;
+        const i64 i = chunk.row + r + chunk.shift;
         if (p.sent != nullptr && (known < 0 || i - known >= 32)) {
           known = i;
-          index = i + lane < num_sent ? p.sent[i + lane] : 0;
+          index = i + lane < c.route.first[kMaxRanks] ? p.sent[i + lane] : 0;
         }
         const i64 source = p.sent == nullptr ? i : __shfl_sync(~0u, index, static_cast<int>(i - known));
         if (lane) continue;
@@ -180,14 +179,12 @@ DEVICE void send(const ExchangeParams& p, Runs runs, Ring& ring, u32 places) {
       offset += length;
       if (offset == row_bytes) {
         offset = 0;
-        run.row += rows;
+        chunk.row += rows;
       }
       if (lane == 0) {
-        const u32 piece = loaded % kPieces;
-        ring.to[piece] = to;
-        ring.bytes[piece] = bytes;
-        ring.flags[piece] = run.flags;
-        ring.told[piece] = run.row == run.end ? run.count : 0;
+        ring.to[loaded % kPieces] = to;
+        ring.bytes[loaded % kPieces] = bytes;
+        ring.flag[loaded % kPieces] = chunk.row == chunk.end ? chunk.flag : nullptr;
       }
     }
     if (stored == loaded) break;
@@ -197,27 +194,35 @@ DEVICE void send(const ExchangeParams& p, Runs runs, Ring& ring, u32 places) {
                    "r"(places + stored % kDepth * kPieceBytes), "r"(ring.bytes[stored % kPieces])
                    : "memory");
       bulk_commit();
-      bulk_wait_but<kLag>();
+      if (stored >= kLag) {
+        bulk_wait_but<kLag>();
+        pass_on(ring, stored - kLag);
+      }
     }
     __syncwarp();
-    if (stored >= kLag) tell(ring, stored - kLag, runs.call);
     ++stored;
   }
-  if (lane == 0) bulk_wait();
-  __syncwarp();
-  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) tell(ring, piece, runs.call);
+  if (lane) return;
+  bulk_wait();
+  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) pass_on(ring, piece);
+  store_release_block(ring.ended, 1);
 }
 #else
-DEVICE void send(const ExchangeParams& p, Runs runs) {
+DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
   const int thread = threadIdx.x % kGroup, log2_lanes = p.from.log2_lanes, lanes = 1 << log2_lanes;
-  for (Run run; runs.next(run);) {
-    for (i64 row = run.row + (thread >> log2_lanes); row < run.end; row += kGroup >> log2_lanes) {
-      const i64 i = row + run.shift;
-      send_row<kLoads>(p.from, p.sent == nullptr ? i : p.sent[i], run.slot + row * p.from.row_bytes,
+  const u32 count = c.upto[p.peers.num_ranks];
+  const SideBySide chunks(p.peers, count);
+  for (u32 j = group; j < chunks.end(); j += num_groups) {
+    const i64 at = chunks.at(j);
+    if (at >= count) continue;
+    const Chunk chunk(p, c, call, at);
+    for (i64 row = chunk.row + (thread >> log2_lanes); row < chunk.end; row += kGroup >> log2_lanes) {
+      const i64 i = row + chunk.shift;
+      send_row<kLoads>(p.from, p.sent == nullptr ? i : p.sent[i], chunk.slot + row * p.from.row_bytes,
                        thread & (lanes - 1), lanes);
     }
     named_sync(1 + threadIdx.x / kGroup, kGroup);
-    if (thread < run.count) store_release(run.flags + thread, runs.call);
+    if (thread == 0) store_release(chunk.flag, call);
   }
 }
 #endif
@@ -264,7 +269,7 @@ DEVICE void for_units(const SlotRows& s, int lane, int lanes, int loads, const M
   }
 }
 
-constexpr u32 kMostRows = SUMS ? 4 : 8;  // that a warp takes at once
+constexpr u32 kMostRows = 4;  // that a warp takes at once
 
 // A row that is taken, and what is copied to it or added.
 struct Result {
@@ -423,8 +428,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   const bool sends = p.roles & kSend, takes = p.roles & kTake;
   const u32 call = (sends ? mine->calls_published : mine->calls_pulled) + 1;
   const u32 senders = !sends ? 0 : takes || BULK ? kSenders : kThreads / kGroup;
+  const u32 takers_from = sends ? (senders + kTellers) * kGroup : 0;
   if (thread < sizeof(Route) / sizeof(i64))
     reinterpret_cast<i64*>(&chunks.route)[thread] = reinterpret_cast<const i64*>(p.route)[thread];
+#if BULK
+  if (thread < kSenders) rings[thread].num_there = rings[thread].num_told = rings[thread].ended = 0;
+#endif
   bool failed = false;
   // A slot is free once all have read what came before.
   if (sends && thread < num_ranks) failed = !await(p.peers, &mine->pulled[thread], thread, call - kSlots, kPublish);
@@ -439,15 +448,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   }
   __syncthreads();
   const u32 group = thread / kGroup;
-  if (group >= senders) {
-    const i64 takers = kThreads - senders * kGroup;
-    if (takes) take(p, chunks, call, blockIdx.x * takers + thread - senders * kGroup, gridDim.x * takers);
+  if (thread >= takers_from) {
+    const i64 takers = kThreads - takers_from;
+    if (takes) take(p, chunks, call, blockIdx.x * takers + thread - takers_from, gridDim.x * takers);
   } else if (!failed) {
-    const Runs runs(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
 #if BULK
-    send(p, runs, rings[group], smem_address(memory) + group * kDepth * kPieceBytes);
+    if (group < senders)
+      send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders, rings[group],
+           smem_address(memory) + group * kDepth * kPieceBytes);
+    else
+      tell(rings, call);
 #else
-    send(p, runs);
+    send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
 #endif
   }
   if (!is_last_block(takes ? &mine->blocks_pulled : &mine->blocks_published)) return;
