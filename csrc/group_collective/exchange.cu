@@ -116,6 +116,7 @@ DEVICE void tell(Ring* rings, u32 call) {
   while (__any_sync(~0u, goes_on)) {
     const bool ended = __shfl_sync(~0u, load_acquire_block(ring.ended), lane - i);
     const u32 there = __shfl_sync(~0u, load_acquire_block(ring.num_there), lane - i);
+    __syncwarp();  // what one lane has seen all may read
     if (told + i < there) store_release(ring.there[(told + i) % kUntold], call);
     __syncwarp();
     goes_on = !ended || there != told;
