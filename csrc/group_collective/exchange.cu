@@ -36,9 +36,10 @@ struct ExchangeParams {
 };
 
 constexpr int kThreads = 768, kLoads = 4;
-constexpr int kGroup = BULK ? 32 : 256;        // threads that send a chunk
-constexpr int kSenders = BULK ? 4 : 2;         // such groups of a block, where others take
-constexpr int kTellers = BULK ? 1 : 0;         // groups that tell of what these have sent
+constexpr int kGroup = BULK ? 32 : 256;  // threads that send a chunk
+constexpr int kSenders = BULK ? 4 : 2;   // such groups of a block, where others take
+// Groups that tell of what others have sent, in blocks that take nothing: beside takers, and for sums, that is slower.
+constexpr int kTellers = BULK && !SUMS;
 constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
 constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
 constexpr u32 kLag = 3;                        // stores that may be under way when an earlier one is known to be there
@@ -95,10 +96,14 @@ DEVICE void store_release_block(u32& x, u32 y) {
   asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(smem_address(&x)), "r"(y) : "memory");
 }
 
-// A chunk is there, if it ends with this piece; the thread has waited for it.
-DEVICE void pass_on(Ring& ring, u32 piece) {
+// Tells of a chunk, if it ends with this piece, for which the thread has waited; or has it told of.
+DEVICE void end_piece(Ring& ring, u32 piece, u32 call, bool has_teller) {
   u32* flag = ring.flag[piece % kPieces];
   if (flag == nullptr) return;
+  if (!has_teller) {
+    store_release(flag, call);
+    return;
+  }
   const u32 before = ring.num_there;
   while (before - load_acquire_block(ring.num_told) == kUntold) continue;
   ring.there[before % kUntold] = flag;
@@ -125,8 +130,8 @@ DEVICE void tell(Ring* rings, u32 call) {
   }
 }
 
-DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring,
-                 u32 places) {
+DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring, u32 places,
+                 bool has_teller) {
   const SlotRows& s = p.from;
   const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
   const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
@@ -197,7 +202,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
       bulk_commit();
       if (stored >= kLag) {
         bulk_wait_but<kLag>();
-        pass_on(ring, stored - kLag);
+        end_piece(ring, stored - kLag, call, has_teller);
       }
     }
     __syncwarp();
@@ -205,7 +210,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   }
   if (lane) return;
   bulk_wait();
-  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) pass_on(ring, piece);
+  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) end_piece(ring, piece, call, has_teller);
   store_release_block(ring.ended, 1);
 }
 #else
@@ -429,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   const bool sends = p.roles & kSend, takes = p.roles & kTake;
   const u32 call = (sends ? mine->calls_published : mine->calls_pulled) + 1;
   const u32 senders = !sends ? 0 : takes || BULK ? kSenders : kThreads / kGroup;
-  const u32 takers_from = sends ? (senders + kTellers) * kGroup : 0;
+  const bool has_teller = sends && !takes && kTellers;
   if (thread < sizeof(Route) / sizeof(i64))
     reinterpret_cast<i64*>(&chunks.route)[thread] = reinterpret_cast<const i64*>(p.route)[thread];
 #if BULK
@@ -449,14 +454,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   }
   __syncthreads();
   const u32 group = thread / kGroup;
-  if (thread >= takers_from) {
-    const i64 takers = kThreads - takers_from;
-    if (takes) take(p, chunks, call, blockIdx.x * takers + thread - takers_from, gridDim.x * takers);
+  if (group >= senders + has_teller) {
+    const i64 takers = kThreads - senders * kGroup;
+    if (takes) take(p, chunks, call, blockIdx.x * takers + thread - senders * kGroup, gridDim.x * takers);
   } else if (!failed) {
 #if BULK
     if (group < senders)
       send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders, rings[group],
-           smem_address(memory) + group * kDepth * kPieceBytes);
+           smem_address(memory) + group * kDepth * kPieceBytes, has_teller);
     else
       tell(rings, call);
 #else
