@@ -135,12 +135,6 @@ struct SideBySide {
   DEVICE i64 at(u32 i) const { return (i + first) % parts * length + i / parts; }
 };
 
-// How the rows of a call are dealt: `run` that follow each other to each group of threads.
-DEVICE int length_of_runs(const RowWalk& walk, i64 num_rows) {
-  const i64 most = num_rows / (2 * walk.step);
-  return most < 1 ? 1 : most > 8 ? 8 : static_cast<int>(most);
-}
-
 DEVICE bool is_last_block(u32* blocks_done) {
   __syncthreads();
   __shared__ bool is_last;

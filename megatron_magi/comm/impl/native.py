@@ -27,7 +27,7 @@ from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, Launch, exchange_
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_of, vector_of, widest, with_rows
+from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
@@ -119,9 +119,8 @@ class Native:
     ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
         received = layout.new_buffer(args.num_send, tensors[0].device) if received is None else received
-        address, size = received.data_ptr(), layout.row_bytes
-        rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
-        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows, kept=kept, index=index)
+        results = rows_in(received, layout)
+        work, held = self._run(_GIVE_BACK, tensors, args, layout, results, kept=kept, index=index)
         return Started((work,), (received, *held), lambda: received)
 
     def add(
@@ -134,9 +133,9 @@ class Native:
         index: torch.Tensor | None = None,
     ) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
-        partial, wide = layout.dtypes[0], into[0].dtype
-        sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
-        work, held = self._run(_ADD, tensors, args, layout, rows_of(into, sizes), (partial, wide), kept, index)
+        types = layout.dtypes[0], into[0].dtype
+        results = rows_of(into, layout.sizes_in(types[1]))
+        work, held = self._run(_ADD, tensors, args, layout, results, types, kept, index)
         return Started((work,), (*into, *held), lambda: list(into))
 
     def arriving(
@@ -179,8 +178,7 @@ class Native:
     ) -> Step:
         """`add` as a step. Arguments as in `arriving`."""
         types = layout.dtypes[0], into[0].dtype
-        sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
-        rows, results = rows_of(tensors, layout.sizes), rows_of(into, sizes)
+        rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes_in(types[1]))
         (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
         return exchange.step(sources, places)
 
