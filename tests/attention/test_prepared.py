@@ -318,6 +318,29 @@ def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypat
                 torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
 
+def test_batches_of_equal_masks_and_other_heads_find_the_schedules_of_their_own(monkeypatch):
+    config, shapes = MagiConfig(attend=AttendConfig(impl="ffa")), (SHAPE, SHAPE._replace(num_heads_q=8, num_heads_kv=4))
+    with fake_driver(monkeypatch):
+        for planned in (False, True):  # when it was due, too
+            monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
+            plans = [make_plan(MASKS["many"], config).for_rank(0) for _ in shapes]
+            if planned:
+                attend(plans[0], SHAPE, config)
+            batches = [prepare_batch({0: plan}, shape, config) for plan, shape in zip(plans, shapes, strict=True)]
+            for batch in batches:
+                batch.to(CPU)
+            with monkeypatch.context() as patch:
+                refuse(patch)
+                for batch, shape in zip(batches, shapes, strict=True):
+                    attend(batch.plans[0], shape, config)
+
+
+def attend(plan, shape, config):
+    q, k, v = tensors(plan.num_rows, shape)
+    out = distributed_attention(q, k, v, plan, None, config=config)[0]
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+
 @pytest.mark.parametrize(
     ("cp_size", "options"),
     [(1, {}), (2, {"comm": CommConfig("native", verify=False)}), (2, {"overlap": OverlapConfig(degree=2)})],
