@@ -230,18 +230,14 @@ def measure(
         masks = Masks(lambda step: plan_of(first + step, config), shape, config, in_turn, facts)
         return bring(masks, torch.device("cuda", rank), ahead, brought)
 
-    def due(first: int) -> Iterator[tuple[RankPlan, bool]]:
-        for seed in range(first, first + in_turn):
-            yield plan_of(seed), True
-
-    def same(first: int) -> Iterator[tuple[RankPlan, bool]]:
+    def due(first: int, times: int = 1) -> Iterator[tuple[RankPlan, bool]]:
         for seed in range(first, first + in_turn):
             plan = plan_of(seed)
-            for counts in (False, False, True):
-                yield plan, counts
+            yield from ((plan, left == 0) for left in reversed(range(times)))
 
     steps = Steps(rank, plan_of(0).num_rows, num_layers, config)
-    makers = {"same": same, "prepared": prepared, "at_begin": partial(prepared, ahead=False), "due": due}
+    same, at_begin = partial(due, times=3), partial(prepared, ahead=False)
+    makers = {"same": same, "prepared": prepared, "at_begin": at_begin, "due": due}
     run_of, steps_of = dict.fromkeys(ways, steps.run), dict.fromkeys(ways, steps)
     for seed in range(in_turn):  # compiles kernels
         steps.run(plan_of(1_000_000 + seed))
@@ -261,9 +257,9 @@ def measure(
             of_turn = times, host_us[each - 1 :: each][WARM_UP:], brought[WARM_UP:], waits
             for all_turns, this_one in zip(found[way], of_turn, strict=True):
                 all_turns += this_one
-    seeds = [turn * in_turn + WARM_UP + step for turn in range(num_turns) for step in range(num_steps)]
-    area = float(np.mean([make_mask(name, total, num_ranks, seed).area for seed in seeds]))
-    flops = 14.0 * area * HEADS_Q * HEAD_DIM * num_layers / num_ranks
+    seeds = np.arange(num_turns * in_turn).reshape(num_turns, in_turn)[:, WARM_UP:]
+    areas = [make_mask(name, total, num_ranks, seed).area for seed in seeds.flat]
+    flops = 14.0 * float(np.mean(areas)) * HEADS_Q * HEAD_DIM * num_layers / num_ranks
     return [[name, tokens, num_ranks, comm, way, *row] for way, row in zip(ways, rows_of(found, flops), strict=True)]
 
 
