@@ -187,20 +187,21 @@ def bring(
 ) -> Iterator[tuple[RankPlan, bool]]:
     """Plans of batches that workers prepare; notes how long the host takes to get one, and to bring it to the device.
 
-    ``ahead``: their launches are prepared, too.
+    The last does not count: with it the loader ends. ``ahead``: their launches are prepared, too.
     """
+    # A thread of the loader that pins what has come would compete with this one for the interpreter; `to` pins it, too.
     loader = iter(DataLoader(
-        masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, pin_memory=True, multiprocessing_context="fork"
+        masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, multiprocessing_context="fork"
     ))  # fmt: skip
     last = None
-    for _ in range(len(masks)):
+    for left in reversed(range(len(masks))):
         begin = time.perf_counter()
         batch = next(loader)
         came = time.perf_counter()
         batch.to(device, like=last)
         brought.append((1e6 * (came - begin), 1e6 * (time.perf_counter() - came)))
         last = batch.plans if ahead else None
-        yield batch.plans["full"], True
+        yield batch.plans["full"], left > 0
 
 
 def forget() -> None:
@@ -227,7 +228,7 @@ def measure(
     def prepared(
         first: int, config: MagiConfig = config, facts: dict | None = None, ahead: bool = True
     ) -> Iterator[tuple[RankPlan, bool]]:
-        masks = Masks(lambda step: plan_of(first + step, config), shape, config, in_turn, facts)
+        masks = Masks(lambda step: plan_of(first + step, config), shape, config, in_turn + 1, facts)
         return bring(masks, torch.device("cuda", rank), ahead, brought)
 
     def due(first: int, times: int = 1) -> Iterator[tuple[RankPlan, bool]]:
