@@ -189,9 +189,8 @@ def bring(
 
     The last does not count: with it the loader ends. ``ahead``: their launches are prepared, too.
     """
-    # A thread of the loader that pins what has come would compete with this one for the interpreter; `to` pins it, too.
     loader = iter(DataLoader(
-        masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, multiprocessing_context="fork"
+        masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, pin_memory=True, multiprocessing_context="fork"
     ))  # fmt: skip
     last = None
     for left in reversed(range(len(masks))):
