@@ -3,7 +3,8 @@
 // where a rank does not come.
 //
 // Compile-time: ANNOUNCES (0 or 1: says part by part what has arrived, to the next kernel on the stream, which may
-// start when all blocks of this one have; see arrivals.cuh).
+// start when all blocks of this one have; see arrivals.cuh). Then it needs nothing of the kernel before it, and may run
+// beside it; what follows this kernel follows that one, too.
 
 #include "../common/arrivals.cuh"
 #include "peers.cuh"
@@ -21,10 +22,12 @@ struct PullParams {
 #if ANNOUNCES
   ArrivalFlags* flags;
   i64 part_rows;
+  i64 behind;  // the next kernel needs what the one before this writes, and starts when that is done, too
 #endif
 };
 
 constexpr int kWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
+constexpr int kThreads = (kWarps + ANNOUNCES) * 32;  // one warp more lets the next kernel start
 constexpr int kSpare = 2;  // places that stores may still be read from when the next load is due
 
 DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
@@ -134,17 +137,23 @@ struct AnnouncedPieces : Pieces {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) magi_pull_bulk(const __grid_constant__ PullParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[kWarps][kDepth];
-#if ANNOUNCES
-  let_next_kernel_start();
-#endif
   const SlotRows& s = p.to;
-  const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
+  Control* mine = p.peers.control[p.peers.rank];
+  const u32 call = mine->calls_pulled + 1;
   const int warp = threadIdx.x / 32;
   bool failed = false;
-  if (threadIdx.x % 32 == 0) {
+#if ANNOUNCES
+  if (threadIdx.x == kWarps * 32) {
+    mine->announced = call;  // each block, for who waits may start when all have come to here
+    __threadfence();
+    if (p.behind) await_earlier_kernels();
+    let_next_kernel_start();
+  }
+#endif
+  if (threadIdx.x % 32 == 0 && warp < kWarps) {
     const u32 ring = smem_address(memory) + warp * kDepth * kPieceBytes, full = smem_address(barriers[warp]);
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();
@@ -188,4 +197,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // none, unless a rank failed
   }
   end_pull(p.peers, call);
+#if ANNOUNCES
+  if (blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough
+#endif
 }

@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "exchange": Shape(768, 32, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
-    "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
+    "pull_bulk": Shape(160, 16, "2QqQ2q", shared_bytes=4 * 12 * 4096),
 }
 
 
@@ -138,15 +138,18 @@ class Launch:
         ]
         self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, share, started > 0), started)
 
-    def step(self, *lists: Sequence[Place]) -> Step:
-        """The launch with parameters of its own; ``lists``: where the tensors of `fire` will be."""
+    def step(self, *lists: Sequence[Place], overlaps: bool = False) -> Step:
+        """The launch with parameters of its own; ``lists``: where the tensors of `fire` will be.
+
+        ``overlaps``: it may start when all blocks of the kernel before it have let it.
+        """
         memory = ctypes.create_string_buffer(self._params.raw, len(self._params))
         patches = tuple(
             Patch(PEERS.size + i * SLOT_ROWS.size + 8 * j, *place)
             for i, places in enumerate(lists)
             for j, place in enumerate(places)
         )
-        config = self._config.copy(self._config.grid[0])
+        config = self._config.copy(self._config.grid[0], overlaps)
         return Step(self._kernel, config, ctypes.addressof(memory), memory, patches)
 
     def fire(self, stream: int, *lists: list[Rows]) -> None:

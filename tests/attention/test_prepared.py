@@ -89,7 +89,7 @@ def one_rank_alone(monkeypatch):
         kernel = driver.Kernel(name, 1, 0)
         return Step(kernel, driver.LaunchConfig(kernel, 1), 0, None, ())
 
-    def announced(tensors, args, group, impl, into, sources, places):
+    def announced(tensors, args, group, impl, into, sources, places, behind):
         native.asked += 1
         steps = step("publish"), step("pull")
         return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0, native.is_only))

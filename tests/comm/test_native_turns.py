@@ -60,8 +60,8 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     first = exchange(own, native._BOTH)
     assert exchange(other, native._BOTH) is first and made == ["exchange"]
     assert len(exchange(own, native._APART)) == 2 and made == ["exchange"] * 3
-    prepare = functools.partial(mover._prepare_announced, args, layout, own, out)
-    assert len(mover._launches((native._ANNOUNCE,), args, own, out, prepare)) == 2
+    prepare = functools.partial(mover._prepare_announced, args, layout, own, out, False)
+    assert len(mover._launches((native._ANNOUNCE, False), args, own, out, prepare)) == 2
     assert made[3:] == ["publish_rows", "pull_bulk"]
     mover._memory.generation = 1
     assert exchange(own, native._BOTH) is not first

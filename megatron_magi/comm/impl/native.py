@@ -147,25 +147,31 @@ class Native:
         into: Sequence[torch.Tensor],
         sources: Sequence[Place],
         places: tuple[Place, Place],
+        behind: bool,
     ) -> Arriving:
         """`cast` for a kernel that waits for rows as they come, as steps of a list of calls for `queue`.
+
+        The second may start when the blocks of the kernel before it have let it.
 
         Args:
             tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
                 bytes, contiguous.
             args, layout: as in `cast`.
             sources, places: where they will be.
+            behind: see `announced_cast`.
         """
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
-        prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
-        publish, pull = self._launches((_ANNOUNCE,), args, rows, results, prepare)
+        prepare = functools.partial(self._prepare_announced, args, layout, rows, results, behind)
+        publish, pull = self._launches((_ANNOUNCE, behind), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
+        # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
+        # other's ranks wait for.
+        overlaps = len(_of_device(self._device)) == 1
+        steps = publish.step(sources), pull.step(places, overlaps=overlaps)
+        notice, timeout_ns = own[2:]
         return Arriving(
-            into, places, (publish.step(sources), pull.step(places)), control + _ANNOUNCED,
-            self._flags.data_ptr(), control + _BROKEN, own[2], own[3],
-            # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
-            # other's ranks wait for.
-            overlaps=len(_of_device(self._device)) == 1,
+            into, places, steps, control + _ANNOUNCED, self._flags.data_ptr(), control + _BROKEN, notice, timeout_ns,
+            overlaps,
         )  # fmt: skip
 
     def adding(
@@ -376,7 +382,7 @@ class Native:
         return tuple(Launch(kernel, share, *parts, role, started=started) for role in roles)
 
     def _prepare_announced(
-        self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
+        self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], behind: bool, share: int
     ) -> tuple[Launch, ...]:
         """The kernel that publishes rows and the one that reads them, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
@@ -394,7 +400,7 @@ class Native:
         )
         return (
             Launch(publish, share, packed, of_rows, *published, shift),
-            Launch(pull, share, packed, of_results, *pulled, shift, *after),
+            Launch(pull, share, packed, of_results, *pulled, shift, *after, behind),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
