@@ -22,12 +22,10 @@ struct PullParams {
 #if ANNOUNCES
   ArrivalFlags* flags;
   i64 part_rows;
-  i64 behind;  // the next kernel needs what the one before this writes, and starts when that is done, too
 #endif
 };
 
 constexpr int kWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
-constexpr int kThreads = (kWarps + ANNOUNCES) * 32;  // one warp more lets the next kernel start
 constexpr int kSpare = 2;  // places that stores may still be read from when the next load is due
 
 DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
@@ -137,7 +135,7 @@ struct AnnouncedPieces : Pieces {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads) magi_pull_bulk(const __grid_constant__ PullParams p) {
+extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[kWarps][kDepth];
   const SlotRows& s = p.to;
@@ -146,14 +144,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) magi_pull_bulk(const __gr
   const int warp = threadIdx.x / 32;
   bool failed = false;
 #if ANNOUNCES
-  if (threadIdx.x == kWarps * 32) {
+  if (threadIdx.x == 0) {
     mine->announced = call;  // each block, for who waits may start when all have come to here
     __threadfence();
-    if (p.behind) await_earlier_kernels();
     let_next_kernel_start();
   }
 #endif
-  if (threadIdx.x % 32 == 0 && warp < kWarps) {
+  if (threadIdx.x % 32 == 0) {
     const u32 ring = smem_address(memory) + warp * kDepth * kPieceBytes, full = smem_address(barriers[warp]);
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
     barrier_init_fence();

@@ -266,7 +266,7 @@ class OneLaunch:
     ) -> tuple[_Walk | None, Any]:
         q, k, v, rows_k, rows_v, out, lse, sink = tensors
         places, num_scratch = _places("scratch", [(self.num_recv, k), (self.num_recv, v)])
-        native, arriving = (None, None) if self.cast is None else self._announced(group, rows_k, rows_v, places, False)
+        native, arriving = (None, None) if self.cast is None else self._announced(group, rows_k, rows_v, places)
         if self.cast is not None and native is None:
             return None, None
         moving = () if arriving is None else arriving.steps
@@ -290,7 +290,7 @@ class OneLaunch:
         count, device = self.num_recv, q.device
         places, num_scratch = _places("scratch", [(count, k), (count, v), (count, dk), (count, dv)])
         of_keys, of_gradients = places[:2], places[2:]
-        native, arriving = (None, None) if self.cast is None else self._announced(group, rows_k, rows_v, of_keys, True)
+        native, arriving = (None, None) if self.cast is None else self._announced(group, rows_k, rows_v, of_keys)
         if self.cast is not None and native is None:
             return None, None
         moving, left, back = () if arriving is None else arriving.steps, None, ()
@@ -319,14 +319,14 @@ class OneLaunch:
                 back[0].config.num_attributes = 1
             else:  # it would keep its SMs until the other ranks come
                 ends = [*steps.rest, *back]
-        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *ends]
+        queued = [*moving, *steps.before, *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 
-    def _announced(self, group, k: Layout, v: Layout, places, behind: bool):
+    def _announced(self, group, k: Layout, v: Layout, places):
         assert self.cast is not None
         into = [t.new_empty((self.num_recv, *t.shape[1:])) for t in (k, v)]
-        return announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places, behind) or (None, None)
+        return announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places) or (None, None)
 
 
 def _made(make: Callable, tensors: tuple, options: tuple, one: OneLaunch, group: dist.ProcessGroup | None):

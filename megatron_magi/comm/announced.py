@@ -34,20 +34,17 @@ def announced_cast(
     into: Sequence[Like],
     sources: Sequence[Place],
     places: tuple[Place, Place],
-    behind: bool,
 ) -> tuple[Native, Arriving] | None:
     """What publishes and reads rows; None, on all ranks, where they travel otherwise. Collective.
 
     Args:
         tensors, args, group, impl: as in `megatron_magi.comm.group_collective.group_cast`.
         into, sources, places: as in `Native.arriving`.
-        behind: between the two kernels there is another, whose results the one that waits needs, too. It is to let the
-            next one start when all its blocks have, and to be done only when the first is.
     """
     mover, layout = choose_mover(tensors, args, group, impl)
     if not isinstance(mover, Native):
         return None
-    return mover, mover.arriving(tensors, args, layout, into, sources, places, behind)
+    return mover, mover.arriving(tensors, args, layout, into, sources, places)
 
 
 @torch.no_grad()

@@ -43,12 +43,15 @@ class Shape(NamedTuple):
 SHAPES = {
     "exchange": Shape(768, 32, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
-    "pull_bulk": Shape(160, 16, "2QqQ2q", shared_bytes=4 * 12 * 4096),
+    "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
 
 
 MOST_BESIDE = 24
 """Blocks of ``exchange`` beside other work. 16 fill the links to 0.94 of what 128 do; sums take more."""
+
+MOST_BEHIND = 40
+"""The same behind attention, beside what finishes its gradients, which waits for memory."""
 
 
 def blocks_of(name: str, share: int, beside: bool = False) -> int:
@@ -138,10 +141,13 @@ class Launch:
         ]
         self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, share, started > 0), started)
 
-    def step(self, *lists: Sequence[Place], overlaps: bool = False) -> Step:
-        """The launch with parameters of its own; ``lists``: where the tensors of `fire` will be.
+    def step(self, *lists: Sequence[Place], overlaps: bool = False, num_blocks: int | None = None) -> Step:
+        """The launch with parameters of its own.
 
-        ``overlaps``: it may start when all blocks of the kernel before it have let it.
+        Args:
+            lists: where the tensors of `fire` will be.
+            overlaps: it may start when all blocks of the kernel before it have let it.
+            num_blocks: another grid.
         """
         memory = ctypes.create_string_buffer(self._params.raw, len(self._params))
         patches = tuple(
@@ -149,7 +155,7 @@ class Launch:
             for i, places in enumerate(lists)
             for j, place in enumerate(places)
         )
-        config = self._config.copy(self._config.grid[0], overlaps)
+        config = self._config.copy(num_blocks or self._config.grid[0], overlaps)
         return Step(self._kernel, config, ctypes.addressof(memory), memory, patches)
 
     def fire(self, stream: int, *lists: list[Rows]) -> None:

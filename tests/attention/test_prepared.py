@@ -75,7 +75,7 @@ def one_rank_alone(monkeypatch):
 
     class Queue:
         def __init__(self):
-            self.number, self.asked, self.behind, self.is_only = 0, 0, [], True
+            self.number, self.asked, self.is_only = 0, 0, True
 
         def version(self):
             return self.number
@@ -89,9 +89,8 @@ def one_rank_alone(monkeypatch):
         kernel = driver.Kernel(name, 1, 0)
         return Step(kernel, driver.LaunchConfig(kernel, 1), 0, None, ())
 
-    def announced(tensors, args, group, impl, into, sources, places, behind):
+    def announced(tensors, args, group, impl, into, sources, places):
         native.asked += 1
-        native.behind.append(behind)
         steps = step("publish"), step("pull")
         return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0, native.is_only))
 
@@ -222,7 +221,7 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
     plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
     native.is_only = is_only
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
-    expected = ["publish", "pull", "forward", "publish", "prepare", "pull", *backward]
+    expected = ["publish", "pull", "forward", "publish", "pull", "prepare", *backward]
     assert len(expected) <= 10
     overlapping = {}
     with fake_driver(monkeypatch) as launched:
@@ -240,7 +239,6 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
             out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
             assert launched == expected and native.asked == asked, call
-    assert native.behind == [False, True] * 2, "statistics are between the two"
     # What finishes dq takes it that the kernels before the exchange are complete; what computes dq does not.
     rest = "backward_queries" if "backward_queries" in backward else "finish_dq"
     assert overlapping["prepare"] and overlapping[rest] and not overlapping["pull"]

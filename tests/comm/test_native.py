@@ -191,7 +191,7 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
         ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
-        ("pull_bulk", "PullParams", 3, ("ANNOUNCES=1",)),
+        ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
     ],
 )
 def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):

@@ -61,27 +61,20 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     first = exchange(own, native._BOTH)
     assert exchange(other, native._BOTH) is first and made == ["exchange"]
     assert len(exchange(own, native._APART)) == 2 and made == ["exchange"] * 3
-    prepare = functools.partial(mover._prepare_announced, args, layout, own, out, False)
-    assert len(mover._launches((native._ANNOUNCE, False), args, own, out, prepare)) == 2
+    prepare = functools.partial(mover._prepare_announced, args, layout, own, out)
+    assert len(mover._launches((native._ANNOUNCE,), args, own, out, prepare)) == 2
     assert made[3:] == ["publish_rows", "pull_bulk"]
     mover._memory.generation = 1
     assert exchange(own, native._BOTH) is not first
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("behind", [False, True])
-def test_rows_are_read_beside_the_kernel_before_unless_other_groups_could_be_held_up(monkeypatch, num_groups, behind):
-    mover, asked = object.__new__(native.Native), []
+def test_rows_are_read_beside_the_kernel_before_unless_other_groups_could_be_held_up(monkeypatch, num_groups):
+    mover = object.__new__(native.Native)
     mover._device, mover._flags, mover._own_memory = None, torch.zeros(1), lambda: (0, 8, 16, 5)
     monkeypatch.setattr(native, "_of_device", lambda _: [mover] * num_groups)
     launch = SimpleNamespace(step=lambda places, overlaps=False: (places, overlaps))
-
-    def launches(kind, args, rows, results, prepare):
-        asked.append((kind, prepare.args[-1]))
-        return launch, launch
-
-    monkeypatch.setattr(mover, "_launches", launches, raising=False)
+    monkeypatch.setattr(mover, "_launches", lambda *_: (launch, launch), raising=False)
     x = [torch.zeros(4, 64)]
-    made = mover.arriving(x, None, RowLayout.of(x), x, "sources", "places", behind)
+    made = mover.arriving(x, None, RowLayout.of(x), x, "sources", "places")
     assert made.steps == (("sources", False), ("places", num_groups == 1)) and made.overlaps == (num_groups == 1)
-    assert asked == [(("announce", behind), behind)], "kept apart"

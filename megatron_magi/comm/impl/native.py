@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, Launch, exchange_defines, kernel_of
+from megatron_magi.comm.peer_kernels import MOST_BEHIND, SHAPES, SUM_LOADS, Launch, exchange_defines, kernel_of
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
@@ -147,22 +147,20 @@ class Native:
         into: Sequence[torch.Tensor],
         sources: Sequence[Place],
         places: tuple[Place, Place],
-        behind: bool,
     ) -> Arriving:
         """`cast` for a kernel that waits for rows as they come, as steps of a list of calls for `queue`.
 
-        The second may start when the blocks of the kernel before it have let it.
+        The second needs nothing of the first, and runs beside it.
 
         Args:
             tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
                 bytes, contiguous.
             args, layout: as in `cast`.
             sources, places: where they will be.
-            behind: see `announced_cast`.
         """
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
-        prepare = functools.partial(self._prepare_announced, args, layout, rows, results, behind)
-        publish, pull = self._launches((_ANNOUNCE, behind), args, rows, results, prepare)
+        prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
+        publish, pull = self._launches((_ANNOUNCE,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
         # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
         # other's ranks wait for.
@@ -183,12 +181,13 @@ class Native:
         sources: Sequence[Place],
         places: Sequence[Place],
     ) -> Step:
-        """`add` as a step. Arguments as in `arriving`."""
+        """`add` as a step behind attention. Arguments as in `arriving`."""
         types = layout.dtypes[0], into[0].dtype
         sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, sizes)
         (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
-        return exchange.step(sources, places)
+        share = share_of(self._num_sms, len(_of_device(self._device)))
+        return exchange.step(sources, places, num_blocks=min(MOST_BEHIND, share))
 
     def version(self) -> tuple[int, int, int]:
         """Another one when steps no longer hold."""
@@ -382,7 +381,7 @@ class Native:
         return tuple(Launch(kernel, share, *parts, role, started=started) for role in roles)
 
     def _prepare_announced(
-        self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], behind: bool, share: int
+        self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
     ) -> tuple[Launch, ...]:
         """The kernel that publishes rows and the one that reads them, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
@@ -400,7 +399,7 @@ class Native:
         )
         return (
             Launch(publish, share, packed, of_rows, *published, shift),
-            Launch(pull, share, packed, of_results, *pulled, shift, *after, behind),
+            Launch(pull, share, packed, of_results, *pulled, shift, *after),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
