@@ -50,9 +50,6 @@ SHAPES = {
 MOST_BESIDE = 24
 """Blocks of ``exchange`` beside other work. 16 fill the links to 0.94 of what 128 do; sums take more."""
 
-MOST_BEHIND = 40
-"""The same behind attention, beside what finishes its gradients, which waits for memory."""
-
 
 def blocks_of(name: str, share: int, beside: bool = False) -> int:
     """Blocks of a kernel, each on an SM.

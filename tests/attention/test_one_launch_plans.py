@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_bands, dense_mask
-from megatron_magi.ops.hopper import gated, kernels, params, support
+from megatron_magi.ops.hopper import gated, kernels, params
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.choices import Problem, RowTiles, backward_choice
 from megatron_magi.ops.hopper.plan import HostPlan
@@ -186,12 +185,6 @@ def test_who_waits_keeps_nobody_from_arriving():
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
         assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"
-
-
-def test_what_exceeds_the_cache_is_that_of_all_keys_though_own_ones_are_walked_over_first():
-    plan, k = SimpleNamespace(packed=1, log2_packed=0), torch.empty(32768, 8, 128, dtype=torch.bfloat16, device="meta")
-    alone, both = (support.row_work(plan, 64, 128, k, k, more)["long_blocks"] for more in (0, 32768))
-    assert alone == 384 and both == 192, "24 MB of keys and values of a head, in blocks of 128"
 
 
 def test_what_is_told_of_arrivals_is_what_the_kernels_read():

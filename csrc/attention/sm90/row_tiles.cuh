@@ -99,8 +99,7 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
   leave(p.counter);
 }
 
-// ---- producer: one thread. Params: also long_blocks, of a pass whose keys and values exceed the L2 cache; where keys
-// arrive, of the first pass of an item, that over own keys ----
+// ---- producer: one thread. Params: also long_blocks, of a pass whose keys and values exceed the L2 cache ----
 
 // Calls loader.block(key, head_kv, flags, pass, item) for each block, `item` in its first two words the
 // first row, and the first head and number of rows as in BlockInfo, and loader.nothing(item) for each item without
@@ -117,7 +116,7 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     const int count = pass[0].y, number = pass[3].x, head_kv = pass[3].y;
     int key = pass[0].x;
     const bool first = item.z >= 0;
-    if (first && (GATED || item.w) && count >= p.long_blocks)
+    if (first && item.w && count >= p.long_blocks)
       keep_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, count);
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import MOST_BEHIND, SHAPES, SUM_LOADS, Launch, exchange_defines, kernel_of
+from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, Launch, exchange_defines, kernel_of
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
@@ -186,8 +186,8 @@ class Native:
         sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, sizes)
         (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
-        share = share_of(self._num_sms, len(_of_device(self._device)))
-        return exchange.step(sources, places, num_blocks=min(MOST_BEHIND, share))
+        # What runs beside it, if much is sent, waits for memory and not for SMs.
+        return exchange.step(sources, places, num_blocks=share_of(self._num_sms, len(_of_device(self._device))))
 
     def version(self) -> tuple[int, int, int]:
         """Another one when steps no longer hold."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from functools import cache
 
@@ -117,16 +116,15 @@ def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tenso
     """How a kernel whose tiles are rows deals out its work: these parameters of it.
 
     Heads that are packed in a tile are counted as one. Heads worked on together are whole groups whose keys and values
-    fit in the L2 cache. SMs that walk over blocks that exceed it begin together. ``num_more``: keys that lie elsewhere,
-    which are walked over behind the others.
+    fit in the L2 cache. SMs that walk over blocks that exceed it begin together. ``num_more``: keys that lie elsewhere.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
     together = heads_together(k.shape[0] + num_more, num_kv, row_bytes)
     packs = num_heads // plan.packed
-    group, own = packs // num_kv, k.shape[0] / max(1, k.shape[0] + num_more)
+    group = packs // num_kv
     return {
         "num_heads": packs, "group": group, "head_section": together * group,
-        "log2_packed": plan.log2_packed, "long_blocks": math.ceil(own * tuning.L2_BYTES / (block_n * row_bytes)),
+        "log2_packed": plan.log2_packed, "long_blocks": -(-tuning.L2_BYTES // (block_n * row_bytes)),
     }  # fmt: skip
 
 
