@@ -15,7 +15,7 @@ struct Control {
   u32 broken;                            // 1 + the rank that did not come
   // Only this rank's:
   u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
-  u32 announced;        // the call whose rows publish_rows.cu last published: what attention waits for
+  u32 announced;        // the call whose rows pull_bulk.cu brings, or brought last: what attention waits for
   u32 left[kMaxRanks];  // by rank: it has this memory mapped no more; told by the hosts
 };
 

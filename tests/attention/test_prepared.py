@@ -221,7 +221,7 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
     plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
     native.is_only = is_only
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
-    expected = ["publish", "pull", "forward", "publish", "prepare", "pull", *backward]
+    expected = ["publish", "pull", "forward", "publish", "pull", "prepare", *backward]
     assert len(expected) <= 10
     overlapping = {}
     with fake_driver(monkeypatch) as launched:

@@ -149,6 +149,8 @@ class Native:
     ) -> Arriving:
         """`cast` for a kernel that waits for rows as they come, as steps of a list of calls for `queue`.
 
+        The second needs nothing of the first, and runs beside it.
+
         Args:
             tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
                 bytes, contiguous.
@@ -159,12 +161,14 @@ class Native:
         prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
         publish, pull = self._launches((_ANNOUNCE,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
+        # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
+        # other's ranks wait for.
+        overlaps = len(_of_device(self._device)) == 1
+        steps = publish.step(sources), pull.step(places, overlaps=overlaps)
+        notice, timeout_ns = own[2:]
         return Arriving(
-            into, places, (publish.step(sources), pull.step(places)), control + _ANNOUNCED,
-            self._flags.data_ptr(), control + _BROKEN, own[2], own[3],
-            # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
-            # other's ranks wait for.
-            overlaps=len(_of_device(self._device)) == 1,
+            into, places, steps, control + _ANNOUNCED, self._flags.data_ptr(), control + _BROKEN, notice, timeout_ns,
+            overlaps,
         )  # fmt: skip
 
     def adding(
@@ -176,11 +180,12 @@ class Native:
         sources: Sequence[Place],
         places: Sequence[Place],
     ) -> Step:
-        """`add` as a step. Arguments as in `arriving`."""
+        """`add` as a step behind attention. Arguments as in `arriving`."""
         types = layout.dtypes[0], into[0].dtype
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes_in(types[1]))
         (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
-        return exchange.step(sources, places)
+        # What runs beside it, if much is sent, waits for memory and not for SMs.
+        return exchange.step(sources, places, num_blocks=share_of(self._num_sms, len(_of_device(self._device))))
 
     def version(self) -> tuple[int, int, int]:
         """Another one when steps no longer hold."""
