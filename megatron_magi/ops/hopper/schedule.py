@@ -98,10 +98,13 @@ def _near_schedule(
     if width < group:
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
     piece = _piece(costs, heads_kv * group, long_tile) if width < group else 0
+    section = tuning.SECTION_TILES if long_tile == tuning.LONG_BLOCKS_UNEVEN and not piece else len(costs)
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = _num_long(costs, least)
-        schedule = _schedule(starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece)
+        schedule = _schedule(
+            starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece, section
+        )
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
         work = _item_costs(schedule.items, costs, group)
@@ -141,11 +144,12 @@ def _schedule(
     width: int,
     num_sms: int,
     piece: int,
+    section: int,
 ) -> Schedule:
     """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
 
     ``width``: query heads of an item of a tile that is split, as the first ``num_split`` of ``num_long`` are;
-    ``piece``: see `_piece`.
+    ``piece``: see `_piece`; ``section``: most tiles that are worked on together.
     """
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
@@ -154,16 +158,24 @@ def _schedule(
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    alone = len(heads) - _heads_together(costs[:num_split], len(heads), num_sms)
+    *sections, split = _sections(split, costs, section)
+    alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
     parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
+    parts += [_section(tiles, [head], width) for tiles in sections for head in heads]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
-    parts.append(_section(np.arange(num_split), heads[alone:], width))
+    parts.append(_section(np.sort(split), heads[alone:], width))
     items = np.concatenate(parts)
     if width < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)
     return Schedule(items.astype(np.int32), num_split if width < group else 0)
+
+
+def _sections(tiles: np.ndarray, costs: np.ndarray, most: int) -> list[np.ndarray]:
+    """Runs of neighbouring tiles, at most so many each, by decreasing cost."""
+    runs = np.array_split(tiles, max(1, -(-len(tiles) // max(1, most))))
+    return sorted(runs, key=lambda run: -int(costs[run].sum()))
 
 
 def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:
