@@ -21,6 +21,7 @@ from megatron_magi.ops.hopper.tuning import (
     LONG_BLOCKS_UNEVEN,
     MOST_PIECES,
     PIECE_BLOCKS,
+    SECTION_TILES,
 )
 
 SMS = 132
@@ -111,6 +112,23 @@ def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads
     assert first == sorted(first) and len(set(first)) == 32
     rows = [int(plan.tiles[tile, 0]) for tile, head, _ in long if head == 0]
     assert rows == sorted(rows)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [builders.causal(8192), builders.causal(16384), builders.varlen(doc_lengths=[9000, 3000, 6000], causal=True)],
+)
+def test_tiles_of_unlike_length_are_worked_on_section_by_section(mask):
+    plan = backward_plan(mask)
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=10**6, long_tile=long_tile(*drift(plan)))
+    assert_complete(schedule, plan.costs, 8, 8)
+    work = [(tile, head) for tile, head, heads in unpack(schedule.items) if heads == 1]
+    assert schedule.num_split > SECTION_TILES
+    for tile in range(schedule.num_split):
+        places, heads = zip(*((i, head) for i, (other, head) in enumerate(work) if other == tile), strict=True)
+        assert places[-1] - places[0] < 64 * SECTION_TILES and list(heads) == list(range(64))
+    longest, mean = length_of_work(schedule.items, plan)
+    assert longest <= 1.02 * mean
 
 
 def test_long_tiles_for_which_there_is_no_room_follow_each_other_key_head_by_key_head():

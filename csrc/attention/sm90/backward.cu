@@ -20,9 +20,9 @@
 // Heads of 64 leave registers for the operands that are the item's for good: keys for S, values for dP, and keys,
 // transposed, for dQ, of which a warpgroup then computes, transposed too, half the queries.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, STAGES_Q, ADD_DQ (0 or 1: without, the
-// order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on lie
-// elsewhere, arrive while the kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1:
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, STAGES_Q, ADD_DQ (0 or 1:
+// without, the order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on
+// lie elsewhere, arrive while the kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1:
 // mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
@@ -32,8 +32,8 @@
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kStages = STAGES, kStagesQ = STAGES_Q;  // of dout; of q
-constexpr int kGroups = 2;       // consumer warpgroups
-constexpr int kKeys = 64;        // keys of a warpgroup
+constexpr int kGroups = 2;                            // consumer warpgroups
+constexpr int kKeys = 64;                             // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kDsBuffers = 2;
