@@ -20,9 +20,9 @@
 // Heads of 64 leave registers for the operands that are the item's for good: keys for S, values for dP, and keys,
 // transposed, for dQ, of which a warpgroup then computes, transposed too, half the queries.
 //
-// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, STAGES_Q, ADD_DQ (0 or 1:
-// without, the order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on
-// lie elsewhere, arrive while the kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1:
+// Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
+// order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on lie
+// elsewhere, arrive while the kernel runs, and have gradients of their own; no tile has both), CAPTURED (0 or 1:
 // mask_numbers.cuh).
 
 #include "../../common/wgmma.cuh"
@@ -31,9 +31,9 @@
 #include "tiles.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kStages = STAGES, kStagesQ = STAGES_Q;  // of dout; of q
-constexpr int kGroups = 2;                            // consumer warpgroups
-constexpr int kKeys = 64;                             // keys of a warpgroup
+constexpr int kStages = STAGES;  // of q, and of dout
+constexpr int kGroups = 2;       // consumer warpgroups
+constexpr int kKeys = 64;        // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
 constexpr int kDsBuffers = 2;
@@ -108,27 +108,27 @@ struct BlockInfo {
 struct Shared {
   alignas(1024) u16 k[kHeadDim / kPanel][kTileKeys][kPanel];
   u16 v[kHeadDimV / kPanel][kTileKeys][kPanel];
-  u16 q[kStagesQ][kHeadDim / kPanel][kQueries][kPanel];
+  u16 q[kStages][kHeadDim / kPanel][kQueries][kPanel];
   u16 dout[kStages][kHeadDimV / kPanel][kQueries][kPanel];
   u16 ds[kDsBuffers][kGroups][kQueries][kKeys];
   float place[kGroups][4][kPieceFloats];  // what a warpgroup hands over
-  float lse[kStagesQ][kSplit ? 4 : kQueries], delta[kStages][kSplit ? 4 : kQueries];
+  float lse[kStages][kQueries], delta[kStages][kQueries];
   // Split statistics, of which each has half of 16 columns, and what they meet: for S, and for dP.
-  alignas(128) u16 stats[kStagesQ][2][kSplit ? kQueries : 8][8], ones[2][2][kSplit ? kKeys : 8][8];
+  alignas(128) u16 stats[kStages][2][kSplit ? kQueries : 8][8], ones[2][2][kSplit ? kKeys : 8][8];
   u64 kv_full, kv_empty;
-  u64 q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStages], dout_empty[kStages];
+  u64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   u64 item_full[2], item_empty[2];
   Item item[2], next_item;  // the latter is the producer's alone
   Parcel parcel[kGroups];
-  int4 info[kStagesQ];               // BlockInfo
-  int2 bounds[kStagesQ][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
+  int4 info[kStages];               // BlockInfo
+  int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
-constexpr u32 kBytesQ = sizeof(Shared::q) / kStagesQ;
+constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
 constexpr u32 kBytesDout = sizeof(Shared::dout) / kStages;
 constexpr u32 kBytesRow = kQueries * (kSplit ? 16 : sizeof(float));
-constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStagesQ;
+constexpr u32 kBytesBounds = sizeof(Shared::bounds) / kStages;
 
 DEVICE Item load_item(const BackwardParams& p, int index) {
   if (index >= OF_MASK(p, num_items)) return {-1};
@@ -148,8 +148,7 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
   prefetch_map(&p.v_remote);
   Arrivals arrivals;
 #endif
-  Ring<kStagesQ> ring;
-  Ring<kStages> dout_ring;
+  Ring<kStages> ring;
   Ring<2> slot;
   u32 kv_parity = 1;
   s.next_item = load_item(p, GATED ? atomicAdd(p.counter, 1) : blockIdx.x);
@@ -208,14 +207,12 @@ DEVICE void produce(const BackwardParams& p, Shared& s) {
       const i64 at = static_cast<i64>(head) * p.stats_row + row;
       load_bytes(smem_address(kSplit ? (void*)s.stats[i][0] : s.lse[i]), p.lse + (kSplit ? 4 * at : at), kBytesRow,
                  bar);
-      ring.advance();
-      const int j = dout_ring.index;
-      bar = smem_address(&s.dout_full[j]);
-      barrier_wait(smem_address(&s.dout_empty[j]), dout_ring.parity ^ 1);
+      bar = smem_address(&s.dout_full[i]);
+      barrier_wait(smem_address(&s.dout_empty[i]), ring.parity ^ 1);
       barrier_expect_bytes(bar, kBytesDout + (kSplit ? 0 : kBytesRow));
-      load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[j]), kQueries * 128, row, head, p.log2_packed, bar);
-      if (!kSplit) load_bytes(smem_address(s.delta[j]), p.delta + at, kBytesRow, bar);
-      dout_ring.advance();
+      load_packed<kHeadDimV / kPanel>(&p.dout, smem_address(s.dout[i]), kQueries * 128, row, head, p.log2_packed, bar);
+      if (!kSplit) load_bytes(smem_address(s.delta[i]), p.delta + at, kBytesRow, bar);
+      ring.advance();
       if (first) fetch_next();  // early, for it takes long
       first = false;
     }
@@ -314,8 +311,7 @@ struct Consumer {
   const BackwardParams& p;
   Shared& s;
   const int warpgroup, lane, row;  // row: first of this thread's keys in the tile
-  Ring<kStagesQ> ring;
-  Ring<kStages> dout_ring;
+  Ring<kStages> ring;
   Ring<kDsBuffers> buffer;  // of dS
   u32 kv_parity = 0;
   const Operand k_half;
@@ -351,7 +347,7 @@ struct Consumer {
   // S of the block; or dP, of values and dout.
   template <bool kOfValues>
   DEVICE void issue_logits(float (&x)[32], const Held& held) {
-    const Operand block(smem_address(kOfValues ? s.dout[dout_ring.index] : s.q[ring.index]));
+    const Operand block(smem_address(kOfValues ? s.dout[ring.index] : s.q[ring.index]));
     if constexpr (kHold)
       issue_transposed_logits<kHeadDim>(x, kOfValues ? held.v : held.k, block);
     else
@@ -453,7 +449,7 @@ struct Consumer {
   // One query block. dQ lags a block behind, so that the warpgroups need not march in step. Returns whether there is a
   // next block.
   DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Held& held, Parcel& previous) {
-    const int now = ring.index, dout_now = dout_ring.index;
+    const int now = ring.index;
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
@@ -461,10 +457,9 @@ struct Consumer {
     if (!kHold) issue_logits<false>(x, held);
     const BlockInfo info = block_info();
     const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
-    const u32 deltas = smem_address(s.delta[dout_now]) + lane % 4 * 8;
     float2 lse[8], delta[8];
     if (!kSplit) load_values(lse, values);
-    barrier_wait(smem_address(&s.dout_full[dout_now]), dout_ring.parity);
+    barrier_wait(smem_address(&s.dout_full[now]), ring.parity);
     // What reads shared memory behind a product waits until the tensor cores have taken it.
     if (kHold) issue_logits<false>(x, held);
     issue_logits<true>(y, held);
@@ -473,9 +468,9 @@ struct Consumer {
     if constexpr (kHold) pin(held.k);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
     if (info.piece >= 0) form_probs(x, probs, lse, info);
-    if (kHold) load_values(delta, deltas);
-    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[dout_now]), kQueries * 128));
-    if (!kHold && !kSplit) load_values(delta, deltas);
+    if (kHold) load_values(delta, values + sizeof(Shared::lse));
+    issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
+    if (!kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
     wgmma_wait<1>();  // dP
     pin(y);
     if constexpr (kHold) pin(held.v);
@@ -494,8 +489,7 @@ struct Consumer {
     wgmma_wait<1>();  // dV, dQ
     pin(probs);
     pin(dv);
-    release(s.dout_empty[dout_now], lane);
-    dout_ring.advance();
+    release(s.dout_empty[now], lane);
     if constexpr (ADD_DQ) {
       pin(dq);
       if constexpr (kHold) pin(held.k_turned);
@@ -600,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   }
   if (kSplit) {
     for (int i = threadIdx.x; i < 2 * 8 * kKeys; i += blockDim.x) {
-      for (int stage = 0; stage < kStagesQ; ++stage) s.stats[stage][1][0][i % (8 * kQueries)] = 0;
+      for (int stage = 0; stage < kStages; ++stage) s.stats[stage][1][0][i % (8 * kQueries)] = 0;
       const int what = i / (8 * kKeys), column = i % 8;
       s.ones[what][0][0][i % (8 * kKeys)] = column / 3 == what ? T::pack(1.f, 0.f) : 0;
       s.ones[what][1][0][i % (8 * kKeys)] = 0;

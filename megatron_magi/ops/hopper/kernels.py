@@ -40,8 +40,6 @@ _QUERIES_STAGES = {(64, 64): (3, 2), (128, 128): (3, 2), (192, 128): (3, 2), (25
 """Stages of keys and of values of that kernel: as many as fit of what is worth it."""
 _ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 _STAGES, _TALL_STAGES = 2, 3
-_WHOLE_QUERY_STAGES = {(64, 64): 2, (128, 128): 3}
-"""Stages of queries of the backward kernel for `WHOLE_DIMS`; of the output's gradients there are `_STAGES`."""
 _SPARE_BYTES = 1024  # barriers and the like
 
 
@@ -107,7 +105,7 @@ def backward_macros(
 ) -> tuple[str, ...]:
     """What a backward kernel is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
     return (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}", f"STAGES_Q={_WHOLE_QUERY_STAGES[dims]}",
+        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
         element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
         f"SPLIT_STATS={int(splits_stats(dtype, dims, softcap, adds_dq))}", *_if_gated(gated),
         *if_captured(captured),
@@ -228,10 +226,9 @@ def backward_kernel(
 ) -> Kernel:
     """Attention backward: dk and dv, and with ``adds_dq`` dq."""
     defines = backward_macros(dtype, dims, softcap, adds_dq, gated, captured)
-    stages = _WHOLE_QUERY_STAGES[dims]
-    tiles = 128 * sum(dims) + 64 * (stages * dims[0] + _STAGES * dims[1]) + 2 * 128 * 64  # k, v, q, dout; two of dS
-    shared = 2 * tiles + 4 * 64 * dims[0] + stages * (512 + 1024) + _SPARE_BYTES
-    shared += (stages * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else _SPARE_BYTES
+    tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
+    shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
+    shared += (_STAGES * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 
 

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from megatron_magi.ops.hopper import tuning
 
+_QUERIES, _SLACK = 64, 96  # queries of a block; tiles of a document seem to end less apart, of other masks more
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
@@ -97,13 +99,15 @@ def _near_schedule(
     candidates = [long_tile]
     if width < group:
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
-    piece = _piece(costs, heads_kv * group, long_tile) if width < group else 0
-    section = tuning.SECTION_TILES if long_tile == tuning.LONG_BLOCKS_UNEVEN and not piece else len(costs)
+    in_sections = width < group and long_tile == tuning.LONG_BLOCKS_UNEVEN
+    in_sections = in_sections and bool(_documents(np.argsort(starts, kind="stable"), starts, costs))
+    piece = _piece(costs, heads_kv * group, long_tile, in_sections) if width < group else 0
+    in_sections = in_sections and not piece
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = _num_long(costs, least)
         schedule = _schedule(
-            starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece, section
+            starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece, in_sections
         )
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
@@ -123,13 +127,15 @@ def _num_long(costs: np.ndarray, least: int) -> int:
     return int(less[0]) if len(less) else len(costs)
 
 
-def _piece(costs: np.ndarray, heads: int, long_tile: int) -> int:
+def _piece(costs: np.ndarray, heads: int, long_tile: int, in_sections: bool) -> int:
     """Blocks of a piece, 0 where no tile is cut.
 
-    They are cut where neighbours walk over the same queries; later where these are as many, and they walk in step.
+    They are cut where neighbours walk over the same queries; later where these are as many, and they walk in step, and
+    where so few are worked on together that the cache keeps what they read.
     """
     limits = {tuning.LONG_BLOCKS_UNEVEN: 5 * tuning.PIECE_BLOCKS // 4, tuning.LONG_BLOCKS: tuning.MOST_BLOCKS_IN_STEP}
-    if costs.max(initial=0) <= limits.get(long_tile, np.inf):
+    limit = tuning.MOST_BLOCKS_IN_STEP if in_sections else limits.get(long_tile, np.inf)
+    if costs.max(initial=0) <= limit:
         return 0
     return max(tuning.PIECE_BLOCKS, int(costs.sum()) * heads // tuning.MOST_PIECES)
 
@@ -144,12 +150,12 @@ def _schedule(
     width: int,
     num_sms: int,
     piece: int,
-    section: int,
+    in_sections: bool,
 ) -> Schedule:
     """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
 
     ``width``: query heads of an item of a tile that is split, as the first ``num_split`` of ``num_long`` are;
-    ``piece``: see `_piece`; ``section``: most tiles that are worked on together.
+    ``piece``: see `_piece`; ``in_sections``: whether tiles are worked on in `_sections`.
     """
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
@@ -158,7 +164,7 @@ def _schedule(
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    *sections, split = _sections(split, costs, section)
+    *sections, split = _sections(_documents(split, starts, costs), costs) if in_sections and num_split else [split]
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
     parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
@@ -172,9 +178,18 @@ def _schedule(
     return Schedule(items.astype(np.int32), num_split if width < group else 0)
 
 
-def _sections(tiles: np.ndarray, costs: np.ndarray, most: int) -> list[np.ndarray]:
-    """Runs of neighbouring tiles, at most so many each, by decreasing cost."""
-    runs = np.array_split(tiles, max(1, -(-len(tiles) // max(1, most))))
+def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list[np.ndarray]:
+    """Tiles of each causal document, in the order of their place; empty where not all tiles are of such."""
+    ends = starts[tiles] + _QUERIES * costs[tiles]
+    borders = np.flatnonzero(np.abs(np.diff(ends)) > _SLACK) + 1
+    if (starts[tiles[borders]] < ends[borders - 1] - _SLACK).any():
+        return []
+    return np.split(tiles, borders)
+
+
+def _sections(documents: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
+    """Documents, long ones in equal parts, by decreasing cost."""
+    runs = [run for tiles in documents for run in np.array_split(tiles, -(-len(tiles) // tuning.SECTION_TILES))]
     return sorted(runs, key=lambda run: -int(costs[run].sum()))
 
 
