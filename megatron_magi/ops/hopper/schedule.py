@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_magi.ops.hopper import tuning
 
-_QUERIES, _SLACK = 64, 96  # queries of a block; tiles of a document seem to end less apart, of other masks more
+_QUERIES, _SLACK = 64, 208  # queries of a block; so far apart tiles of one document may seem to end
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,10 +180,13 @@ def _schedule(
 
 def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list[np.ndarray]:
     """Tiles of each causal document, in the order of their place; empty where not all tiles are of such."""
-    ends = starts[tiles] + _QUERIES * costs[tiles]
-    borders = np.flatnonzero(np.abs(np.diff(ends)) > _SLACK) + 1
-    if (starts[tiles[borders]] < ends[borders - 1] - _SLACK).any():
-        return []
+    ends, borders, first = (starts[tiles] + _QUERIES * costs[tiles]).tolist(), [], 0
+    for i, start in enumerate(starts[tiles].tolist()):
+        if abs(ends[i] - ends[first]) > _SLACK:
+            if start < ends[i - 1] - _SLACK:
+                return []
+            borders.append(i)
+            first = i
     return np.split(tiles, borders)
 
 
