@@ -71,6 +71,10 @@ PIECE_BLOCKS, MOST_BLOCKS_IN_STEP, MOST_PIECES = 256, 512, 1 << 20
 """Blocks of a piece of a tile; of tiles of one size, only those of more blocks are cut; and about how many pieces there
 are at most."""
 
+SECTION_TILES = 56
+"""Most tiles of a causal document of which all query heads are worked on before those of others: what these read and
+add to stays in the L2 cache."""
+
 LAST_ITEMS = 2
 """Items an SM that go by decreasing cost at the end."""
 
