@@ -133,7 +133,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_eager_attention(name):
 
 
 def test_generation_with_a_cache_of_fixed_size_is_an_error():
-    with pytest.raises(ValueError, match="^cache_implementation: a cache of fixed size is not supported"):
+    with pytest.raises(ValueError, match=r"^cache_implementation: a cache of fixed size is not supported"):
         make_model("llama").generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, cache_implementation="static")
 
 
