@@ -73,7 +73,9 @@ def integer(value: Any, name: str) -> int:
             raise TypeError
         return int(value.__index__())
     except (AttributeError, TypeError):
-        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
+        shape = getattr(value, "shape", ())
+        got = f"a {type(value).__name__} of shape {list(shape)}" if len(shape) else repr(value)
+        raise ValueError(f"{name}: expected an integer, got {got}") from None
 
 
 def int_at_least(value: Any, name: str, least: int, most: int = MAX_TOKENS) -> int:

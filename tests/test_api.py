@@ -401,6 +401,7 @@ def test_names_of_mask_types_and_small_functions():
     assert api.compute_pad_size(total_seqlen_q=100, cp_size=4, chunk_size=16) == 28
     assert api.compute_pad_size(128, 4, 16) == 0
     assert api.squash_batch_dim(torch.zeros(3, 4, 5)).shape == (12, 5)
+    assert api.infer_varlen_mask_from_batch(2, 6)[0].is_cuda == torch.cuda.is_available()
     cu_q, cu_k = api.infer_varlen_mask_from_batch(2, 6, device="cpu")
     assert cu_q.tolist() == cu_k.tolist() == [0, 6, 12] and cu_q.dtype == torch.int32
     ranges = api.AttnRanges.from_cu_seqlens([0, 3, 9], 9)

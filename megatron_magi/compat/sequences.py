@@ -33,9 +33,10 @@ def squash_batch_dim(x: torch.Tensor) -> torch.Tensor:
 
 
 def infer_varlen_mask_from_batch(
-    batch_size: int, seq_len: int, device: torch.device | str = "cuda"
+    batch_size: int, seq_len: int, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cumulative lengths of equally long sequences, for queries and keys, int32 ``[batch_size + 1]`` each.
+    """Cumulative lengths of equally long sequences, for queries and keys, int32 ``[batch_size + 1]`` each, on the GPU
+    if there is one and no device is given.
 
     Raises:
         ValueError: a number is no integer or negative, the tokens are too many for int32, or there is no
@@ -44,6 +45,8 @@ def infer_varlen_mask_from_batch(
     batch_size, seq_len = int_at_least(batch_size, "batch_size", 0), int_at_least(seq_len, "seq_len", 0)
     if batch_size * seq_len > MAX_TOKENS:
         raise ValueError(f"batch_size: {batch_size} sequences of {seq_len} tokens are more than {MAX_TOKENS} tokens")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_len
     except (RuntimeError, TypeError, ValueError) as error:

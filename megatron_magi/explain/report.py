@@ -39,6 +39,10 @@ class DispatchFigures:
     predicted_us: float
 
 
+_ALIKE = """of predictions within 1 % of the shortest
+the one with the least host time, then that with the fewest rows fetched"""
+
+
 def dispatch_figures(mask: AttnMask, cp_size: int, config: MagiConfig | None = None) -> list[DispatchFigures]:
     """Plans ``mask`` for ``cp_size`` ranks with each dispatch algorithm.
 
@@ -105,7 +109,7 @@ def explain_text(mask: AttnMask, figures: Sequence[DispatchFigures], chosen: str
     rates = best.plan.config.dispatch.rates or H100
     lines += [
         "",
-        "* is what is used" + (f": auto takes {best.taken}" if chosen == "auto" else ""),
+        "* is what is used" + (f": auto takes {best.taken}, {_ALIKE}" if chosen == "auto" else ""),
         "balance: largest area of a rank over the mean; fetched: by the busiest rank in a forward pass of one layer,",
         "in as many stages; predicted: forward and backward of one layer's attention on the slowest rank,",
         f"{cost.num_heads_q} query, {cost.num_heads_kv} key heads of {cost.head_dim}, {8 * cost.element_bytes} bits, "

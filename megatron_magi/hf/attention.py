@@ -68,6 +68,14 @@ class LayerMask:
         """The mask without further documents."""
         return self.intervals.mask(self._kv_length * len(self._parts))
 
+    def contiguous(self) -> LayerMask:
+        """Called by transformers' generation alone, where the cache has a fixed size: masks are then tensors.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("cache_implementation: a cache of fixed size is not supported with attn_implementation='magi'")
+
     def of_layer(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> AttnMask:
         """The mask with the documents of ``cu_seq_lens`` or, where it knows of none yet, of the layer's positions."""
         said = cu_seq_lens

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_magi import envs
 from megatron_magi.mcore import seams
-from megatron_magi.mcore.argv import FLAG, add_arguments
+from megatron_magi.mcore.argv import FLAG, OPTION, add_arguments
 
 _ADD, _VALIDATE = "training.arguments:add_megatron_arguments", "training.arguments:validate_args"
 
@@ -21,7 +22,7 @@ def install() -> None:
 
     @functools.wraps(stock_add)
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
-        return add_arguments(stock_add(parser))
+        return _mended(add_arguments(stock_add(parser)))
 
     @functools.wraps(stock_validate)
     def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Any:
@@ -31,6 +32,26 @@ def install() -> None:
 
     seams.put(_ADD, add_megatron_arguments)
     seams.put(_VALIDATE, validate_args)
+
+
+def _mended(parser: ArgumentParser) -> ArgumentParser:
+    """``parser`` with help texts that can be printed and a backend that is refused by name: Megatron's have bare per
+    cent signs, which end ``--help`` with an error, and another backend than those it knows is a KeyError.
+    """
+    for action in parser._actions:
+        if action.help is not None:
+            action.help = re.sub(r"%%|%\(\w+\)|%", lambda found: found[0] if len(found[0]) > 1 else "%%", action.help)
+        if OPTION in action.option_strings:
+            action.type = functools.partial(_backend, action.type, list(type(action.default).__members__))
+            action.help = f"{action.help} magi: balanced context parallelism for any mask."
+    return parser
+
+
+def _backend(stock: Callable[[str], Any], names: list[str], text: str) -> Any:
+    try:
+        return stock(text)
+    except KeyError:
+        raise ArgumentTypeError(f"expected magi or one of {', '.join(names)}, got {text!r}") from None
 
 
 def check_argv() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-_OPTION = "--attention-backend"
+OPTION = "--attention-backend"
 _VALUE = "magi"
 FLAG = "--magi-attention"
 
@@ -32,18 +32,18 @@ def rewrite_argv(argv: Sequence[str]) -> list[str]:
             # Only this function may set it, so that rewriting twice changes nothing.
             values.append(_VALUE)
             continue
-        if name == _OPTION:
+        if name == OPTION:
             value = value if equals else next(arguments, "")
             values.append(value)
-            out += [_OPTION, "auto" if value == _VALUE else value]
+            out += [OPTION, "auto" if value == _VALUE else value]
             continue
         out.append(argument)
     if _VALUE in values:
         others = sorted(set(values) - {_VALUE, "auto"})
         if others:
             raise ValueError(f"attention_backend: given as {_VALUE} and as {', '.join(others)}")
-        if _OPTION not in out:
-            out += [_OPTION, "auto"]
+        if OPTION not in out:
+            out += [OPTION, "auto"]
         out.append(FLAG)
     return out
 

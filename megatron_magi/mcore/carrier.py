@@ -138,7 +138,8 @@ def carrier_of(packed_seq_params: PackedSeqParams | None, where: str) -> MagiSeq
     """
     if not isinstance(packed_seq_params, MagiSeqParams):
         raise ValueError(
-            f"packed_seq_params: {where} needs the MagiSeqParams that megatron_magi.mcore.batch makes, "
-            f"got {type(packed_seq_params).__name__}"
+            f"packed_seq_params: {where} needs the MagiSeqParams that megatron_magi.mcore.batch makes, got "
+            f"{type(packed_seq_params).__name__}; a script of your own calls megatron_magi.mcore.install() before it "
+            "imports anything of megatron; to generate text load the checkpoint with another --attention-backend"
         )
     return packed_seq_params

@@ -47,6 +47,8 @@ def settle_arguments(args: Namespace) -> list[str]:
     notices = []
     if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
         notices.append("cp_comm_type: no effect with --attention-backend magi, which sends what its plan says")
+    if args.flash_attention_version is not None:
+        notices.append("flash_attention_version: no effect with --attention-backend magi, which has its own kernels")
     reason = None
     if args.multi_latent_attention:
         reason = "multi-latent attention"
@@ -140,8 +142,9 @@ def _check_schedule(args: Namespace) -> None:
         )
     if args.hybrid_context_parallel:
         raise ValueError("hybrid_context_parallel: dispatch balances every microbatch already; drop it")
-    if args.perform_rl_step:
-        raise ValueError("perform_rl_step: not supported with --attention-backend magi")
+    for name in ("perform_rl_step", "fake_process_group"):
+        if getattr(args, name):
+            raise ValueError(f"{name}: not supported with --attention-backend magi")
     for name in ("logits_load_dir", "logits_save_dir"):
         if getattr(args, name) is not None:
             raise ValueError(

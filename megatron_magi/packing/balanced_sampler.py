@@ -81,8 +81,10 @@ class BalancedSampler:
         self._seed = int_at_least(seed, "seed", 0)
         if self._dp_rank >= self._dp_size:
             raise ValueError(f"dp_rank: expected less than dp_size {self._dp_size}, got {self._dp_rank}")
-        if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.max() > self._max_tokens:
-            raise ValueError(f"lengths: expected documents of 1 to {self._max_tokens} tokens, and at least one")
+        wrong = np.flatnonzero((self._lengths < 1) | (self._lengths > self._max_tokens))
+        if len(wrong) or not len(self._lengths):
+            what = f"number {wrong[0]} has {self._lengths[wrong[0]]}" if len(wrong) else "there is none"
+            raise ValueError(f"lengths: expected documents of 1 to {self._max_tokens} tokens, {what}")
         if not callable(area):
             raise ValueError(f"area: expected a function of lengths, got {area!r}")
         self._area = np.asarray(area(self._lengths), dtype=np.float64)

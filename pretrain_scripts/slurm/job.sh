@@ -28,6 +28,7 @@ for argument in "$@"; do
 done
 
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no interpreter $PYTHON; submit with PYTHON=\$(command -v python)"
 export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 RUN_DIR=$(realpath -m "${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}")
 checkpoints=$RUN_DIR/checkpoints

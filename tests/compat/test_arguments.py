@@ -45,6 +45,7 @@ def flex_key(q_ranges=((0, 8),), k_ranges=((0, 8),), attn_mask_type="full", tota
         (lambda: api.magi_attn_varlen_key([0, 8], [0, 8], causal=True, window_size=(4, 0)), "leave out causal"),
         (lambda: api.infer_attn_mask_from_sliding_window([0, 8], None, (1, 1)), "k_range"),
         (lambda: api.compute_pad_size(8, 2, 2.5), "chunk_size: expected an integer"),
+        (lambda: api.compute_pad_size(torch.zeros(8, 4), 2, 1), r"total_seqlen_q: .* got a Tensor of shape \[8, 4\]$"),
         (lambda: api.roll(torch.zeros(8, 2), 1, 3, flex_key()), "dim: 3 is not a dimension"),
         (lambda: api.roll(torch.zeros(8, 2), 1, -3, flex_key()), "dim: -3 is not a dimension"),
         (lambda: api.roll(torch.zeros(8, 2), 1.5, 0, flex_key()), "shift: expected an integer"),

@@ -70,7 +70,7 @@ def test_the_report_names_what_auto_takes(ranks_per_node):
     config = MagiConfig(comm=CommConfig(ranks_per_node=ranks_per_node))
     figures = dispatch_figures(MASK, 4, config)
     auto = figures[0]
-    assert "auto takes " + auto.taken in explain_text(MASK, figures, "auto")
+    assert f"auto takes {auto.taken}, of predictions within 1 % of" in explain_text(MASK, figures, "auto")
     algorithm, *tolerance = auto.taken.split()
     named = DispatchConfig(algorithm, **({"balance_tolerance": float(tolerance[0])} if tolerance else {}))
     same = make_plan(MASK, replace(config, dispatch=named), 4)

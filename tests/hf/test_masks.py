@@ -132,6 +132,11 @@ def test_generation_with_a_cache_gives_the_tokens_of_eager_attention(name):
     assert torch.equal(eager, magi)
 
 
+def test_generation_with_a_cache_of_fixed_size_is_an_error():
+    with pytest.raises(ValueError, match=r"^cache_implementation: a cache of fixed size is not supported"):
+        make_model("llama").generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, cache_implementation="static")
+
+
 def test_a_square_mask_of_a_users_is_taken():
     batch = packed_batch((20,))
     seen = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(0)) < 0.5

@@ -74,6 +74,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
         (["--qk-clip"], "qk_clip"),
         (["--perform-rl-step"], "perform_rl_step"),
+        (["--fake-process-group"], "fake_process_group"),
         (["--logits-load-dir", "teacher"], "logits_load_dir"),
         (["--logits-save-dir", "teacher"], "logits_save_dir"),
         (["--fp4-format", "e2m1"], "fp4"),
@@ -177,9 +178,13 @@ def test_rope_fusion_is_given_up_with_a_notice_where_it_cannot_work(
     assert all(notice.startswith("apply_rope_fusion: off") for notice in notices)
 
 
-def test_a_way_of_communicating_that_is_not_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    (notice,) = settle_arguments(_parse(monkeypatch, "--cp-comm-type", "a2a"))
-    assert notice.startswith("cp_comm_type: no effect")
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [(["--cp-comm-type", "a2a"], "cp_comm_type"), (["--flash-attention-version", "3"], "flash_attention_version")],
+)
+def test_an_option_without_effect_is_said(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
+    (notice,) = settle_arguments(_parse(monkeypatch, *extra))
+    assert notice.startswith(f"{name}: no effect")
     assert settle_arguments(_parse(monkeypatch)) == []
 
 

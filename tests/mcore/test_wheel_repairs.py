@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_magi.mcore import seams, wheel_repairs
+from megatron_magi.mcore import arguments, seams, wheel_repairs
 from megatron_magi.testing.megatron_launch import launch, tiny_gpt_args
 
 STATE_DICT = "core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict"
@@ -41,6 +42,16 @@ def test_norm_without_sequence_parallelism_is_unmarked() -> None:
 
     norm = WrappedTorchNorm(_config(normalization="RMSNorm"), 8)
     assert not any(hasattr(parameter, "sequence_parallel") for parameter in norm.parameters())
+
+
+def test_help_is_printed_and_a_backend_that_nobody_knows_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments.install()
+    parser = seams.find("training.arguments:add_megatron_arguments")(ArgumentParser(prog="train", allow_abbrev=False))
+    assert "use 90% of data" in " ".join(parser.format_help().split())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--attention-backend", "magic"])
+    assert "expected magi or one of flash, fused, unfused, local, auto, got 'magic'" in capsys.readouterr().err
+    assert parser.parse_args(["--attention-backend", "flash"]).attention_backend.name == "flash"
 
 
 class Ranks:

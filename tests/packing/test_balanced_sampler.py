@@ -109,9 +109,9 @@ def test_work_counts_the_matrix_products_of_tokens_beside_pairs():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"lengths": []}, "lengths"),
+        ({"lengths": []}, "lengths: expected documents of 1 to 8 tokens, there is none"),
         ({"lengths": [0]}, "lengths"),
-        ({"lengths": [9]}, "lengths"),
+        ({"lengths": [3, 9]}, "lengths: expected documents of 1 to 8 tokens, number 1 has 9"),
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank"),
         ({"num_microbatches": 0}, "num_microbatches"),
         ({"seed": -1}, "seed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class Lab:
     """A folder with the commands, and the environment of a job on two nodes."""
 
     work: Path
+    python: str = sys.executable
 
     def start(self, ranks: str, *arguments: str, nodes_answer: int = 0, state: str = "RUNNING") -> subprocess.Popen:
         """Runs job.sh with ``ranks``, a line of shell, as what the ranks do."""
@@ -38,7 +40,7 @@ class Lab:
         stubs = {"WORK": str(self.work), "RANKS": ranks, "NODES_ANSWER": str(nodes_answer), "STATE": state}
         return subprocess.Popen(
             ["bash", "-c", 'source "$0" "$@"', str(ROOT / "pretrain_scripts/slurm/job.sh"), *arguments],
-            env={**os.environ, **job, **stubs, "PATH": path, "CP": "16"},
+            env={**os.environ, **job, **stubs, "PATH": path, "CP": "16", "PYTHON": self.python},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -136,3 +138,10 @@ def test_folders_of_checkpoints_are_the_jobs_own(lab: Lab, argument: str) -> Non
     status, output = lab.run("exit 0", argument)
     assert status == 2
     assert output.startswith(argument.partition("=")[0] + ": ")
+
+
+def test_an_interpreter_that_is_not_there_is_said_before_nodes_start(lab: Lab) -> None:
+    lab.python = str(lab.work / "python")
+    status, output = lab.run("exit 0")
+    assert (status, (lab.work / "srun").exists()) == (2, False)
+    assert output.startswith(f"PYTHON: there is no interpreter {lab.python}; ")
