@@ -141,8 +141,8 @@ class _SetOnce:
 class RankPlan(_SetOnce):
     """What one rank does for one mask. ``bands[s]``: int64 ``[n, 6]`` in (row of the shard, row
     of stage s's keys); stage 0's keys are the shard's own. ``transfers[s - 1]`` feeds stage s; ``joined`` feeds all of
-    them at once, one behind the other in one buffer, and is None unless there are several and ``one_launch``, see
-    `OverlapConfig`."""
+    them at once, one behind the other in one buffer, and is None unless there are several, ``one_launch`` (see
+    `OverlapConfig`) and no nodes."""
 
     cp_rank: int
     cp_size: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask.builders import causal, varlen
 from megatron_magi.plan import dispatch_from_chunks, make_plan
 from megatron_magi.plan.balance import assign_chunks
@@ -80,3 +80,11 @@ def test_ranks_that_are_no_whole_number_of_nodes_are_refused():
 
 def test_plans_with_and_without_nodes_do_not_pass_for_the_same():
     assert make_plan(causal(1024), config(2), 4).plan_hash != make_plan(causal(1024), config(None), 4).plan_hash
+
+
+def test_stages_are_not_joined_where_nodes_are_told_apart():
+    for nodes in (None, 2):
+        plan = make_plan(
+            causal(512), MagiConfig(overlap=OverlapConfig(degree=2), comm=CommConfig(ranks_per_node=nodes)), 4
+        )
+        assert (plan.for_rank(0).joined is None) == (nodes is not None)
