@@ -268,7 +268,7 @@ class _Undispatch(torch.autograd.Function):
 
 
 class _SumParts(torch.autograd.Function):
-    """This rank's rows of the sum over the ranks, each of which has a part of the whole: the adjoint of `_Undispatch`."""
+    """This rank's rows of the sum of what all ranks have: the adjoint of `_Undispatch`."""
 
     @staticmethod
     def forward(

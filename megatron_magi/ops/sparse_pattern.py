@@ -132,7 +132,7 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def _check_entries(name: str, tensors: tuple[Tensor, ...], columns: int) -> None:
-    """Numbers behind the last block are mistakes; of tensors on a GPU nobody looks, for that would wait for it."""
+    """Numbers behind the last block are mistakes; tensors on a GPU are not checked, as that would wait for it."""
     entries = tensors[-1]
     if entries.dtype == torch.bool or entries.device.type != "cpu" or torch.compiler.is_compiling():
         return

@@ -370,10 +370,19 @@ def test_a_rank_out_of_range_is_refused(rank) -> None:
         make_plan(documents([8]), cp_size=2).for_rank(rank)
 
 
-def test_hashes_tell_apart_what_travels_in_another_dtype() -> None:
-    mask = documents([64])
-    wide = MagiConfig(comm=CommConfig(backward_high_precision_reduce=True))
-    assert make_plan(mask, cp_size=2).plan_hash != make_plan(mask, wide, 2).plan_hash
+@pytest.mark.parametrize(
+    "config",
+    [
+        MagiConfig(comm=CommConfig(backward_high_precision_reduce=True)),
+        MagiConfig(overlap=OverlapConfig(degree=1, one_launch=False)),
+        MagiConfig(overlap=OverlapConfig(degree=1, hide_tail_reduce=True)),
+        MagiConfig(overlap=OverlapConfig(degree=0)),
+        MagiConfig(overlap=OverlapConfig(degree=2)),
+    ],
+)
+def test_hashes_tell_apart_what_travels_otherwise_or_at_another_time(config) -> None:
+    mask, plain = documents([64]), MagiConfig(overlap=OverlapConfig(degree=1))
+    assert make_plan(mask, plain, 2).plan_hash != make_plan(mask, config, 2).plan_hash
 
 
 def test_planning_many_chunks_stays_quick() -> None:

@@ -1,4 +1,4 @@
-"""Rows in two levels: between nodes once, whoever needs them there, and inside a node by what serves best.
+"""Rows in two levels: once between nodes, however many ranks need them there, then inside a node.
 
 A cast sends own rows inside the node and once to each other node, where the rank that receives them hands them on. A
 reduction goes the same way back: a node's partial rows are summed by the rank that handed the rows on, rounded once to
