@@ -60,6 +60,11 @@ def test_neighbours_are_the_best_of_all_pairings_of_four_ranks():
     assert crossing(gather_in_nodes(mask, bounds, rank, cp_size, 2)) == least
 
 
+def test_ranks_keep_their_numbers_where_no_others_are_better():
+    mask, rank = varlen(doc_lengths=[512, 512], causal=False), np.array([2, 3, 2, 3, 0, 1, 0, 1])
+    np.testing.assert_array_equal(gather_in_nodes(mask, np.arange(9) * 128, rank, 4, 2), rank)
+
+
 def test_a_dispatch_that_was_asked_for_by_name_keeps_its_numbers():
     for algorithm in ("zigzag", "sequential", "min_heap"):
         plans = [make_plan(causal(4096), config(n, algorithm=algorithm), 4) for n in (None, 2)]

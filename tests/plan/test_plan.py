@@ -18,6 +18,7 @@ from megatron_magi.mask.dense import count_cover, dense_mask
 from megatron_magi.plan import Plan, StepKind, make_plan
 from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
+from megatron_magi.plan.degree import step_us
 from megatron_magi.plan.partition import areas_by_place, partition
 
 AFFINITY = MagiConfig(dispatch=DispatchConfig(algorithm="affinity"))
@@ -263,6 +264,15 @@ def test_the_cost_model_adds_stages_only_where_they_hide_something() -> None:
     assert make_plan(mask, MagiConfig(overlap=slow_link), 4).degree > 1
     assert make_plan(mask, MagiConfig(overlap=slow_stage), 4).degree == 1
     assert make_plan(documents([1024] * 4), cp_size=1).degree == 0
+
+
+def test_a_fetch_waits_for_the_stage_before_the_one_it_overlaps() -> None:
+    """Times by hand: 50 us of own keys, 20 us of fetched ones, which travel 40 us; a stage costs 1 us."""
+    cost = CostModel(4e-6, 2e-3, 1.0, num_heads_q=1, num_heads_kv=1, head_dim=1, element_bytes=1)
+    assert (cost.attend_us(50), cost.fetch_us(40)) == (50, 40)
+    found = step_us(np.array([50]), np.array([20]), np.array([40]), 2, cost)
+    # One stage: 51 + 21, and 126 + 51 + 40 to return gradients. Two: the second fetch begins at 51, or at 126.
+    np.testing.assert_allclose(found, [72 + 217, (51 + 20 + 11) + (126 + 26 + 26 + 20)])
 
 
 def test_documents_that_fit_their_ranks_move_nothing() -> None:
