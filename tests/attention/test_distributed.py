@@ -346,6 +346,7 @@ def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None
     sink = torch.zeros(1, 2)
     kinds = [((x, x, x), {}), ((wide, x, x), {}), ((x, x, x), {"softcap": 2}), ((x.double(),) * 3, {})]
     kinds += [((x, x, x), {"config": other}), ((x, x, x), {"sink": sink}), ((x, x, x.clone().requires_grad_()), {})]
+    kinds += [((x, x, wide), {}), ((x, x, x), {"sink": sink.clone().requires_grad_()})]
     assert [run(*qkv, **options) for qkv, options in kinds] == [1] * len(kinds)
     assert [
         run(*(t.clone() if t.is_contiguous() and not t.requires_grad else t for t in qkv), **options)
@@ -355,6 +356,8 @@ def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None
         assert run(x, x, x, softmax_scale=torch.tensor(0.5)) == 1
     monkeypatch.setattr(module, "_MOST_CALLS", 3)
     assert run(x, x, x, softcap=3.0) == 1 and len(plan.runtime["calls"]) == 1
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert [run(x, x, x, softcap=3.0) for _ in range(2)] == [1, 0]
 
 
 def test_a_plan_with_its_calls_is_freed_without_a_garbage_collection() -> None:
