@@ -43,13 +43,6 @@ class Dispatch:
         """`global_index` of every rank, in rank order."""
         return [self.global_index(rank) for rank in range(self.cp_size)]
 
-    def undispatch_index(self) -> np.ndarray:
-        """Where each global token is in the shards concatenated by rank, int64 ``[padded_seqlen]``."""
-        order = np.concatenate(self.global_indices())
-        out = np.empty_like(order)
-        out[order] = np.arange(len(order), dtype=np.int64)
-        return out
-
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
