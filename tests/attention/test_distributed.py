@@ -447,20 +447,35 @@ def test_compiled_models_may_call_the_operator() -> None:
     torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
 
 
-def unused_output(rank: int, num_ranks: int, case: cs.Case) -> torch.Tensor:
+class NoGradient(torch.autograd.Function):
+    """What it is given gets no gradient, not even zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def unused_output(rank: int, num_ranks: int, case: cs.Case, has_zeros: bool) -> torch.Tensor:
     """On rank 0 the loss does not depend on the output, but its keys are used by rank 1."""
     plan = make_plan(case.mask, case.config, num_ranks)
     x = cs.inputs(case)
     index = torch.from_numpy(plan.dispatch.global_index(rank))
     q, k, v = (x[n][index].requires_grad_(True) for n in ("q", "k", "v"))
     out, _ = distributed_attention(q, k, v, plan.for_rank(rank), dist.group.WORLD, config=case.config)
-    (out * (0.0 if rank == 0 else 1.0)).sum().backward()
+    if rank == 0:
+        out = out * 0.0 if has_zeros else NoGradient.apply(out)
+    out.sum().backward()
     return k.grad.abs().sum()
 
 
-def test_keys_of_a_rank_without_loss_still_get_their_gradients(ranks) -> None:
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_keys_of_a_rank_without_loss_still_get_their_gradients(ranks, has_zeros) -> None:
     case = cs.Case(cs.documents([64]))
-    assert all(float(g) > 0 for g in ranks(2, unused_output, case))
+    assert all(float(g) > 0 for g in ranks(2, unused_output, case, has_zeros))
 
 
 @pytest.mark.parametrize(
