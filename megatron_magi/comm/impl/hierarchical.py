@@ -131,7 +131,7 @@ class _Next:
                 self._run()
             return
         event, self._event = self._event, None
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(event.device)  # the current device may be another
         current.wait_event(event)
         result = self._result if isinstance(self._result, list) else [self._result]
         for x in (*result, *self._kept):
