@@ -79,7 +79,7 @@ def gather(case: cs.Case, parts: list[dict[str, torch.Tensor]]) -> dict[str, tor
 
 
 def assert_case_within_budget(where: str, case: cs.Case, found: dict[str, torch.Tensor]) -> None:
-    """Every result beside dense attention on one device in the dtype of the case, or in fp32 where results are."""
+    """Every result against dense attention on one device in the dtype of the case, or in fp32 where results are."""
     inputs = {name: t.to(case.dtype) for name, t in cs.inputs(case).items()}
     exact, same_dtype, fp32 = (
         cs.dense_attention(case, {name: t.to(dtype) for name, t in inputs.items()})

@@ -1,4 +1,4 @@
-"""Ranks that disagree get one message that names them, and nobody hangs."""
+"""Ranks that disagree get one message that names them, and none hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that disagree in a call get one message, within seconds, that names them and what differs; nobody hangs."""
+"""Ranks that disagree in a call get one message, within seconds, that names them and what differs; none hangs."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ def test_a_collective_of_nccl_is_given_up_for_a_message(change, expected):
 
 
 class Failing:
-    """Something beside a process group: fails when it is told to."""
+    """Something outside of a process group: fails when it is told to."""
 
     def __init__(self) -> None:
         self.text, self.is_stopped = None, False

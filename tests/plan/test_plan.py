@@ -405,7 +405,7 @@ def test_planning_many_chunks_stays_quick() -> None:
 
 @pytest.mark.parametrize("algorithm", ["min_heap", "affinity"])
 def test_swaps_find_the_even_split(algorithm) -> None:
-    """Largest first puts 8 beside 4 and 7 beside 5 on top of 6s: only swaps reach 15 each."""
+    """Largest first puts 8 with 4 and 7 with 5 on top of 6s: only swaps reach 15 each."""
     lengths = [6, 6, 5, 5, 4, 4]
     mask = AttnMask([(i, i + 1, 0, n, 0) for i, n in enumerate(lengths)], 6)
     config = MagiConfig(dispatch=DispatchConfig(algorithm=algorithm, chunk_size=1))
