@@ -230,12 +230,14 @@ def count_entries(rank, num_ranks):
             step(True)
             step(False)
         unchanged = len(entries)
+        roll(key)  # known, but never after what came last
+        in_new_order = len(entries)
         attend(key, heads_q=8)
-    return unchanged, len(entries) > 0
+    return unchanged, in_new_order > unchanged, len(entries) > in_new_order
 
 
 def test_calls_that_follow_each_other_as_before_compare_nothing(ranks):
-    assert ranks(2, count_entries) == [(0, True)] * 2
+    assert ranks(2, count_entries) == [(0, True, True)] * 2
 
 
 def come_late(rank, num_ranks):
