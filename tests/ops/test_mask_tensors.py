@@ -87,6 +87,9 @@ def test_a_view_of_other_elements_is_another_tensor(copies):
     assert mask_tensors.mask_of_ranges([first, keys], 10, 11).table[0, 0] == 0
     assert mask_tensors.mask_of_ranges([last, keys], 10, 11).table[0, 0] == 4
     assert mask_tensors.mask_of_ranges([table[:2].flip(0), keys], 10, 11).table[0, 0] == 4
+    square = torch.tensor([[0, 2], [3, 9]])
+    assert mask_tensors.mask_of_ranges([square, keys], 10, 11).table[0, 1] == 2
+    assert mask_tensors.mask_of_ranges([square.T, keys], 10, 11).table[0, 1] == 3
 
 
 def test_memory_that_is_used_again_is_another_tensor(copies):
