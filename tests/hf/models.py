@@ -47,9 +47,13 @@ CONFIGS = {
 
 
 def make_model(name, attn_implementation="magi", seed=0):
-    """A causal language model in fp32. Weights are large enough for the mask to matter, and so are sinks."""
+    """A causal language model in fp32, of a name in `CONFIGS` or a configuration.
+
+    Weights are large enough for the mask to matter, and so are sinks.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation=attn_implementation)
+    config = CONFIGS[name] if isinstance(name, str) else name
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks"):
