@@ -10,11 +10,11 @@ Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the defaul
 ``two_levels_native``, half of the ranks taken for a node, inside which rows travel through NCCL or `native`;
 ``alone``, the attention of ``magi`` over keys that are all there, in one launch; the baselines of `baselines`. All
 take turns in one run, in another order each round. A time is that of the slowest rank, median over the rounds, of a
-pass of a whole call with the host ahead; rates are of visible pairs for each GPU. ``hidden``: share of the time of
-communication kernels, which includes their waiting for other ranks, in which other kernels run, of a forward and a
-backward under the profiler, over all ranks. When ``--max-seconds`` are over what is there is written. ``--plot`` puts
-files together, of a row that is in several the last. Figures that MagiAttention has published of its own are shown
-beside, and named so.
+pass of a whole call with the host ahead, from where the devices have met; rates are of visible pairs for each GPU.
+``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
+run at that time, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over what
+is there is written. ``--plot`` puts files together, of a row that is in several the last. Figures that MagiAttention
+has published of its own are shown beside, and named so.
 """
 
 from __future__ import annotations
@@ -182,7 +182,10 @@ class Turns:
 
 
 def _time_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Of this rank, from where its device begins to where it is done; the host queues the work before."""
+    """Of this rank, from where the devices have met to where this one is done; the host queues the work before.
+
+    Else a rank that begins sooner waits for the others within its time: some 10 us, by which hosts are apart.
+    """
     if device.type == "cpu":
         dist.barrier()
         begin = time.perf_counter()
@@ -192,6 +195,7 @@ def _time_ms(run: Callable[[], object], device: torch.device) -> float:
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda._sleep(int(_AHEAD_MS * 2e6))
+    dist.all_reduce(torch.zeros(1, device=device))
     start.record()
     run()
     end.record()

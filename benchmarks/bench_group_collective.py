@@ -31,6 +31,7 @@ from provenance import write_csv
 
 from megatron_magi.attention.runtime import cast_tables
 from megatron_magi.comm.group_collective import GroupCastArgs, LevelArgs, group_cast, group_reduce
+from megatron_magi.comm.groups import all_gather_single
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
 from megatron_magi.plan.hierarchy import Pieces, two_levels
@@ -140,7 +141,7 @@ def ways(
         result["reduce", way] = lambda how=how: group_reduce([dk, dv], args, into=into, at_once=True, **how).wait()
     result["reduce", "native_at_the_end"] = lambda: group_reduce([dk, dv], args, group, into=into, impl="native").wait()
     result["cast", "nccl_all_to_all"] = lambda: dist.all_to_all_single(received, packed, splits, splits)
-    result["cast", "nccl_all_gather"] = lambda: dist.all_gather_into_tensor(everything, sent)
+    result["cast", "nccl_all_gather"] = lambda: all_gather_single(everything, sent)
     return result
 
 

@@ -1,7 +1,7 @@
 """Training steps of attention alone, with a new mask in each: what planning, copies and the host cost.
 
     python benchmarks/bench_steps.py [--csv FILE] [--cases NAME ...] [--ways NAME ...] [--layers N] [--steps N]
-                                     [--comm IMPL ...]
+                                     [--turns N] [--comm IMPL ...]
 
 A step is a forward and a backward pass of some layers over the GPUs of one machine, of packed documents. Five ways:
 
@@ -13,11 +13,12 @@ A step is a forward and a backward pass of some layers over the GPUs of one mach
 - ``captured``: as ``prepared``, and all passes of the step are one CUDA graph, captured once and replayed for each mask
   (`StaticPlans`; on several GPUs with one stage and native collectives).
 
-All ways take the same masks in the same order, and nothing is known of them when a way begins. Reported is the median
-over the masks of the slowest rank's step, and of the host of the first rank: how long it takes to issue the forward
-of a layer and its part of the one backward over all layers, all of the step, to get the next batch from the loader and
-to bring it to the device, and how long it then waits for the device. Where it does not wait, it sets the pace. The
-first batches, which the workers make while they start, do not count.
+All ways take the same masks in the same order, and nothing is known of them when a way begins. They run in turns, each
+over some masks, so that a machine whose speed drifts favors none. Reported is the median over the masks of the slowest
+rank's step, of its rate to the first way's with the same mask, and of the host of the first rank: how long it takes to
+issue the forward of a layer and its part of the one backward over all layers, all of the step, to get the next batch
+from the loader and to bring it to the device, and how long it then waits for the device. Where it does not wait, it
+sets the pace. The first batches of a turn, which the workers make while they start, do not count.
 """
 
 from __future__ import annotations
@@ -133,9 +134,9 @@ class Steps:
         return run
 
 
-def with_one_stage(config: MagiConfig) -> MagiConfig:
+def with_one_stage(config: MagiConfig, num_ranks: int) -> MagiConfig:
     """Captured collectives are those of one stage."""
-    return replace(config, overlap=replace(config.overlap, degree=1, one_launch=False))
+    return config if num_ranks == 1 else replace(config, overlap=replace(config.overlap, degree=1, one_launch=False))
 
 
 def capture(
@@ -149,8 +150,8 @@ def capture(
 
 def time_steps(
     run: Callable[[RankPlan], None], plans: Iterator[tuple[RankPlan, bool]], ahead: bool
-) -> tuple[float, float]:
-    """Medians of the steps that count: milliseconds of the slowest rank, and microseconds that this host waits in it.
+) -> tuple[list[float], list[float]]:
+    """The steps that count: milliseconds of the slowest rank, and microseconds that this host waits in each.
 
     What ``plans`` takes to make one counts.
 
@@ -178,7 +179,7 @@ def time_steps(
         plan, counts = following or next(plans, (None, False))
     slowest = torch.tensor(times[WARM_UP:], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.median()), float(np.median(waits[WARM_UP:]))
+    return slowest.tolist(), waits[WARM_UP:]
 
 
 def bring(
@@ -186,20 +187,20 @@ def bring(
 ) -> Iterator[tuple[RankPlan, bool]]:
     """Plans of batches that workers prepare; notes how long the host takes to get one, and to bring it to the device.
 
-    ``ahead``: their launches are prepared, too.
+    The last does not count: with it the loader ends. ``ahead``: their launches are prepared, too.
     """
     loader = iter(DataLoader(
         masks, batch_size=None, num_workers=WORKERS, prefetch_factor=2, pin_memory=True, multiprocessing_context="fork"
     ))  # fmt: skip
     last = None
-    for _ in range(len(masks)):
+    for left in reversed(range(len(masks))):
         begin = time.perf_counter()
         batch = next(loader)
         came = time.perf_counter()
         batch.to(device, like=last)
         brought.append((1e6 * (came - begin), 1e6 * (time.perf_counter() - came)))
         last = batch.plans if ahead else None
-        yield batch.plans["full"], True
+        yield batch.plans["full"], left > 0
 
 
 def forget() -> None:
@@ -209,62 +210,75 @@ def forget() -> None:
 
 
 def measure(
-    rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, num_steps: int, comm: str, ways: list[str]
-) -> list[list]:
+    rank: int, num_ranks: int, name: str, tokens: int, num_layers: int, num_steps: int, num_turns: int, comm: str,
+    ways: list[str],
+) -> list[list]:  # fmt: skip
     """Rows of the table for one kind of mask, equal on all ranks."""
     torch.cuda.set_device(rank)
-    total, seeds = tokens * num_ranks, range(num_steps + WARM_UP)
+    total, in_turn = tokens * num_ranks, num_steps + WARM_UP
     cost = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
     config = MagiConfig(overlap=OverlapConfig(cost=cost), comm=CommConfig(impl=comm))
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, torch.bfloat16).kernels_for(torch.device("cuda", rank))
-
-    one_stage = config if num_ranks == 1 else with_one_stage(config)
+    one_stage = with_one_stage(config, num_ranks)
 
     def plan_of(seed: int, config: MagiConfig = config) -> RankPlan:
         return make_plan(make_mask(name, total, num_ranks, seed), config, num_ranks).for_rank(rank)
 
     def prepared(
-        config: MagiConfig = config, facts: dict | None = None, ahead: bool = True
+        first: int, config: MagiConfig = config, facts: dict | None = None, ahead: bool = True
     ) -> Iterator[tuple[RankPlan, bool]]:
-        masks = Masks(partial(plan_of, config=config), shape, config, len(seeds), facts)
+        masks = Masks(lambda step: plan_of(first + step, config), shape, config, in_turn + 1, facts)
         return bring(masks, torch.device("cuda", rank), ahead, brought)
 
-    def due() -> Iterator[tuple[RankPlan, bool]]:
-        for seed in seeds:
-            yield plan_of(seed), True
-
-    def same() -> Iterator[tuple[RankPlan, bool]]:
-        for seed in seeds:
+    def due(first: int, times: int = 1) -> Iterator[tuple[RankPlan, bool]]:
+        for seed in range(first, first + in_turn):
             plan = plan_of(seed)
-            for counts in (False, False, True):
-                yield plan, counts
+            yield from ((plan, left == 0) for left in reversed(range(times)))
 
     steps = Steps(rank, plan_of(0).num_rows, num_layers, config)
-    area = np.mean([make_mask(name, total, num_ranks, seed).area for seed in seeds[WARM_UP:]])
-    flops = 14.0 * float(area) * HEADS_Q * HEAD_DIM * num_layers / num_ranks
+    same, at_begin = partial(due, times=3), partial(prepared, ahead=False)
+    makers = {"same": same, "prepared": prepared, "at_begin": at_begin, "due": due}
+    run_of, steps_of = dict.fromkeys(ways, steps.run), dict.fromkeys(ways, steps)
+    for seed in range(in_turn):  # compiles kernels
+        steps.run(plan_of(1_000_000 + seed))
     brought: list[tuple[float, float]] = []
-    for seed in seeds:  # compiles kernels
-        steps.run(plan_of(1000 + seed))
-    results = []
-    makers = {"same": same, "prepared": prepared, "at_begin": partial(prepared, ahead=False), "due": due}
-    for way in ways:
-        run, plans, of_way = steps.run, makers.get(way), steps
-        if way == "captured":
-            of_way, run, facts = capture(rank, plan_of(0, one_stage), num_layers, one_stage)
-            plans = partial(prepared, one_stage, facts, ahead=False)
-        forget()
-        of_way.host_us.clear()
-        brought.clear()
-        step_ms, waits = time_steps(run, plans(), ahead=way == "prepared")
-        bringing = np.median(brought[WARM_UP:], axis=0) if brought else (np.nan, np.nan)
-        results.append((way, step_ms, (*np.median(of_way.host_us[WARM_UP:], axis=0), *bringing, waits)))
-    return [
-        [
-            name, tokens, num_ranks, comm, way, f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}",
-            f"{results[0][1] / step_ms:.3f}", *("" if np.isnan(us) else f"{us:.0f}" for us in host),
-        ]
-        for way, step_ms, host in results
-    ]  # fmt: skip
+    found: dict[str, tuple[list, list, list, list]] = {way: ([], [], [], []) for way in ways}
+    for turn in range(num_turns):
+        for way in ways if turn % 2 == 0 else reversed(ways):
+            if way not in makers:  # after ways that let the memory of collectives grow
+                steps_of[way], run_of[way], facts = capture(rank, plan_of(0, one_stage), num_layers, one_stage)
+                makers[way] = partial(prepared, config=one_stage, facts=facts, ahead=False)
+            forget()
+            steps_of[way].host_us.clear()
+            brought.clear()
+            times, waits = time_steps(run_of[way], makers[way](turn * in_turn), ahead=way == "prepared")
+            host_us = steps_of[way].host_us
+            each = len(host_us) // in_turn  # steps of a mask, of which the last counts
+            of_turn = times, host_us[each - 1 :: each][WARM_UP:], brought[WARM_UP:], waits
+            for all_turns, this_one in zip(found[way], of_turn, strict=True):
+                all_turns += this_one
+    seeds = np.arange(num_turns * in_turn).reshape(num_turns, in_turn)[:, WARM_UP:]
+    areas = [make_mask(name, total, num_ranks, seed).area for seed in seeds.flat]
+    flops = 14.0 * float(np.mean(areas)) * HEADS_Q * HEAD_DIM * num_layers / num_ranks
+    return [[name, tokens, num_ranks, comm, way, *row] for way, row in zip(ways, rows_of(found, flops), strict=True)]
+
+
+def rows_of(found: dict[str, tuple[list, list, list, list]], flops: float) -> Iterator[list[str]]:
+    """The figures of `HEADER` for each way.
+
+    Args:
+        found: of each way and step: milliseconds, and what `Steps`, `bring` and `time_steps` say of the host.
+        flops: of a rank in a step.
+    """
+    base = np.array(next(iter(found.values()))[0])
+    for times, host_us, bringing, waits in found.values():
+        step_ms = np.median(times)
+        bring_us = np.median(bringing, axis=0) if bringing else (np.nan, np.nan)
+        host = (*np.median(host_us, axis=0), *bring_us, np.median(waits))
+        yield [
+            f"{step_ms:.2f}", f"{flops / step_ms / 1e9:.0f}", f"{np.median(base / np.array(times)):.3f}",
+            *("" if np.isnan(us) else f"{us:.0f}" for us in host),
+        ]  # fmt: skip
 
 
 def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespace) -> None:
@@ -274,7 +288,9 @@ def measure_all(rank: int, num_ranks: int, port: int, options: argparse.Namespac
     rows = []
     for case, comm in itertools.product(options.cases, options.comm):
         name, tokens = case.split(":")
-        rows += measure(rank, num_ranks, name, int(tokens), options.layers, options.steps, comm, options.ways)
+        rows += measure(
+            rank, num_ranks, name, int(tokens), options.layers, options.steps, options.turns, comm, options.ways
+        )
         if rank == 0:
             for row in rows[-len(options.ways) :]:
                 print("  ".join(f"{h}={c}" for h, c in zip(HEADER, row, strict=True)), flush=True)
@@ -291,7 +307,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=cases, help="documents (a number, short, causal):tokens a GPU")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="rates are to those of the first")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=16, help="that count, in a turn of a way")
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--comm", nargs="*", default=["auto"], help="implementations of group_cast and group_reduce")
     options = parser.parse_args()
     with socket.socket() as probe:

@@ -332,11 +332,11 @@ def write_documents(folder: Path, num_tokens: int) -> None:
     write_indexed_dataset(folder / "text", documents, eod=VOCABULARY - 1)
 
 
-def _run(text: str) -> tuple[str, str, int]:
-    mask, provider, tokens = text.split(":")
-    if mask not in MASKS or provider not in PROVIDERS:
+def _run(text: str) -> tuple[str, str, int, int | None]:
+    mask, provider, tokens, *steps = text.split(":")
+    if mask not in MASKS or provider not in PROVIDERS or len(steps) > 1:
         raise argparse.ArgumentTypeError(f"{text}: expected one of {MASKS} and of {tuple(PROVIDERS)}")
-    return mask, provider, int(tokens)
+    return mask, provider, int(tokens), int(steps[0]) if steps else None
 
 
 def _world_size() -> int:
@@ -351,9 +351,9 @@ def bench(options: argparse.Namespace) -> list[Run]:
     """All runs, one after another; in every rank."""
     session, runs = TrainingSession(keeps_groups=True), []
     providers = [p for p in options.providers if p != "te_a2a_p2p" or _world_size() % 4 == 0]
-    wanted = options.runs or [(m, p, n) for n in options.lengths for m in options.masks for p in providers]
-    todo = [Run(mask, tokens, provider, MODELS[options.model]) for mask, provider, tokens in wanted]
-    for run in todo:
+    wanted = options.runs or [(m, p, n, None) for n in options.lengths for m in options.masks for p in providers]
+    for mask, provider, tokens, own_steps in wanted:
+        run = Run(mask, tokens, provider, MODELS[options.model])
         runs.append(run)
         same = [r for r in runs if r.training and (r.tokens_per_gpu, r.provider, r.mask) == run.key]
         if same:
@@ -361,9 +361,9 @@ def bench(options: argparse.Namespace) -> list[Run]:
             if _main_rank():
                 _report(run, runs, None, options)
             continue
-        steps = options.steps
+        steps = own_steps or options.steps
         data, seq_length = options.out / "data" / "text", run.tokens_per_gpu * _world_size()
-        profiles = options.profile is not None and (not options.profile or run.provider in options.profile)
+        profiles = options.profile == [] or not {provider, f"{mask}:{provider}"}.isdisjoint(options.profile or ())
         args = model_args(seq_length, data, steps + profiles, run.model)
         trace = options.out / f"trace_{run.mask}_{run.tokens_per_gpu}_{run.provider}.json.gz" if _main_rank() else None
         profile = Profile(steps + 1, trace) if profiles else None
@@ -432,7 +432,7 @@ def main() -> None:
         "--runs",
         type=_run,
         nargs="+",
-        metavar="MASK:PROVIDER:TOKENS",
+        metavar="MASK:PROVIDER:TOKENS[:STEPS]",
         help="these, in this order, instead of --lengths x --masks x --providers",
     )
     parser.add_argument("--model", choices=list(MODELS), default="llama_1b")
@@ -440,7 +440,9 @@ def main() -> None:
     parser.add_argument(
         "--further", type=str.split, default=[], help="arguments of Megatron for all runs, in one string"
     )
-    parser.add_argument("--profile", nargs="*", choices=list(PROVIDERS), help="these, or all if none is named")
+    parser.add_argument(
+        "--profile", nargs="*", metavar="PROVIDER or MASK:PROVIDER", help="these, or all if none is named"
+    )
     parser.add_argument(
         "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"
     )
@@ -457,8 +459,9 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if _main_rank():
-        tokens = max(tokens for _, _, tokens in options.runs) if options.runs else max(options.lengths)
-        write_documents(options.out / "data", 4 * tokens * _world_size() * (options.steps + 2))
+        runs = options.runs or [("", "", max(options.lengths), None)]
+        tokens = max(tokens * ((steps or options.steps) + 2) for _, _, tokens, steps in runs)
+        write_documents(options.out / "data", 4 * tokens * _world_size())
     use_padded_documents()
     while options.after and not options.after.exists():
         time.sleep(0.2)

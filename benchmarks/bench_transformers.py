@@ -1,7 +1,7 @@
 """Steps of a Llama of transformers (1B, random weights, bf16), with magi and with transformers' other attentions.
 
     python benchmarks/bench_transformers.py --csv OUT.csv --runs documents:magi:8192 documents:sdpa:8192
-    torchrun --nproc-per-node 2 benchmarks/bench_transformers.py --csv OUT.csv --runs causal:magi:16384 causal:sdpa:16384
+    torchrun --nproc-per-node 2 benchmarks/bench_transformers.py --csv OUT.csv --runs causal:magi:16384
 
 A run is ``MASK:ATTENTION:TOKENS``: one ``causal`` document or packed ``documents`` (new ones in each step, log-normal
 lengths with a median of 1,000 tokens); ``magi``, ``sdpa`` or ``flex_attention``; tokens a GPU. On several GPUs one

@@ -122,6 +122,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rows: list[list] = []
+    dist.all_gather_object([None] * dist.get_world_size(), 0)  # what looks need is there before the first
     for row in soak(device, options.steps, options.tokens, options.workers):
         found: list[list] = [[]] * dist.get_world_size()
         dist.all_gather_object(found, row)

@@ -15,6 +15,9 @@ COMMUNICATION = ("nccl", "magi_", "Memcpy PtoP")
 _AHEAD_CYCLES = 6_000_000
 """Of the clock: some milliseconds, in which the host queues what is traced."""
 
+_MARK_CYCLES = 1000
+"""Of the kernel behind which it begins."""
+
 
 def is_communication(name: str) -> bool:
     """Whether a kernel of that name moves rows between ranks."""
@@ -55,10 +58,12 @@ def hidden_share(run: Callable[[], object], trace: Path | None = None) -> tuple[
         run()
         return 0.0, 0.0
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        # Ranks begin to profile one after the other: what counts is what comes after they have met.
+        # Ranks begin to profile one after the other: what counts is what comes after their devices have met.
         dist.barrier()
         torch.cuda.synchronize()
         torch.cuda._sleep(_AHEAD_CYCLES)
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+        torch.cuda._sleep(_MARK_CYCLES)
         run()
         torch.cuda.synchronize()
     events = [(e.name, e.time_range) for e in profiler.events() if e.device_type == DeviceType.CUDA]

@@ -117,6 +117,11 @@ class Sendable[Parts]:
             self._parts = self._parts.open()
         return self._parts
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it comes from another process, and nobody has asked for its parts."""
+        return isinstance(self._parts, Parcel)
+
     def pin_memory(self) -> Self:
         """The same, what goes to the device in page-locked memory, as data loaders ask for it."""
         made = object.__new__(type(self))

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from attention_cases import Case
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baselines.base import Baseline, Block, Cluster, Unsupported, bands_between, num_tokens, split, zigzag
+from megatron_magi.comm.groups import all_gather_single, reduce_scatter_single
 from megatron_magi.ops.slice_passes import row_delta
 
 
@@ -38,13 +38,13 @@ class AllGather(Baseline):
         if len(x) < self.rows:
             x = torch.cat([x, x.new_zeros((self.rows - len(x), *x.shape[1:]))])
         everything = x.new_empty((self.num_ranks * self.rows, *x.shape[1:]))
-        dist.all_gather_into_tensor(everything, x.contiguous())
+        all_gather_single(everything, x.contiguous())
         return everything
 
     def scatter(self, grad: Tensor, num_rows: int) -> Tensor:
         """The sum over ranks of this rank's rows."""
         own = grad.new_empty((self.rows, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad)
+        reduce_scatter_single(own, grad)
         return own[:num_rows]
 
 

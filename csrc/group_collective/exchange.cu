@@ -36,12 +36,15 @@ struct ExchangeParams {
 };
 
 constexpr int kThreads = 768, kLoads = 4;
-constexpr int kGroup = BULK ? 32 : 256;        // threads that send a chunk
-constexpr int kSenders = BULK ? 4 : 2;         // such groups of a block, where others take
+constexpr int kGroup = BULK ? 32 : 256;  // threads that send a chunk
+constexpr int kSenders = BULK ? 4 : 2;   // such groups of a block, where others take
+// Groups that tell of what others have sent, in blocks that take nothing: beside takers, and for sums, that is slower.
+constexpr int kTellers = BULK && !SUMS;
 constexpr int kDepth = 6, kPieceBytes = 8192;  // BULK: of the ring of a group
 constexpr int kSpare = 2;                      // places that stores may still be read from when the next load is due
-constexpr int kLag = 3;                        // stores that may be under way when an earlier one is told of
+constexpr u32 kLag = 3;                        // stores that may be under way when an earlier one is known to be there
 constexpr int kPieces = 16;                    // at least kDepth + kLag
+constexpr u32 kUntold = 8;                     // chunks of a group that are there and not told of yet
 
 struct Chunks {
   Route route;
@@ -74,6 +77,8 @@ struct Ring {
   u64 full[kDepth], to[kPieces];
   u32 bytes[kPieces];
   u32* flag[kPieces];  // null but for the last of a chunk
+  u32* there[kUntold];
+  u32 num_there, num_told, ended;
 };
 
 template <int N>
@@ -81,15 +86,52 @@ DEVICE void bulk_wait_but() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-DEVICE void tell(const Ring& ring, u32 piece, u32 call) {
-  u32* flag = ring.flag[piece % kPieces];
-  if (flag == nullptr) return;
-  asm volatile("fence.proxy.async;" ::: "memory");
-  store_release(flag, call);
+DEVICE u32 load_acquire_block(const u32& x) {
+  u32 y;
+  asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(y) : "r"(smem_address(&x)) : "memory");
+  return y;
 }
 
-DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring,
-                 u32 places) {
+DEVICE void store_release_block(u32& x, u32 y) {
+  asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(smem_address(&x)), "r"(y) : "memory");
+}
+
+// Tells of a chunk, if it ends with this piece, for which the thread has waited; or has it told of.
+DEVICE void end_piece(Ring& ring, u32 piece, u32 call, bool has_teller) {
+  u32* flag = ring.flag[piece % kPieces];
+  if (flag == nullptr) return;
+  if (!has_teller) {
+    store_release(flag, call);
+    return;
+  }
+  const u32 before = ring.num_there;
+  while (before - load_acquire_block(ring.num_told) == kUntold) continue;
+  ring.there[before % kUntold] = flag;
+  store_release_block(ring.num_there, before + 1);
+}
+
+// Tells the ranks of chunks, of several at once: telling waits for all that the SM has under way, which senders need
+// not do then.
+DEVICE void tell(Ring* rings, u32 call) {
+  static_assert(kSenders * kUntold == 32, "a lane for each");
+  const u32 lane = threadIdx.x % 32, i = lane % kUntold;
+  Ring& ring = rings[lane / kUntold];
+  u32 told = 0;
+  bool goes_on = true;
+  while (__any_sync(~0u, goes_on)) {
+    const bool ended = __shfl_sync(~0u, load_acquire_block(ring.ended), lane - i);
+    const u32 there = __shfl_sync(~0u, load_acquire_block(ring.num_there), lane - i);
+    __syncwarp();  // what one lane has seen all may read
+    if (told + i < there) store_release(ring.there[(told + i) % kUntold], call);
+    __syncwarp();
+    goes_on = !ended || there != told;
+    if (i == 0 && there != told) store_release_block(ring.num_told, there);
+    told = there;
+  }
+}
+
+DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups, Ring& ring, u32 places,
+                 bool has_teller) {
   const SlotRows& s = p.from;
   const int lane = threadIdx.x % 32, row_bytes = static_cast<int>(s.row_bytes);
   const int rows_at_once = row_bytes < kPieceBytes ? kPieceBytes / row_bytes : 1;
@@ -160,7 +202,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
       bulk_commit();
       if (stored >= kLag) {
         bulk_wait_but<kLag>();
-        tell(ring, stored - kLag, call);
+        end_piece(ring, stored - kLag, call, has_teller);
       }
     }
     __syncwarp();
@@ -168,7 +210,8 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   }
   if (lane) return;
   bulk_wait();
-  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) tell(ring, piece, call);
+  for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) end_piece(ring, piece, call, has_teller);
+  store_release_block(ring.ended, 1);
 }
 #else
 DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
@@ -222,97 +265,159 @@ struct Arrivals {
   DEVICE u64 address(i64 row) const { return slot + row * row_bytes; }
 };
 
+// A row that is taken, tensor by tensor: a thread has unit `unit` and every `lanes`-th after it, `loads` at a time. All
+// threads are called alike, also those past the last unit.
+template <class Move>
+DEVICE void for_units(const SlotRows& s, int lane, int lanes, int loads, const Move& move) {
+  for (int k = 0; k < kMaxTensors; ++k) {
+    const int begin = s.begin[k], units = (k + 1 < kMaxTensors ? s.begin[k + 1] : s.units) - begin;
+    for (int unit = 0; unit < units; unit += loads * lanes) move(k, begin, unit + lane, units);
+  }
+}
+
+constexpr u32 kMostRows = 4;  // that a warp takes at once
+
+// A row that is taken, and what is copied to it or added.
+struct Result {
+  u32 row = 0, first = 0, past = 0;  // rows of the slot: `first` to `past` - 1 of `order`
+};
+
 #if SUMS
 constexpr int kSumLoads = 2;
 using From = Vector<FROM>;
 using Into = Vector<INTO>;
+#else
+using Into = Unit;
+#endif
 
-DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
-  const SlotRows& s = p.to;
-  const i64 row = p.rows[i], first = p.starts[i], past = p.starts[i + 1];
-  const bool at_once = lanes == 32 && past - first <= 32;  // a lane for each part: they are awaited side by side
-  i64 own = 0;
-  if (at_once) {
-    const bool has_part = lane < past - first && !failed;
-    if (has_part) own = p.order[first + lane];
-    if (has_part) failed = !arrivals.await_row(own);
-  } else {
-    for (i64 k = first; k < past && !failed; ++k) failed = !arrivals.await_row(p.order[k]);
-  }
-  if (lanes == 32) {
-    failed = __any_sync(~0u, failed);
-    __syncwarp();  // what one lane has awaited all may read
-  }
-  for (int begin = 0; begin < s.units; begin += kSumLoads * lanes) {
-    const int unit = begin + lane;
+// All bits set: NaN in every floating-point type. Stands for what never came.
+DEVICE void spoil_row(const SlotRows& s, u32 row, int lane, int lanes) {
+  Into nothing;
+  memset(&nothing, 0xff, sizeof(nothing));
+  for_units(s, lane, lanes, 1, [&](int tensor, int, int unit, int units) {
+    if (unit < units) reinterpret_cast<Into*>(s.rows[tensor] + row * s.stride[tensor])[unit] = nothing;
+  });
+}
+
+#if SUMS
+
+template <int kParts>
+DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int unit, int lanes, int units) {
+  From part[kParts][kSumLoads];
+#pragma unroll
+  for (int m = 0; m < kParts; ++m)
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l)
+      part[m][l] = reinterpret_cast<const From*>(from[m])[min(unit + l * lanes, units - 1)];
+#pragma unroll
+  for (int m = 0; m < kParts; ++m)
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l)
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) sum[l][j] += element(part[m][l], j);
+}
+
+// `part_at(k)`: row of the slot of order[k].
+template <class PartAt>
+DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, int lane, int lanes,
+                     const PartAt& part_at) {
+  for_units(s, lane, lanes, kSumLoads, [&](int tensor, int begin, int unit, int units) {
+    Into* into = reinterpret_cast<Into*>(s.rows[tensor] + r.row * s.stride[tensor]);
+    Into value[kSumLoads];
+#pragma unroll
+    for (int l = 0; l < kSumLoads; ++l) value[l] = into[min(unit + l * lanes, units - 1)];
     Sum sum[kSumLoads][VECTOR];
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)
-      if (unit + l * lanes < s.units) {
-        const Into before = *reinterpret_cast<const Into*>(address_of(s, row, unit + l * lanes, sizeof(Into)));
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(before.at[j]);
-      }
-    for (i64 k = first; k < past && !failed; k += 2) {
-      From part[2][kSumLoads];
+      for (int j = 0; j < VECTOR; ++j) sum[l][j] = widen(value[l].at[j]);
+    const i64 offset = static_cast<i64>(begin) * sizeof(From);
+    u32 k = r.first;
+    for (; k + 2 <= r.past; k += 2)
+      add_parts<2>(sum, {arrivals.address(part_at(k)) + offset, arrivals.address(part_at(k + 1)) + offset}, unit, lanes,
+                   units);
+    if (k < r.past) add_parts<1>(sum, {arrivals.address(part_at(k)) + offset}, unit, lanes, units);
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-        if (k + m < past) {
-          const i64 from = at_once ? __shfl_sync(~0u, own, static_cast<int>(k + m - first)) : p.order[k + m];
-          const From* at = reinterpret_cast<const From*>(arrivals.address(from)) + unit;
+    for (int l = 0; l < kSumLoads; ++l) {
 #pragma unroll
-          for (int l = 0; l < kSumLoads; ++l)
-            if (unit + l * lanes < s.units) part[m][l] = at[l * lanes];
-        }
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-        if (k + m < past)
-#pragma unroll
-          for (int l = 0; l < kSumLoads; ++l)
-            if (unit + l * lanes < s.units)
-#pragma unroll
-              for (int j = 0; j < VECTOR; ++j) sum[l][j] += widen(part[m][l].at[j]);
+      for (int j = 0; j < VECTOR; ++j) value[l].at[j] = Narrow<INTO, Sum>::of(sum[l][j]);
+      if (unit + l * lanes < units) into[unit + l * lanes] = value[l];
     }
-#pragma unroll
-    for (int l = 0; l < kSumLoads; ++l)
-      if (unit + l * lanes < s.units) {
-        Into after;
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j)
-          after.at[j] = Narrow<INTO, Sum>::of(failed ? static_cast<Sum>(__int_as_float(0x7fffffff)) : sum[l][j]);
-        *reinterpret_cast<Into*>(address_of(s, row, unit + l * lanes, sizeof(Into))) = after;
-      }
-  }
+  });
 }
 #else
-DEVICE void take_row(const ExchangeParams& p, Arrivals& arrivals, i64 i, int lane, int lanes, bool& failed) {
-  const SlotRows& s = p.to;
-  const i64 row = p.order == nullptr ? i : p.order[i], to = p.rows == nullptr ? i : p.rows[i];
-  failed = failed || !arrivals.await_row(row);
-  const Unit* from = reinterpret_cast<const Unit*>(arrivals.address(row));
-  for (int unit = lane; unit < s.units; unit += kLoads * lanes) {
+template <class PartAt>
+DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& r, int lane, int lanes,
+                     const PartAt& part_at) {
+  const u64 from = arrivals.address(part_at(r.first));
+  for_units(s, lane, lanes, kLoads, [&](int tensor, int begin, int unit, int units) {
+    const Unit* in = reinterpret_cast<const Unit*>(from) + begin;
+    Unit* out = reinterpret_cast<Unit*>(s.rows[tensor] + r.row * s.stride[tensor]);
     Unit value[kLoads];
 #pragma unroll
-    for (int l = 0; l < kLoads; ++l)
-      if (unit + l * lanes < s.units) value[l] = failed ? poison() : from[unit + l * lanes];
+    for (int l = 0; l < kLoads; ++l) value[l] = in[min(unit + l * lanes, units - 1)];
 #pragma unroll
     for (int l = 0; l < kLoads; ++l)
-      if (unit + l * lanes < s.units) *reinterpret_cast<Unit*>(address_of(s, to, unit + l * lanes, UNIT)) = value[l];
-  }
+      if (unit + l * lanes < units) out[unit + l * lanes] = value[l];
+  });
 }
 #endif
 
+// A warp that has a row to itself finds several at once, a lane each, while it takes those before, and its lanes wait
+// for what comes side by side: each time that a flag is read, all that the SM has cached is lost.
 DEVICE void take(const ExchangeParams& p, const Chunks& c, u32 call, i64 thread, i64 num_threads) {
-  const int log2_lanes = p.to.log2_lanes, lanes = 1 << log2_lanes;
-  const RowWalk walk{thread >> log2_lanes, num_threads >> log2_lanes, static_cast<int>(thread) & (lanes - 1), lanes};
-  const i64 num_rows = c.route.num_results;
-  const int run = length_of_runs(walk, num_rows);
-  const SideBySide runs(p.peers, (num_rows + run - 1) / run);
+  const SlotRows& s = p.to;
+  const int log2_lanes = s.log2_lanes, lanes = 1 << log2_lanes, lane = static_cast<int>(thread) & (lanes - 1);
+  const u32 count = static_cast<u32>(c.route.num_results), step = static_cast<u32>(num_threads >> log2_lanes);
+  const u32 run = lanes < 32 ? 1 : max(1u, min(count / (2 * step), kMostRows));
+  const SideBySide runs(p.peers, (count + run - 1) / run);
   Arrivals arrivals(p, c, call);
   bool failed = false;
-  for (i64 j = walk.row; j < runs.end(); j += walk.step) {
-    const i64 first = runs.at(static_cast<u32>(j)) * run, end = min(first + run, num_rows);
-    for (i64 i = first; i < end; ++i) take_row(p, arrivals, i, walk.lane, lanes, failed);
+  const auto of = [](const i64* table, u32 i) { return table == nullptr ? i : static_cast<u32>(table[i]); };
+  const auto find = [&](u32 j) {
+    Result r;
+    if (j >= runs.end() || (lanes == 32 && lane >= run)) return r;
+    const u32 i = static_cast<u32>(runs.at(j)) * run + (lanes == 32 ? lane : 0);
+    if (i < count) r = {of(p.rows, i), of(p.starts, i), of(p.starts, i + 1)};
+    return r;
+  };
+  const auto find_part = [&](const Result& r) {
+    if (lanes < 32) return 0u;
+    const u32 k = __shfl_sync(~0u, r.first, 0) + lane;
+    return k < __reduce_max_sync(~0u, r.past) ? of(p.order, k) : 0u;
+  };
+  u32 j = static_cast<u32>(thread >> log2_lanes);
+  Result next = find(j), after = find(j + step);
+  u32 next_part = find_part(next);
+  for (; j < runs.end(); j += step) {
+    const Result now = next;
+    const u32 part = next_part;
+    next = after;
+    after = find(j + 2 * step);
+    next_part = find_part(next);
+    if (lanes < 32) {
+      for (u32 k = now.first; k < now.past && !failed; ++k) failed = !arrivals.await_row(of(p.order, k));
+      if (now.first == now.past) continue;
+      if (failed)
+        spoil_row(s, now.row, lane, lanes);
+      else
+        take_row(s, arrivals, now, lane, lanes, [&](u32 k) { return of(p.order, k); });
+      continue;
+    }
+    const u32 first = __shfl_sync(~0u, now.first, 0), past = __reduce_max_sync(~0u, now.past);
+    for (u32 k = first + lane; k < past && !failed; k += 32)
+      failed = !arrivals.await_row(k < first + 32 ? part : of(p.order, k));
+    failed = __any_sync(~0u, failed);
+    __syncwarp();  // what one lane has awaited all may read
+    for (u32 i = 0; i < run; ++i) {
+      const Result r{__shfl_sync(~0u, now.row, i), __shfl_sync(~0u, now.first, i), __shfl_sync(~0u, now.past, i)};
+      if (r.first == r.past) continue;
+      if (failed)
+        spoil_row(s, r.row, lane, 32);
+      else
+        take_row(s, arrivals, r, lane, 32,
+                 [&](u32 k) { return k < first + 32 ? __shfl_sync(~0u, part, k - first) : of(p.order, k); });
+    }
   }
 }
 
@@ -329,8 +434,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   const bool sends = p.roles & kSend, takes = p.roles & kTake;
   const u32 call = (sends ? mine->calls_published : mine->calls_pulled) + 1;
   const u32 senders = !sends ? 0 : takes || BULK ? kSenders : kThreads / kGroup;
+  const bool has_teller = sends && !takes && kTellers;
   if (thread < sizeof(Route) / sizeof(i64))
     reinterpret_cast<i64*>(&chunks.route)[thread] = reinterpret_cast<const i64*>(p.route)[thread];
+#if BULK
+  if (thread < kSenders) rings[thread].num_there = rings[thread].num_told = rings[thread].ended = 0;
+#endif
   bool failed = false;
   // A slot is free once all have read what came before.
   if (sends && thread < num_ranks) failed = !await(p.peers, &mine->pulled[thread], thread, call - kSlots, kPublish);
@@ -345,13 +454,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   }
   __syncthreads();
   const u32 group = thread / kGroup;
-  if (group >= senders) {
+  if (group >= senders + has_teller) {
     const i64 takers = kThreads - senders * kGroup;
     if (takes) take(p, chunks, call, blockIdx.x * takers + thread - senders * kGroup, gridDim.x * takers);
   } else if (!failed) {
 #if BULK
-    send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders, rings[group],
-         smem_address(memory) + group * kDepth * kPieceBytes);
+    if (group < senders)
+      send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders, rings[group],
+           smem_address(memory) + group * kDepth * kPieceBytes, has_teller);
+    else
+      tell(rings, call);
 #else
     send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
 #endif

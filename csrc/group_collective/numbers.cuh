@@ -45,6 +45,21 @@ struct alignas(VECTOR * sizeof(T)) Vector {
   T at[VECTOR];
 };
 
+template <class T>
+DEVICE auto element(const Vector<T>& x, int i) {
+  return widen(x.at[i]);
+}
+// Of two that share a register each is one instruction away.
+DEVICE float element(const Vector<BFloat>& x, int i) {
+#if VECTOR > 1
+  u32 pair;
+  memcpy(&pair, x.at + i / 2 * 2, sizeof(pair));
+  return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+#else
+  return widen(x.at[i]);
+#endif
+}
+
 template <bool kWide>
 struct SumOf {
   using Type = float;

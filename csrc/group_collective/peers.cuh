@@ -15,7 +15,7 @@ struct Control {
   u32 broken;                            // 1 + the rank that did not come
   // Only this rank's:
   u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
-  u32 announced;        // the call whose rows publish_rows.cu last published: what attention waits for
+  u32 announced;        // the call whose rows pull_bulk.cu brings, or brought last: what attention waits for
   u32 left[kMaxRanks];  // by rank: it has this memory mapped no more; told by the hosts
 };
 
@@ -134,12 +134,6 @@ struct SideBySide {
   DEVICE u32 end() const { return parts * length; }  // as many as there are, or a few more
   DEVICE i64 at(u32 i) const { return (i + first) % parts * length + i / parts; }
 };
-
-// How the rows of a call are dealt: `run` that follow each other to each group of threads.
-DEVICE int length_of_runs(const RowWalk& walk, i64 num_rows) {
-  const i64 most = num_rows / (2 * walk.step);
-  return most < 1 ? 1 : most > 8 ? 8 : static_cast<int>(most);
-}
 
 DEVICE bool is_last_block(u32* blocks_done) {
   __syncthreads();

@@ -49,6 +49,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) magi_publish_rows(cons
   }
   if (is_last_block(&mine->blocks_published) && thread == 0) {
     mine->blocks_published = 0;
-    mine->calls_published = mine->announced = call;
+    mine->calls_published = call;
   }
 }

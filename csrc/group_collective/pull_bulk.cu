@@ -3,7 +3,8 @@
 // where a rank does not come.
 //
 // Compile-time: ANNOUNCES (0 or 1: says part by part what has arrived, to the next kernel on the stream, which may
-// start when all blocks of this one have; see arrivals.cuh).
+// start when all blocks of this one have; see arrivals.cuh). Then it needs nothing of the kernel before it, and may run
+// beside it; what follows this kernel follows that one, too.
 
 #include "../common/arrivals.cuh"
 #include "peers.cuh"
@@ -137,13 +138,18 @@ struct AnnouncedPieces : Pieces {
 extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const __grid_constant__ PullParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[kWarps][kDepth];
-#if ANNOUNCES
-  let_next_kernel_start();
-#endif
   const SlotRows& s = p.to;
-  const u32 call = p.peers.control[p.peers.rank]->calls_pulled + 1;
+  Control* mine = p.peers.control[p.peers.rank];
+  const u32 call = mine->calls_pulled + 1;
   const int warp = threadIdx.x / 32;
   bool failed = false;
+#if ANNOUNCES
+  if (threadIdx.x == 0) {
+    mine->announced = call;  // each block, for who waits may start when all have come to here
+    __threadfence();
+    let_next_kernel_start();
+  }
+#endif
   if (threadIdx.x % 32 == 0) {
     const u32 ring = smem_address(memory) + warp * kDepth * kPieceBytes, full = smem_address(barriers[warp]);
     for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
@@ -188,4 +194,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
     for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // none, unless a rank failed
   }
   end_pull(p.peers, call);
+#if ANNOUNCES
+  if (blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough
+#endif
 }

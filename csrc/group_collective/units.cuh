@@ -26,12 +26,3 @@ struct UnitOf<16> {
   using Type = uint4;
 };
 using Unit = UnitOf<UNIT>::Type;
-
-// All bits set: NaN in every floating-point type. Stands for what never came.
-DEVICE Unit poison() {
-#if UNIT == 16
-  return {~0u, ~0u, ~0u, ~0u};
-#else
-  return static_cast<Unit>(~0ull);
-#endif
-}

@@ -319,7 +319,7 @@ class OneLaunch:
                 back[0].config.num_attributes = 1
             else:  # it would keep its SMs until the other ranks come
                 ends = [*steps.rest, *back]
-        queued = [*moving[:1], *steps.before, *moving[1:], *steps.keys, *ends]
+        queued = [*moving, *steps.before, *steps.keys, *ends]
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
 

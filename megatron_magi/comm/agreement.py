@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import CallLog, log_of
+from megatron_magi.comm.groups import all_gather_single, names_of
 
 
 class _Comparison(NamedTuple):
@@ -101,7 +102,7 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
     if on_gpu:
         return Agreement(_gather_aside(values, mine, group), values, group, what, log, call)
     # The work keeps both tensors.
-    work = dist.all_gather_into_tensor(values, mine, group=group, async_op=True)
+    work = all_gather_single(values, mine, group=group, async_op=True)
     return Agreement(work, values, group, what, log, call)
 
 
@@ -116,7 +117,7 @@ def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessG
         sent = mine.to(stream.device, non_blocking=True)
         received = torch.empty(values.shape, dtype=values.dtype, device=stream.device)
         # Waiting makes this stream wait for the collective, so the two tensors may go when this returns.
-        dist.all_gather_into_tensor(received, sent, group=group, async_op=True).wait()
+        all_gather_single(received, sent, group=group, async_op=True).wait()
         values.copy_(received, non_blocking=True)
         return stream.record_event()
 
@@ -138,9 +139,7 @@ def _message(values: list[int], group: dist.ProcessGroup | None, what: str) -> s
     expected = max(values, key=lambda value: counts[value])
     world_ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     differ = ", ".join(
-        f"rank {rank} of the group (global rank {world_ranks[rank]}) has {value:#018x}"
-        for rank, value in enumerate(values)
-        if value != expected
+        f"{names_of([rank], world_ranks)} has {value:#018x}" for rank, value in enumerate(values) if value != expected
     )
     agree = [rank for rank, value in enumerate(values) if value == expected]
     return f"{what}: ranks disagree: {differ}; expected {expected:#018x}, as ranks {agree} of the group have"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from megatron_magi.comm.board import Board
-from megatron_magi.comm.groups import abort, names_of, timeout_s
+from megatron_magi.comm.groups import abort, names_of, pause, timeout_s
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class CallLog:
                 inquiry = inquiry or _Inquiry(self, self._board, call, began, self._timeout_s)
                 if inquiry.look() and alike_is_done:
                     break
-            time.sleep(min(max(waited / 10, 1e-4), self._longest_pause_s))
+            pause(waited, self._longest_pause_s)
         self._board.clear(call)
 
     def explanation(self, call: int) -> tuple[str | None, str]:
@@ -244,7 +244,7 @@ class CallLog:
                 self.conclude(
                     call, f"{self.operation(call)}: {self.names(others)} did not fail as others did", ends=True
                 )
-            time.sleep(min(max(waited / 10, 1e-4), self._longest_pause_s))
+            pause(waited, self._longest_pause_s)
         self._unsettled = None
 
     # What follows is also called by the thread.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_magi.checks import integer
 from megatron_magi.comm.calls import calls_of
-from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.comm.groups import Group, all_gather_single, group_of, reduce_scatter_single
 from megatron_magi.upload import upload
 
 
@@ -254,7 +254,7 @@ class _Undispatch(torch.autograd.Function):
             send = x_local.new_zeros(args.longest, *x_local.shape[1:])
             send[: x_local.shape[0]] = x_local
         gathered = send.new_empty(len(args.shard_lengths) * args.longest, *send.shape[1:])
-        dist.all_gather_into_tensor(gathered, send, group=group)
+        all_gather_single(gathered, send, group=group)
         return gathered.index_select(0, args.gathered_index)
 
     @staticmethod
@@ -278,7 +278,7 @@ class _SumParts(torch.autograd.Function):
         padded = parts.new_zeros(len(args.shard_lengths) * args.longest, *parts.shape[1:])
         padded.index_copy_(0, args.gathered_index, parts)
         mine = parts.new_empty(args.longest, *parts.shape[1:])
-        dist.reduce_scatter_tensor(mine, padded, group=group)
+        reduce_scatter_single(mine, padded, group=group)
         return mine[: args.shard_lengths[args.cp_rank]]
 
     @staticmethod

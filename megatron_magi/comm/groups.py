@@ -1,7 +1,8 @@
-"""Process groups: what names them, their names in messages, time-outs and ends."""
+"""Process groups: what names them, their names in messages, time-outs, waiting and ends."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +14,9 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 _POISON_TAG = 0x6D616769
 
+# Torch 2.13 has other names for both.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """What names the ranks of a call; see `group_of`."""
@@ -48,6 +52,11 @@ def group_of(group_or_mesh: Group, name: str = "group") -> dist.ProcessGroup | N
 def names_of(ranks: Iterable[int], world_ranks: Sequence[int]) -> str:
     """Ranks of a group in words; ``world_ranks``: the global rank of each."""
     return ", ".join(f"rank {rank} of the group (global rank {world_ranks[rank]})" for rank in ranks)
+
+
+def pause(waited_s: float, longest_s: float) -> None:
+    """Sleeps before another look at what has been waited for so long already."""
+    time.sleep(min(max(waited_s / 10, 1e-4), longest_s))
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -138,15 +138,21 @@ class Launch:
         ]
         self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, share, started > 0), started)
 
-    def step(self, *lists: Sequence[Place]) -> Step:
-        """The launch with parameters of its own; ``lists``: where the tensors of `fire` will be."""
+    def step(self, *lists: Sequence[Place], overlaps: bool = False, num_blocks: int | None = None) -> Step:
+        """The launch with parameters of its own.
+
+        Args:
+            lists: where the tensors of `fire` will be.
+            overlaps: it may start when all blocks of the kernel before it have let it.
+            num_blocks: another grid.
+        """
         memory = ctypes.create_string_buffer(self._params.raw, len(self._params))
         patches = tuple(
             Patch(PEERS.size + i * SLOT_ROWS.size + 8 * j, *place)
             for i, places in enumerate(lists)
             for j, place in enumerate(places)
         )
-        config = self._config.copy(self._config.grid[0])
+        config = self._config.copy(num_blocks or self._config.grid[0], overlaps)
         return Step(self._kernel, config, ctypes.addressof(memory), memory, patches)
 
     def fire(self, stream: int, *lists: list[Rows]) -> None:

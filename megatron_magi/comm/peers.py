@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.groups import names_of, store_of, timeout_s
+from megatron_magi.comm.groups import names_of, pause, store_of, timeout_s
 from megatron_magi.comm.peer_tables import MAX_RANKS
 from megatron_magi.comm.sm_budget import most_groups
 from megatron_magi.cuda.shared_memory import (
@@ -76,7 +76,7 @@ class Meeting:
             if waited > self.timeout_s:
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 raise RuntimeError(f"{self._what}: {self.names(absent)} did not come within {self.timeout_s:g} s")
-            time.sleep(min(max(waited / 10, 1e-4), _LONGEST_PAUSE_S))
+            pause(waited, _LONGEST_PAUSE_S)
         return [json.loads(store.get(key)) for key in keys]
 
     def names(self, ranks: list[int]) -> str:

@@ -52,6 +52,10 @@ class RowLayout:
         """Bytes of a row of each tensor."""
         return tuple(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
+    def sizes_in(self, dtype: torch.dtype) -> list[int]:
+        """The same if all tensors were of another dtype."""
+        return [prod(shape) * dtype.itemsize for shape in self.shapes]
+
     @cached_property
     def ways(self) -> dict:
         """What row operations have found out about this layout, by their names for it."""

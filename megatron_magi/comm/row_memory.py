@@ -43,6 +43,12 @@ def rows_of(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Rows]:
     return [(x.data_ptr(), x.stride(0) * x.element_size(), size) for x, size in zip(tensors, sizes, strict=True)]
 
 
+def rows_in(buffer: Tensor, layout: RowLayout) -> list[Rows]:
+    """Where rows of each tensor lie in a buffer of a layout."""
+    address = buffer.data_ptr()
+    return [(address + at, layout.row_bytes, size) for at, size in zip(layout.offsets, layout.sizes, strict=True)]
+
+
 def widest(rows: list[Rows]) -> int:
     """Bytes of the widest access that all addresses, strides and lengths allow."""
     bits = WIDEST

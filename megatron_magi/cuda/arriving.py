@@ -29,10 +29,11 @@ class GateParams(ctypes.Structure):
 
 
 class Arriving(NamedTuple):
-    """Rows that kernels bring which are to be queued right before the one that waits for them.
+    """Rows that kernels bring which are to be queued before the one that waits for them.
 
     That one starts when all blocks of the last of these have an SM, which is what makes waiting safe: it is queued as
-    one that may overlap, on the same stream, and nothing between the two.
+    one that may overlap, on the same stream. Between the two may be one that overlaps likewise, lets the next one start
+    when its own results are there, and ends behind those that bring the rows.
 
     Attributes:
         tensors: like those that the rows will be in, ``[num_rows, ...]`` each.

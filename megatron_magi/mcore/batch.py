@@ -80,11 +80,11 @@ class BatchDispatcher:
         planned, result, failure = None, None, None
         # Before the ranks compare: one that has agreed and then fails would leave the others in their first layer.
         try:
-            fields, planned = batch.parts
+            planned = batch.planned
             if isinstance(planned, Exception):
                 failure = planned
             else:
-                result = self._local(fields, planned)
+                result = self._local(batch, planned)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
             failure = error
         if self._agreement_group is not None:
@@ -97,22 +97,22 @@ class BatchDispatcher:
 
     def _settle(self, agreement: Agreement, failure: Exception | None) -> None:
         """Waits until all ranks agree. One that has failed tells the others why before all of them end."""
-        try:
+        # Not any error here is a disagreement: a data loader raises that a worker has died wherever the process is.
+        if len(set(agreement.values())) == 1:
+            return
+        reports: list[str | None] = [None] * dist.get_world_size(self._agreement_group)
+        dist.all_gather_object(reports, failure and str(failure), group=self._agreement_group)
+        told = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+        if not told:
             agreement.wait()
-        except RuntimeError:
-            reports: list[str | None] = [None] * dist.get_world_size(self._agreement_group)
-            dist.all_gather_object(reports, failure and str(failure), group=self._agreement_group)
-            told = [(rank, report) for rank, report in enumerate(reports) if report is not None]
-            if not told:
-                raise
-            ranks = dist.get_process_group_ranks(self._agreement_group)
-            raise RuntimeError(
-                f"{told[0][1]} (on {len(told)} of {len(reports)} ranks, first on global rank {ranks[told[0][0]]})"
-            ) from failure
+        ranks = dist.get_process_group_ranks(self._agreement_group)
+        raise RuntimeError(
+            f"{told[0][1]} (on {len(told)} of {len(reports)} ranks, first on global rank {ranks[told[0][0]]})"
+        ) from failure
 
-    def _local(self, fields: Fields, planned: PlannedBatch) -> LocalBatch:
+    def _local(self, batch: LoadedBatch, planned: PlannedBatch) -> LocalBatch:
         on_gpu = torch.cuda.is_available()
-        named = planned.prepared.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+        named = batch.bring(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
         rows = {name: named[name].view(planned.batch_size, -1) for name in SEQUENCES}
         padding, roll = named.get("padding"), planned.roll
         successors = roll and RollArgs.from_uploaded(roll, [named[f"roll{i}"] for i in range(roll.num_arrays)])
@@ -120,7 +120,7 @@ class BatchDispatcher:
             qkv_format="sbhd",
             max_seqlen_q=planned.num_positions,
             max_seqlen_kv=planned.num_positions,
-            plans=LayerPlans(self.planner, fields, planned, successors),
+            plans=LayerPlans(self.planner, batch.fields, planned, successors),
             layout=ShardLayout(planned.batch_size, len(named["tokens"]), named["positions"], named["roll_keeps"]),
             num_loss_tokens=planned.num_loss_tokens,
         )

@@ -25,6 +25,7 @@ from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.graphs import ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.kernels import compile_ahead
+from megatron_magi.mcore.look_ahead import look_ahead_of
 from megatron_magi.mcore.loss import microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
@@ -163,6 +164,7 @@ class MagiForwardStep:
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         """As Megatron's schedules call it; with ``return_schedule_plan`` the model is not run yet."""
+        ahead = look_ahead_of(data_iterator)
         batch = next(data_iterator) if isinstance(data_iterator, ReadBatches) else self.read(data_iterator, model)
         args = get_args()
         output = run_model(
@@ -182,6 +184,7 @@ class MagiForwardStep:
             batch.loss_mask,
             num_loss_tokens=batch.params.num_loss_tokens,
             cp_size=args.context_parallel_size,
+            meanwhile=None if ahead is None else ahead.look,
         )
         return output, loss
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from megatron_magi.mcore import seams
@@ -29,6 +30,8 @@ class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
         planned: or why there is none.
     """
 
+    _brought: dict[str, torch.Tensor] | None = None
+
     def __init__(self, fields: Fields, planned: PlannedBatch | Exception) -> None:
         super().__init__((fields, planned))
 
@@ -41,6 +44,18 @@ class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
     def planned(self) -> PlannedBatch | Exception:
         """What was made of them, or why nothing was."""
         return self.parts[1]
+
+    def bring(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Arrays of the plan on ``device``, made ready to run there; raises why there is no plan.
+
+        Called again it returns the same: for the device of the first call.
+        """
+        planned = self.planned
+        if isinstance(planned, Exception):
+            raise planned
+        if self._brought is None:
+            self._brought = planned.prepared.to(device)
+        return self._brought
 
     def __copy__(self) -> dict[str, Any]:
         return dict(self.fields)

@@ -20,6 +20,7 @@ def microbatch_loss(
     *,
     num_loss_tokens: float | torch.Tensor | None = None,
     cp_size: int = 1,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses that count.
 
@@ -35,6 +36,7 @@ def microbatch_loss(
         num_loss_tokens: sum of the loss mask over all context-parallel ranks, a number or fp32 ``[]``; None for no
             scaling.
         cp_size: number of these ranks.
+        meanwhile: called before the host waits for the loss.
 
     Returns:
         ``(loss, num_tokens, report)`` as Megatron's schedules take them: num_tokens int ``[]`` is
@@ -46,6 +48,8 @@ def microbatch_loss(
     total = torch.where(mask != 0, losses.reshape(-1).float() * mask, 0.0).sum()
     num_tokens = mask.sum().detach().to(torch.int)
     report = {"lm loss": torch.cat([total.detach().view(1), num_tokens.view(1)])}
+    if meanwhile is not None:
+        meanwhile()
     _check(args, total)
     if num_loss_tokens is None or args.calculate_per_token_loss:
         return total, num_tokens, report

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_magi.checks import flag
+from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_passes import row_delta
-from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, index_pattern
+from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, check_numbers, index_pattern
 
 IMPLS = {
     "reference": "megatron_magi.ops.impl.sparse_reference",
@@ -41,6 +42,7 @@ def block_sparse_attention(
     softmax_scale: float | None = None,
     return_max_logits: bool = False,
     deterministic: bool = False,
+    sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Attention in which each block of queries sees a list of blocks of keys. Autograd; can be compiled.
@@ -58,7 +60,7 @@ def block_sparse_attention(
               those of block i lie at ``offsets[i]`` to ``offsets[i + 1]``.
 
             The order of a list is free. A block that a list names twice counts twice. Numbers behind the last block
-            are a ValueError on a CPU, and passed over on a GPU and in compiled functions.
+            are a ValueError on a CPU and with ``sanity_check``, else passed over, as in compiled functions.
         q_block_size: queries of a block, 1 to 128. The last block may be short.
         k_block_size: keys of a block, 64 or 128. The last block may be short.
         causal: of the listed keys, query i sees those up to ``i + num_tokens_k - num_tokens_q``.
@@ -66,6 +68,8 @@ def block_sparse_attention(
         softmax_scale: ``1 / sqrt(head_dim)`` when None.
         return_max_logits: fill ``meta.max_logits``.
         deterministic: bitwise repeatable gradients. Of blocks of 64 keys they always are; else it takes longer.
+        sanity_check: look for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the output, and for
+            numbers and offsets that are wrong: a pass over memory and a wait for the device each.
         impl: ``auto``, ``reference`` (dense) or ``ffa`` (Hopper kernels); one that is named never falls back.
 
     Returns:
@@ -78,7 +82,7 @@ def block_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = block_pattern(blocks, q, k, q_block_size, k_block_size, causal)
-    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
 
 
 def index_sparse_attention(
@@ -91,6 +95,7 @@ def index_sparse_attention(
     softmax_scale: float | None = None,
     return_max_logits: bool = False,
     deterministic: bool = False,
+    sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Attention in which each query sees a list of single keys. Autograd; can be compiled.
@@ -98,8 +103,9 @@ def index_sparse_attention(
     Args:
         indices: int ``[num_tokens_q, num_heads_kv, topk]``, or ``[num_tokens_q, 1, topk]`` for all key heads: numbers
             of keys in any order; -1 is passed over. A key that a list names twice counts twice. Numbers behind the last
-            key are a ValueError on a CPU, and passed over on a GPU and in compiled functions.
-        q, k, v, sink, softmax_scale, return_max_logits, deterministic, impl: as in `block_sparse_attention`.
+            key are a ValueError on a CPU and with ``sanity_check``, else passed over, as in compiled functions.
+        q, k, v, sink, softmax_scale, return_max_logits, deterministic, sanity_check, impl: as in
+            `block_sparse_attention`.
 
     Returns:
         ``(out, meta)`` as `block_sparse_attention`.
@@ -109,7 +115,7 @@ def index_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = index_pattern(indices, q, k)
-    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
 
 
 def attend_pattern(
@@ -122,12 +128,14 @@ def attend_pattern(
     return_max_logits: bool,
     deterministic: bool,
     impl: str,
+    sanity_check: bool = False,
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`block_sparse_attention` of checked tensors and a checked pattern."""
     if sink is not None:
         check_sink(sink, q)
     flag(return_max_logits, "return_max_logits")
     flag(deterministic, "deterministic")
+    flag(sanity_check, "sanity_check")
     if not isinstance(impl, str) or impl not in ("auto", *IMPLS):
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
     if torch.compiler.is_compiling():
@@ -137,7 +145,7 @@ def attend_pattern(
         scale, deterministic = options.softmax_scale, options.deterministic
     out, lse, max_logits = _forward_operator(
         q, k, v, sink, list(pattern.tensors), pattern.q_block, pattern.k_block, pattern.causal,
-        return_max_logits, scale, deterministic, impl,
+        return_max_logits, scale, deterministic, sanity_check, impl,
     )  # fmt: skip
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
 
@@ -154,10 +162,15 @@ def _module(impl: str, q: Tensor, v: Tensor) -> ModuleType:
     return importlib.import_module(IMPLS[impl])
 
 
+def _describe(_name: str, _row: int) -> str:
+    """For `require_finite`, of a row: whether lists show it is not looked up."""
+    return "it may be hidden or visible"
+
+
 # Two operators: torch.compile sees these alone, and autograd too. max_logits and dsink are empty where they are not
 # asked for, as operators return no None.
 _PATTERN = "Tensor[] pattern, int q_block, int k_block, bool causal"
-_OPTIONS = "float softmax_scale, bool deterministic, str impl"
+_OPTIONS = "float softmax_scale, bool deterministic, bool sanity_check, str impl"
 
 
 @torch.library.custom_op(
@@ -167,9 +180,13 @@ _OPTIONS = "float softmax_scale, bool deterministic, str impl"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _forward_operator(
-    q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits, softmax_scale, deterministic, impl
-):
+    q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits,
+    softmax_scale, deterministic, sanity_check, impl,
+):  # fmt: skip
     dtype = accumulate_dtype(q.dtype)
+    if sanity_check:
+        check_numbers(SparsePattern(tuple(pattern), q_block, k_block, causal), k.shape[0])
+        require_finite({"q": q, "k": k, "v": v, "sink": sink}, _describe)
     scale = make_options(q, softmax_scale, 0.0, deterministic, 0).softmax_scale  # compiled functions check it here
     with torch.autocast(q.device.type, enabled=False):
         out, lse, max_logits = _module(impl, q, v).forward(
@@ -194,8 +211,11 @@ def _(q, k, v, sink, pattern, q_block, k_block, causal, return_max_logits, *_opt
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_operator(
-    dout, q, k, v, sink, out, lse, pattern, q_block, k_block, causal, softmax_scale, deterministic, impl
-):
+    dout, q, k, v, sink, out, lse, pattern, q_block, k_block, causal,
+    softmax_scale, deterministic, sanity_check, impl,
+):  # fmt: skip
+    if sanity_check:
+        require_finite({"dout": dout}, _describe)
     deterministic = make_options(q, softmax_scale, 0.0, deterministic, 0).deterministic
     with torch.autocast(q.device.type, enabled=False):
         delta = row_delta(dout, out, "torch" if impl == "reference" else "auto")
@@ -227,7 +247,7 @@ def _operator_backward(ctx, dout, _dlse, _dmax_logits):
     grads = (None,) * 4
     if dout is not None:
         grads = _backward_operator(dout, q, k, v, sink, out, lse, pattern, *ctx.numbers)
-    return *grads[:3], None if sink is None else grads[3], [None] * len(pattern), *[None] * 7
+    return *grads[:3], None if sink is None else grads[3], [None] * len(pattern), *[None] * 8
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_keep_for_backward)

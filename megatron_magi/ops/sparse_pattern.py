@@ -66,8 +66,7 @@ def block_pattern(blocks: Any, q: Tensor, k: Tensor, q_block: int, k_block: int,
         tensors = _checked_csr(blocks, rows, q, k)
     else:
         tensors = (_checked_lists(blocks, rows, columns, q, k),)
-    _check_entries("blocks", tensors, columns)
-    return SparsePattern(tensors, q_block, int(k_block), causal)
+    return _look(SparsePattern(tensors, q_block, int(k_block), causal), k.shape[0])
 
 
 def index_pattern(indices: Any, q: Tensor, k: Tensor) -> SparsePattern:
@@ -82,9 +81,7 @@ def index_pattern(indices: Any, q: Tensor, k: Tensor) -> SparsePattern:
         got = f"{indices.dtype} {list(shape)}" if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices: expected int32 or int64 [{q.shape[0]}, {k.shape[1]} or 1, topk], got {got}")
     _check_device("indices", indices, q)
-    tensors = (indices.transpose(0, 1),)
-    _check_entries("indices", tensors, k.shape[0])
-    return SparsePattern(tensors, 1, 1, False)
+    return _look(SparsePattern((indices.transpose(0, 1),), 1, 1, False), k.shape[0])
 
 
 def _checked_lists(blocks: Any, rows: int, columns: int, q: Tensor, k: Tensor) -> Tensor:
@@ -118,11 +115,6 @@ def _checked_csr(blocks: tuple, rows: int, q: Tensor, k: Tensor) -> tuple[Tensor
         )
     if entries.ndim != 1:
         raise ValueError(f"blocks: expected numbers of blocks in one dimension, got {list(entries.shape)}")
-    on_host = offsets.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and bool(
-        (offsets[:, 0] < 0).any() or (offsets.diff() < 0).any() or (offsets[:, -1] > entries.shape[0]).any()
-    ):
-        raise ValueError(f"blocks: expected offsets that never fall, from 0 on and up to at most {entries.shape[0]}")
     return offsets, entries
 
 
@@ -131,10 +123,24 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
 
 
-def _check_entries(name: str, tensors: tuple[Tensor, ...], columns: int) -> None:
-    """Numbers behind the last block are mistakes; tensors on a GPU are not checked, as that would wait for it."""
-    entries = tensors[-1]
-    if entries.dtype == torch.bool or entries.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if entries.numel() and int(entries.max()) >= columns:
+def _look(pattern: SparsePattern, num_keys: int) -> SparsePattern:
+    """Checks what the tensors hold, but not of those on a GPU: that would wait for it."""
+    if pattern.tensors[-1].device.type == "cpu" and not torch.compiler.is_compiling():
+        check_numbers(pattern, num_keys)
+    return pattern
+
+
+def check_numbers(pattern: SparsePattern, num_keys: int) -> None:
+    """Numbers behind the last block of keys, and offsets that fall or lead out of the entries, are mistakes.
+
+    Raises:
+        ValueError: one is there.
+    """
+    entries, columns = pattern.tensors[-1], num_blocks(num_keys, pattern.k_block)
+    if len(pattern.tensors) == 2:
+        offsets, n = pattern.tensors[0], entries.shape[0]
+        if bool((offsets[:, 0] < 0).any() or (offsets.diff() < 0).any() or (offsets[:, -1] > n).any()):
+            raise ValueError(f"blocks: expected offsets that never fall, from 0 on and up to at most {n}")
+    if not pattern.is_mask and entries.numel() and int(entries.max()) >= columns:
+        name = "indices" if pattern.k_block == 1 else "blocks"
         raise ValueError(f"{name}: expected numbers below {columns}, got {int(entries.max())}")

@@ -221,7 +221,7 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
     plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
     native.is_only = is_only
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
-    expected = ["publish", "pull", "forward", "publish", "prepare", "pull", *backward]
+    expected = ["publish", "pull", "forward", "publish", "pull", "prepare", *backward]
     assert len(expected) <= 10
     overlapping = {}
     with fake_driver(monkeypatch) as launched:
@@ -288,14 +288,11 @@ def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_w
         with monkeypatch.context() as patch:
             refuse(patch)
             for batch in batches:
-                plan = batch.plans[0]
-                q, k, v = tensors(plan.num_rows, SHAPE)
-                out = distributed_attention(q, k, v, plan, None, config=config)[0]
-                torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+                attend(batch.plans[0], SHAPE, config)
         gc.collect()
         gc.disable()  # device memory does not wait for it
         try:
-            del batches, batch, plan, out, q, k, v
+            del batches, batch
             assert set(hopper_plan._prepared) <= known
         finally:
             gc.enable()
@@ -312,10 +309,30 @@ def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypat
             del batch, batches[1 - left]
             with monkeypatch.context() as patch:
                 refuse(patch)
-                plan = batches[0].plans[0]
-                q, k, v = tensors(plan.num_rows, SHAPE)
-                out = distributed_attention(q, k, v, plan, None, config=config)[0]
-                torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+                attend(batches[0].plans[0], SHAPE, config)
+
+
+def test_batches_of_equal_masks_and_other_heads_find_the_schedules_of_their_own(monkeypatch):
+    config, shapes = MagiConfig(attend=AttendConfig(impl="ffa")), (SHAPE, SHAPE._replace(num_heads_q=8, num_heads_kv=4))
+    with fake_driver(monkeypatch):
+        for planned in (False, True):  # when it was due, too
+            monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
+            plans = [make_plan(MASKS["many"], config).for_rank(0) for _ in shapes]
+            if planned:
+                attend(plans[0], SHAPE, config)
+            batches = [prepare_batch({0: plan}, shape, config) for plan, shape in zip(plans, shapes, strict=True)]
+            for batch in batches:
+                batch.to(CPU)
+            with monkeypatch.context() as patch:
+                refuse(patch)
+                for batch, shape in zip(batches, shapes, strict=True):
+                    attend(batch.plans[0], shape, config)
+
+
+def attend(plan, shape, config):
+    q, k, v = tensors(plan.num_rows, shape)
+    out = distributed_attention(q, k, v, plan, None, config=config)[0]
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,13 @@ def test_first_half_of_the_steps_is_not_timed() -> None:
     assert row[4:7] == ["20.0", "20.0", f"{1e3 * 4096 / 20:.0f}"]
 
 
+def test_runs_may_name_their_own_number_of_steps() -> None:
+    assert bench._run("documents:te_a2a:32768:8") == ("documents", "te_a2a", 32768, 8)
+    assert bench._run("causal:magi:8192")[3] is None
+    with pytest.raises(argparse.ArgumentTypeError, match="expected one of"):
+        bench._run("causal:magi:8192:8:1")
+
+
 def test_failed_run_is_a_row_with_its_reason() -> None:
     failed = bench.Run("documents", 4096, "te_p2p", error="Traceback\n  ...\nAssertionError: no backend\n")
     assert bench.figures([failed])[0][:5] == ["documents", 4096, "te_p2p", "documents", "AssertionError: no backend"]
@@ -136,7 +143,7 @@ def test_last_run_that_repeats_another_is_in_the_table(monkeypatch, tmp_path) ->
     done = run("causal", "te_p2p", 20.0).training
     monkeypatch.setattr(bench.TrainingSession, "run", lambda self, argv, around_step: done)
     monkeypatch.setattr(bench, "_gather", lambda made: None)
-    asked = [("causal", "te_p2p", 4096), ("window_sink", "te_p2p", 4096)]
+    asked = [bench._run(text) for text in ("causal:te_p2p:4096", "window_sink:te_p2p:4096")]
     bench.bench(
         argparse.Namespace(runs=asked, providers=[], model="llama_1b", steps=4, further=[], profile=None, out=tmp_path)
     )

@@ -10,6 +10,7 @@ import torch
 
 from megatron_magi.comm import rows
 from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import widest
 from megatron_magi.cuda import build as cuda_build
 from tests.comm.random_transfers import arrivals_of, random_tensor
 from tests.gpu_memory import needs_gigabytes
@@ -47,10 +48,10 @@ def test_parameters_are_packed_as_the_kernel_reads_them(monkeypatch, source, par
 
 
 def test_accesses_are_as_wide_as_addresses_strides_and_lengths_allow():
-    assert cuda_rows._divisor([(256, 4096, 2048)]) == 256
-    assert cuda_rows._divisor([(256, 4096, 2048), (512 + 8, 4096, 2048)]) == 8
-    assert cuda_rows._divisor([(256, 4096, 6)]) == 2
-    assert cuda_rows._divisor([(256, 4095, 16)]) == 1
+    assert widest([(256, 4096, 2048)]) == 16
+    assert widest([(256, 4096, 2048), (512 + 8, 4096, 2048)]) == 8
+    assert widest([(256, 4096, 6)]) == 2
+    assert widest([(256, 4095, 16)]) == 1
 
 
 def test_sums_are_left_to_triton_where_there_is_no_kernel():

@@ -6,6 +6,7 @@ import functools
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_magi.comm.impl import native
@@ -65,3 +66,15 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     assert made[3:] == ["publish_rows", "pull_bulk"]
     mover._memory.generation = 1
     assert exchange(own, native._BOTH) is not first
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_rows_are_read_beside_the_kernel_before_unless_other_groups_could_be_held_up(monkeypatch, num_groups):
+    mover = object.__new__(native.Native)
+    mover._device, mover._flags, mover._own_memory = None, torch.zeros(1), lambda: (0, 8, 16, 5)
+    monkeypatch.setattr(native, "_of_device", lambda _: [mover] * num_groups)
+    launch = SimpleNamespace(step=lambda places, overlaps=False: (places, overlaps))
+    monkeypatch.setattr(mover, "_launches", lambda *_: (launch, launch), raising=False)
+    x = [torch.zeros(4, 64)]
+    made = mover.arriving(x, None, RowLayout.of(x), x, "sources", "places")
+    assert made.steps == (("sources", False), ("places", num_groups == 1)) and made.overlaps == (num_groups == 1)

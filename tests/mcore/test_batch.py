@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_magi.attention import AttnShape
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask.source import LayerMasks, MaskSource
+from megatron_magi.mcore import batch as batch_module
 from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import Planner, checksum
@@ -276,3 +277,15 @@ def _one_rank_cannot_read_it(rank: int, num_ranks: int) -> str:
 def test_a_batch_that_one_rank_cannot_take_apart_is_an_error_on_all_ranks(ranks) -> None:
     for message in ranks(2, _one_rank_cannot_read_it):
         assert message.startswith("invalid literal for int") and message.endswith("first on global rank 1)")
+
+
+def test_an_error_that_comes_while_ranks_compare_is_no_disagreement_to_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def died() -> None:
+        raise RuntimeError("DataLoader worker (pid 9) is killed by signal")
+
+    agreement = SimpleNamespace(values=died, wait=died)
+    monkeypatch.setattr(batch_module, "start_agreement", lambda *args: agreement)
+    monkeypatch.setattr(dist, "all_gather_object", lambda *args, **kwargs: pytest.fail("the others do not come"))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with pytest.raises(RuntimeError, match=r"worker \(pid 9\)"):
+        BatchDispatcher(Planner(MagiConfig(), 0, 1, SHAPE, eod=EOD), object()).dispatch(_batch(1, 64))

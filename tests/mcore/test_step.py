@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.rerun_state_machine import RerunState
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunState
 from megatron.training import training
 
 from megatron_magi import rates
@@ -18,6 +18,7 @@ from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mcore import forward_step as forward_step_module
 from megatron_magi.mcore import loader, step, stock_step
 from megatron_magi.mcore.forward_step import MagiForwardStep
+from megatron_magi.mcore.graphs import ReadBatches
 
 CU_SEQLENS = torch.tensor([0, 3, 10])
 
@@ -143,6 +144,18 @@ def test_a_replayed_microbatch_adds_no_plan_to_the_log(
     machine.state = RerunState.INITIAL_RUN
     forward_step(iter(()), model.eval())
     assert plans == ["plan"]
+
+
+def test_the_loss_looks_ahead_in_what_megatron_reads_but_not_in_captured_iterations(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = SimpleNamespace(planned=None)
+    forward_step, reads = _magi_step(events, monkeypatch), RerunDataIterator(iter([batch, batch]))
+    _, loss = forward_step(reads, Model(events))
+    assert loss.keywords["meanwhile"] == reads.iterable.look
+    read = forward_step.read(reads, Model(events))
+    _, loss = forward_step(ReadBatches([read]), Model(events))
+    assert loss.keywords["meanwhile"] is None
 
 
 def test_a_dispatcher_is_made_once_for_a_set_of_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:

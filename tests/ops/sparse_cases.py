@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_magi.ops.impl import sparse_reference
+from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from megatron_magi.testing.error_budget import assert_within_budget
 from tests.ops.ffa_cases import SUM_OF_A_HEAD
@@ -101,3 +101,27 @@ def assert_as_good(name: str, got: torch.Tensor, plain: torch.Tensor, exact: tor
     """The error is within the budget of low precision; see `tests.ops.ffa_cases.assert_as_good`."""
     terms = exact.double().abs().clamp_min(SUM_OF_A_HEAD)
     assert_within_budget(name, got, plain, exact, terms=terms, elementwise=False)
+
+
+def check_forward(x, sink_lse=None) -> None:
+    out, lse, top = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=True)
+    want, want_lse, want_top = exact_forward(x, sink_lse)
+    if sink_lse is None:
+        assert_as_good("out", out, plain_attention(x)[0], want)
+    else:
+        plain = sparse_reference.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=sink_lse, return_max_logits=False)
+        torch.testing.assert_close(out, plain[0], atol=2e-2, rtol=2e-2)
+    empty = want_lse == -torch.inf
+    assert bool((out[empty] == 0).all()) and bool((lse[empty] == -torch.inf).all())
+    torch.testing.assert_close(lse[~empty].double(), want_lse[~empty], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(top.double(), want_top, atol=1e-3, rtol=1e-3)
+
+
+def check_backward(x, deterministic=False) -> None:
+    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, deterministic)
+    for name, got, plain, want in zip(
+        ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
+    ):
+        assert_as_good(name, got, plain, want)

@@ -29,7 +29,7 @@ STRUCTS = [
     (
         "backward",
         "BackwardParams",
-        ("HEAD_DIM=64", "HEAD_DIM_V=64", "STAGES=2", "DTYPE=Bf16", "SOFTCAP=0", "ADD_DQ=1", "SPLIT_STATS=0"),
+        hopper_kernels.backward_macros(torch.bfloat16, (64, 64), False, True),
     ),
     *(
         (

@@ -140,6 +140,8 @@ MASK = torch.ones(3, 2, dtype=torch.bool)
         ("softmax_scale", {"softmax_scale": -1.0}),
         ("return_max_logits", {"return_max_logits": 2}),
         ("deterministic", {"deterministic": None}),
+        ("sanity_check", {"sanity_check": 1}),
+        ("k", {"k": torch.full((100, 2, 8), torch.nan, dtype=torch.float64), "sanity_check": True}),
         ("impl", {"impl": "fa3"}),
         ("impl", {"impl": "ffa"}),
         ("q", {"q": torch.zeros(10, 4)}),
@@ -196,10 +198,10 @@ def test_operators_have_the_shapes_and_strides_that_compiled_graphs_expect(dtype
     indices = torch.randint(-1, 100, (1, 10, 8))
     pattern = [indices], 1, 1, False
     sink = torch.zeros(1, 4)
-    forward = (q, k, v, sink, *pattern, True, 0.3, False, "auto")
+    forward = (q, k, v, sink, *pattern, True, 0.3, False, False, "auto")
     out, lse, _ = torch.ops.megatron_magi.sparse_attention(*forward)
     assert out.shape == (10, 4, 16)
-    backward = (torch.ones_like(out), q, k, v, sink, out, lse, *pattern, 0.3, False, "auto")
+    backward = (torch.ones_like(out), q, k, v, sink, out, lse, *pattern, 0.3, False, False, "auto")
     with torch.device("meta"):
         like = [t.detach().to("meta") if isinstance(t, torch.Tensor) else t for t in forward]
         like[4] = [indices.to("meta")]
@@ -222,3 +224,34 @@ def test_compiled_functions_refuse_scales_too():
     )
     with pytest.raises(ValueError, match=r"^softmax_scale:"):
         compiled(q, torch.zeros(10, 1, 2, dtype=torch.int64))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("indices", torch.full((10, 1, 2), 100)),
+        ("blocks", torch.tensor([[0], [1], [2]])),
+        ("blocks", (torch.tensor([0, 2, 1, 2]), torch.tensor([0, 1]))),
+    ],
+)
+def test_lists_that_nobody_reads_before_the_kernels_are_checked_where_asked_for(name, blocks):
+    """As on a GPU: compiled functions do not look at what lists hold."""
+    q, k, v = tensors(10, 100)
+
+    def attend(check):
+        if name == "indices":
+            return index_sparse_attention(q, k, v, blocks, sanity_check=check)[0]
+        return block_sparse_attention(q, k, v, blocks, q_block_size=4, k_block_size=64, sanity_check=check)[0]
+
+    compiled = torch.compile(attend, backend="aot_eager")
+    assert bool(compiled(False).isfinite().all())
+    with pytest.raises(ValueError, match=rf"^{name}: expected"):
+        compiled(True)
+
+
+def test_a_gradient_that_is_not_finite_is_named_where_asked_for():
+    q, k, v = tensors(10, 100)
+    out, _ = index_sparse_attention(q, k, v, torch.zeros(10, 1, 2, dtype=torch.int64), sanity_check=True)
+    with pytest.raises(ValueError, match=r"^dout: row 3 holds inf"):
+        out.backward(torch.ones_like(out).index_fill(0, torch.tensor([3]), torch.inf))

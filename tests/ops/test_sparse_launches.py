@@ -38,7 +38,7 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     out.sum().backward()
     lists = ["sparse_lists"]
     last = ["sparse_stats", "sparse_backward_keys"]
-    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward", *lists, *last]
+    assert launched == [*lists, "sparse_forward", *lists, "sparse_backward_queries", *lists, *last]
     launched.clear()
     out, _ = block_sparse_attention(*inputs, mask[:, :3], q_block_size=16, k_block_size=128, impl="ffa")
     out.sum().backward()
@@ -47,11 +47,11 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
     given = torch.zeros(7, 3, dtype=torch.int32)
     out, _ = block_sparse_attention(*inputs, given, q_block_size=16, k_block_size=64, impl="ffa")
     out.sum().backward()
-    assert launched == ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]
+    assert launched == ["sparse_forward", "sparse_backward_queries", *["sparse_turn"] * 3, *last]
     launched.clear()
     for deterministic, want in (
         (False, ["sparse_forward", *["sparse_turn"] * 3, *last, "sparse_finish_dq"]),
-        (True, ["sparse_forward", "sparse_backward", *["sparse_turn"] * 3, *last]),
+        (True, ["sparse_forward", "sparse_backward_queries", *["sparse_turn"] * 3, *last]),
     ):
         out, _ = block_sparse_attention(
             *inputs, given, q_block_size=16, k_block_size=128, impl="ffa", deterministic=deterministic
@@ -67,14 +67,15 @@ def test_both_passes_of_both_functions_queue_their_kernels(launched, dim):
 def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(launched, monkeypatch):
     q, k, v = tensors(128)
     lists = torch.zeros(7, 3, dtype=torch.int32)
-    found = []
-    for most in (100 * 8 * 128 * 4, 100 * 8 * 128 * 4 - 1):
-        monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", most)
+    found, most = [], 100 * 8 * 128 * 4  # of two key heads
+    for of_all, of_head in ((most, most // 2), (most - 1, most // 2), (most, most // 2 - 1)):
+        monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", of_all)
+        monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES_OF_HEAD", of_head)
         out, _ = block_sparse_attention(q, k, v, lists, q_block_size=16, k_block_size=128, impl="ffa")
         launched.clear()
         out.sum().backward()
         found.append("sparse_finish_dq" in launched)
-    assert found == [True, False]
+    assert found == [True, False, False]
 
 
 def test_lists_of_queries_begin_together_for_blocks_of_64_keys_and_where_a_key_head_has_many(launched, monkeypatch):

@@ -344,22 +344,15 @@ struct Consumer {
     return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
   }
 
-  DEVICE void issue_s(float (&x)[32], const Held& held) {
-    const Operand q(smem_address(s.q[ring.index]));
+  // S of the block; or dP, of values and dout.
+  template <bool kOfValues>
+  DEVICE void issue_logits(float (&x)[32], const Held& held) {
+    const Operand block(smem_address(kOfValues ? s.dout[ring.index] : s.q[ring.index]));
     if constexpr (kHold)
-      issue_transposed_logits<kHeadDim>(x, held.k, q);
+      issue_transposed_logits<kHeadDim>(x, kOfValues ? held.v : held.k, block);
     else
-      issue_transposed_logits<kHeadDim>(x, Operand(smem_address(s.k) + warpgroup * kKeys * 128), q, s.ones[0],
-                                        s.stats[ring.index]);
-  }
-
-  DEVICE void issue_dp(float (&y)[32], const Held& held) {
-    const Operand dout(smem_address(s.dout[ring.index]));
-    if constexpr (kHold)
-      issue_transposed_logits<kHeadDimV>(y, held.v, dout);
-    else
-      issue_transposed_logits<kHeadDimV>(y, Operand(smem_address(s.v) + warpgroup * kKeys * 128), dout, s.ones[1],
-                                         s.stats[ring.index]);
+      issue_transposed_logits<kHeadDim>(x, Operand(smem_address(kOfValues ? s.v : s.k) + warpgroup * kKeys * 128),
+                                        block, s.ones[kOfValues], s.stats[ring.index]);
   }
 
   // Of dS in such a buffer.
@@ -461,15 +454,15 @@ struct Consumer {
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
-    if (!kHold) issue_s(x, held);
+    if (!kHold) issue_logits<false>(x, held);
     const BlockInfo info = block_info();
     const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
     float2 lse[8], delta[8];
     if (!kSplit) load_values(lse, values);
     barrier_wait(smem_address(&s.dout_full[now]), ring.parity);
     // What reads shared memory behind a product waits until the tensor cores have taken it.
-    if (kHold) issue_s(x, held);
-    issue_dp(y, held);
+    if (kHold) issue_logits<false>(x, held);
+    issue_logits<true>(y, held);
     wgmma_wait<1>();  // S
     pin(x);
     if constexpr (kHold) pin(held.k);

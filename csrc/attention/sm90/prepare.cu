@@ -25,7 +25,7 @@ struct PrepareParams {
   int log2_packed;
   float split;  // what lse is multiplied by where it is split; 0: it is not
   int beside;   // it runs beside the kernel before it, of which it needs nothing, and which began when all else was
-                // there; what follows this kernel follows that one, too
+                // there; the next one may start when all is written, and what follows this kernel follows that one, too
 #if CAPTURED
   const MaskNumbers* numbers;  // num_key_sums is of one tile whose dK and dV are sums
 #endif
@@ -102,8 +102,10 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
 
 // Blocks after the last row and head only zero. Reads come first: behind the zeros they would wait for them.
 extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
-  if (!p.beside) await_earlier_kernels();
-  let_next_kernel_start();
+  if (!p.beside) {
+    await_earlier_kernels();
+    let_next_kernel_start();
+  }
   const int tiles_row = p.stats_row >> 5 + p.log2_packed, block = blockIdx.x;
   if (block < tiles_row * ((p.num_heads + 31) / 32)) transpose_stats(p, block % tiles_row * 32, block / tiles_row * 32);
   fill_zeros(p.sums, p.num_sums);
@@ -112,5 +114,10 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
 #else
   fill_zeros(p.key_sums, p.num_key_sums);
 #endif
-  if (p.beside && blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough
+  if (!p.beside) return;
+  asm volatile("fence.proxy.async;" ::: "memory");  // what is written is read, and added to, by TMA
+  __threadfence();
+  __syncthreads();
+  let_next_kernel_start();
+  if (blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough
 }

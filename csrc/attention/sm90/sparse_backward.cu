@@ -1,59 +1,39 @@
-// Sparse attention backward for sm_90a: one work item is a tile of 128 places (sparse_tiles.cuh), which goes over the
-// keys of its list in steps of 64 single keys, or of 128 keys of blocks. dQ of the tile stays in registers; what the
-// tile adds to dK and dV of a step is computed at once, and added to fp32 sums in device memory.
+// Sparse attention backward for sm_90a, lists of single keys: one work item is a tile of 128 places (sparse_tiles.cuh),
+// which goes over the keys of its list in steps of 64. dQ of the tile stays in registers; what the tile adds to dK and
+// dV of a step is computed at once, and added to fp32 sums in device memory.
 //
 // A consumer warpgroup owns 64 places: S, dP, and dQ += dS K with dS from registers. P and dS of all 128 places also go
 // through shared memory, for dV = P^T dO, which the first warpgroup computes, and dK = dS^T Q, which the second does.
 // These and dQ of a step run with S of the next, under which the sums are added. dP comes after, in their registers.
 //
-// That is for lists of single keys. Of blocks the kernel computes dQ alone, and sparse_backward_keys.cu the rest.
-//
 // With FIXED the sums are integers of 64 bits, of numbers times a scale: they do not depend on the order of additions.
 //
-// Compile-time: HEAD_DIM, INDEXED (0 or 1), FIXED (0 or 1, of single keys), DTYPE (Bf16 or Fp16).
+// Compile-time: HEAD_DIM, FIXED (0 or 1), DTYPE (Bf16 or Fp16).
 
 #include "../../common/wgmma.cuh"
 #include "softmax.cuh"
 
-constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = INDEXED ? 64 : 128, kStages = 2;
+#define INDEXED 1
+constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64, kStages = 2;
 using T = DTYPE;
 
 #include "row_products.cuh"
-#include "sparse_tiles.cuh"
-
-struct SparseBackwardParams {
-  TensorMap q, k, v, dout;
-  SparseTiles tiles;
-  const u16 *keys, *values;  // where they are gathered
-  const float *lse, *delta;  // [rows, heads]
-  u16* dq;
-  // [key heads, sum_rows, columns]: sums without the softmax scale. Of every 16 columns, thread t of a row has 2t, 2t +
-  // 1, 2t + 8 and 2t + 9 together.
-  void *dk_sums, *dv_sums;                                                        // float, or with FIXED i64
-  const float* fixed_scales;                                                      // FIXED: of dk_sums and dv_sums
-  int k_row, v_row;                                                               // strides, elements
-  i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
-  i64 sum_rows;
-  float scale, scale_log2;
-};
-
-constexpr int kKept = INDEXED ? 2 : 1;  // buffers of P and of dS; of blocks nobody reads them
+#include "sparse_backward_tiles.cuh"
 
 struct Shared {
   alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
   u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
   u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
   u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u16 probs[kKept][INDEXED ? kGroups : 1][INDEXED ? kPlaces : 1][kStep];
-  u16 ds[kKept][INDEXED ? kGroups : 1][INDEXED ? kPlaces : 1][kStep];
+  u16 probs[2][kGroups][kPlaces][kStep];
+  u16 ds[2][kGroups][kPlaces][kStep];
   u64 rows_full, rows_empty;
   u64 full[kStages], empty[kStages];
   StepInfo info[kStages];
-  alignas(16) int index[kStages][kStep];  // INDEXED: numbers of keys in the order of the list, -1 for none
+  alignas(16) int index[kStages][kStep];  // numbers of keys in the order of the list, -1 for none
 };
 
 constexpr u32 kBytesRows = sizeof(Shared::q) / kGroups;
-constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 
 // ---- producers ----
 
@@ -65,41 +45,10 @@ struct Loader {
   u32 rows_parity = 1;
 
   DEVICE void queries(const Tile& tile) {
-    if (warp == 0 && lane == 0) {
-      const u32 bar = smem_address(&s.rows_full);
-      barrier_wait(smem_address(&s.rows_empty), rows_parity);
-      barrier_expect_bytes(bar, 2 * kGroups * kBytesRows);
-#pragma unroll
-      for (int w = 0; w < kGroups; ++w) {
-        const int row = tile.first_row + (w * kPlaces >> p.tiles.log2_heads);
-        const int head = tile.head + (w * kPlaces & (1 << p.tiles.log2_heads) - 1);
-        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kPlaces * 128, row, head, bar);
-        load_panels<kHeadDim / kPanel>(&p.dout, smem_address(s.dout[w]), kPlaces * 128, row, head, bar);
-      }
-    }
+    if (warp == 0 && lane == 0) load_queries(p, s, tile, rows_parity);
     rows_parity ^= 1;
   }
 
-  DEVICE void describe(const Tile& tile, int flags) const {
-    *reinterpret_cast<int4*>(&s.info[ring.index]) =
-        make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, tile.head_kv);
-  }
-
-  // Blocks.
-  DEVICE void step(const Tile& tile, int flags, const int4& keys) {
-    if (lane == 0) {
-      const u32 bar = smem_address(&s.full[ring.index]);
-      barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
-      describe(tile, flags);
-      *reinterpret_cast<int4*>(s.info[ring.index].keys) = keys;
-      barrier_expect_bytes(bar, 2 * kBytesK);
-      load_pieces(&p.k, smem_address(s.k[ring.index]), keys, tile.head_kv, bar);
-      load_pieces(&p.v, smem_address(s.v[ring.index]), keys, tile.head_kv, bar);
-    }
-    ring.advance();
-  }
-
-  // Single keys.
   DEVICE void step(const Tile& tile, int flags, int index) {
     const bool seen = static_cast<u32>(index) < static_cast<u32>(p.tiles.num_keys);
     const u32 bits = __ballot_sync(0xffffffffu, seen);
@@ -107,7 +56,7 @@ struct Loader {
     barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
     share_numbers(s.index[ring.index], warp, lane, seen ? index : -1);
     if (lane == 0) {
-      if (warp == 0) describe(tile, flags);
+      if (warp == 0) describe(s.info[ring.index], tile, flags);
       s.info[ring.index].keys[warp] = static_cast<int>(bits);
       barrier_arrive(bar);
     }
@@ -129,18 +78,9 @@ struct Loader {
       barrier_arrive(bar);
     }
     __syncwarp();
-    if (INDEXED) copies_arrive(bar);
+    copies_arrive(bar);
   }
 };
-
-DEVICE void produce(const SparseBackwardParams& p, Shared& s, int warp, int lane) {
-  Loader loader{p, s, warp, lane};
-#if INDEXED
-  walk_indices(p.tiles, loader, warp, lane);
-#else
-  if (warp == 0) walk_blocks(p.tiles, loader, lane);
-#endif
-}
 
 // ---- consumers ----
 
@@ -166,11 +106,11 @@ struct Consumer {
   const SparseBackwardParams& p;
   Shared& s;
   const int warpgroup, lane, row_of_warpgroup;  // row: the first that this thread has of 64
+  Places places;
   Ring<kStages> ring;
   Ring<2> buffer;  // of P and dS
   u32 rows_parity = 0;
-  int flags = 0, row[2], head[2];  // of this thread's places, in the tile
-  float lse[2], delta[2];
+  int flags = 0;
   u32 store_at;
 
   DEVICE Consumer(const SparseBackwardParams& p, Shared& s, int warpgroup)
@@ -178,41 +118,15 @@ struct Consumer {
         s(s),
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
-        row_of_warpgroup(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int place = warpgroup * kPlaces + row_of_warpgroup + 8 * r;
-      row[r] = place >> p.tiles.log2_heads, head[r] = place & (1 << p.tiles.log2_heads) - 1;
-    }
+        row_of_warpgroup(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
+        places(warpgroup, p.tiles.log2_heads) {
     store_at = (threadIdx.x % 128 / 32 * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
     keep(store_at);
   }
 
-  // Rows that are none of the tile's weigh nothing, nor do those that see nothing.
-  DEVICE void load_stats(int first_row, int head_rows) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const i64 at_row = first_row + row[r], at_head = (head_rows & 0xffff) + head[r];
-      lse[r] = kInfinity, delta[r] = 0.f;
-      if (row[r] < head_rows >> 16) {
-        const float x = __ldg(p.lse + at_row * p.lse_row + at_head * p.lse_head);
-        lse[r] = x == -kInfinity ? kInfinity : x * kLog2e;
-        delta[r] = __ldg(p.delta + at_row * p.delta_row + at_head * p.delta_head);
-      }
-    }
-  }
-
-  DEVICE void hide_keys(float (&x)[kStep / 2], const StepInfo& info) const {
-    if (INDEXED) {
-      hide_unseen(x, info, lane);
-      return;
-    }
-    hide_pieces(x, info, lane, [&](int r) { return min(p.tiles.num_keys, info.first_row + row[r] + p.tiles.reach); });
-  }
-
   DEVICE void wait_keys() const {
     barrier_wait(smem_address(&s.full[ring.index]), ring.parity);
-    if (INDEXED) fence_async_proxy();
+    fence_async_proxy();
   }
 
   DEVICE void issue_s(float (&x)[kStep / 2]) const {
@@ -232,26 +146,25 @@ struct Consumer {
     buffer.advance();
     wgmma_wait<1>();
     pin(x);
-    if (INDEXED || flags & kHidesKeys) hide_keys(x, s.info[ring.index]);
+    hide_unseen(x, s.info[ring.index], lane);
     u32 probs[kStep / 4];
 #pragma unroll
-    for (int i = 0; i < kStep / 2; ++i) x[i] = exp2_fast(fmaf(x[i], p.scale_log2, -lse[(i >> 1) & 1]));
+    for (int i = 0; i < kStep / 2; ++i) x[i] = exp2_fast(fmaf(x[i], p.scale_log2, -places.lse[(i >> 1) & 1]));
     pack_pairs(probs, x);
-    if (INDEXED) store(smem_address(s.probs[buffer.index][warpgroup]), probs);
+    store(smem_address(s.probs[buffer.index][warpgroup]), probs);
     wgmma_wait<0>();
     pin(y);
 #pragma unroll
     for (int i = 0; i < kStep / 4; ++i)
-      ds[i] = T::pack(x[2 * i] * (y[2 * i] - delta[i & 1]), x[2 * i + 1] * (y[2 * i + 1] - delta[i & 1]));
-    if (INDEXED) store(smem_address(s.ds[buffer.index][warpgroup]), ds);
-    if (INDEXED) fence_async_proxy();
+      ds[i] = T::pack(x[2 * i] * (y[2 * i] - places.delta[i & 1]), x[2 * i + 1] * (y[2 * i + 1] - places.delta[i & 1]));
+    store(smem_address(s.ds[buffer.index][warpgroup]), ds);
+    fence_async_proxy();
   }
 
   DEVICE void issue_gradients(float (&dq)[kHeadDim / 2], float (&part)[kHeadDim / 2], const u32 (&ds)[kStep / 4],
                               int stage) {
-    if (INDEXED) named_sync(1, 256);
+    named_sync(1, 256);
     issue_weighted<kHeadDim, kStep>(dq, ds, Operand(smem_address(s.k[stage]), kStep * 128));
-    if (!INDEXED) return;
     const u32 left = warpgroup ? smem_address(s.ds[buffer.index]) : smem_address(s.probs[buffer.index]);
     const u32 right = warpgroup ? smem_address(s.q) : smem_address(s.dout);
     issue_key_gradient(part, Operand(left), Operand(right, kPlaces * 128));
@@ -264,7 +177,6 @@ struct Consumer {
   }
 
   DEVICE void add_part(const float (&part)[kHeadDim / 2], const int2& keys, int head_kv) const {
-    if (!INDEXED) return;
     void* sums = warpgroup ? p.dk_sums : p.dv_sums;
     const float scale = FIXED ? __ldg(p.fixed_scales + 1 - warpgroup) : 1.f;
 #pragma unroll
@@ -286,25 +198,6 @@ struct Consumer {
     }
   }
 
-  DEVICE void store_dq(const float (&dq)[kHeadDim / 2], int first_row, int head_rows) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      u16* to = p.dq + (first_row + row[r]) * p.dq_row + ((head_rows & 0xffff) + head[r]) * p.dq_head;
-#pragma unroll
-      for (int g = 0; g < kHeadDim / 32; ++g) {
-        u32 word[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* x = dq + 4 * (4 * g + j) + 2 * r;
-          word[j] = T::pack(x[0] * p.scale, x[1] * p.scale);
-        }
-        transpose_quad(word, lane);
-        if (row[r] < head_rows >> 16)
-          *reinterpret_cast<uint4*>(to + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
-      }
-    }
-  }
-
   DEVICE void run() {
     while (true) {
       wait_keys();
@@ -312,7 +205,7 @@ struct Consumer {
       flags = uniform(item.x);
       if (flags & kNoMoreSteps) break;
       const int first_row = item.y, head_rows = item.z, head_kv = item.w;
-      load_stats(first_row, head_rows);
+      places.load_stats(p, first_row, head_rows);
       barrier_wait(smem_address(&s.rows_full), rows_parity);
       rows_parity ^= 1;
       float dq[kHeadDim / 2], part[kHeadDim / 2], x[kStep / 2];
@@ -330,7 +223,7 @@ struct Consumer {
           flags = uniform(flags + 1);
         }
         const int now = ring.index;
-        const int2 keys = INDEXED ? keys_of(now) : make_int2(-1, -1);
+        const int2 keys = keys_of(now);
         issue_gradients(dq, part, ds, now);
         ring.advance();
         wait_keys();
@@ -339,22 +232,22 @@ struct Consumer {
         wgmma_wait<1>();
         pin(dq);
         pin(ds);
-        if (INDEXED) pin(part);
+        pin(part);
         release(s.empty[now], lane);
         add_part(part, keys, head_kv);
         form_ds(x, ds);  // registers are scarce: dP takes those of the part
       }
-      const int2 keys = INDEXED ? keys_of(ring.index) : make_int2(-1, -1);
+      const int2 keys = keys_of(ring.index);
       issue_gradients(dq, part, ds, ring.index);
       wgmma_wait<0>();
       pin(dq);
       pin(ds);
-      if (INDEXED) pin(part);
+      pin(part);
       release(s.empty[ring.index], lane);
       release(s.rows_empty, lane);
       ring.advance();
       add_part(part, keys, head_kv);
-      store_dq(dq, first_row, head_rows);
+      places.store_dq(p, dq, first_row, head_rows, lane);
     }
   }
 };
@@ -374,10 +267,12 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_shrink<INDEXED ? 56 : 40>();  // together all that the block was launched with
-    produce(p, s, uniform(threadIdx.x / 32), threadIdx.x % 32);
+    registers_shrink<56>();  // together all that the block was launched with
+    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    Loader loader{p, s, warp, lane};
+    walk_indices(p.tiles, loader, warp, lane);
   } else {
-    registers_grow<INDEXED ? 224 : 232>();
+    registers_grow<224>();
     Consumer(p, s, uniform(threadIdx.x / 128) - 1).run();
   }
 }

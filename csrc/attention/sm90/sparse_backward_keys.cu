@@ -135,8 +135,9 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int head_kv = item / pieces, piece = item - head_kv * pieces, first_key = piece * kTileKeys;
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
-    const int* at = t.entries + (t.offsets ? __ldg(t.offsets + list) : list * t.list_step);
-    int left = t.offsets ? __ldg(t.offsets + list + 1) - __ldg(t.offsets + list) : __ldg(t.counts + list);
+    const i64 begin = t.offsets ? offset_at(t, list) : list * t.list_step;
+    const int* at = t.entries + begin;
+    int left = t.offsets ? offset_at(t, list + 1) - static_cast<int>(begin) : __ldg(t.counts + list);
     loader.keys(piece, head_kv);
     s.item = make_int2(piece, head_kv);
     if (left >= t.long_list)  // for at most a tenth of the time that they take
@@ -144,6 +145,7 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     for (; left > 0; --left) {
       const int block = __ldg(at++);
       const int rows = min(t.num_rows - block * t.query_block, t.query_block);
+      if (static_cast<u32>(block) >= t.query_blocks) continue;  // of offsets that are none
       if (block * t.query_block + rows - 1 + t.reach <= s.item.x * kTileKeys) continue;
       for (int pack = 0; pack < t.packs; ++pack)
         for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);

@@ -28,10 +28,14 @@ struct SparseTiles {
   int heads_kv, list_heads;                         // list_heads: 1 or heads_kv
   int query_block, key_block, key_blocks;           // tokens of a block; how many blocks
   int num_rows, num_keys;
-  int reach;       // query i sees keys below i + reach
-  int log2_heads;  // of heads in a tile
-  int long_list;   // keys of a list from which on SMs begin their tiles together
+  int reach;        // query i sees keys below i + reach
+  int log2_heads;   // of heads in a tile
+  int long_list;    // keys of a list from which on SMs begin their tiles together
+  int num_entries;  // that offsets may point to
 };
+
+// Where a list begins or ends, whatever the offset is.
+DEVICE int offset_at(const SparseTiles& p, int list) { return max(0, min(__ldg(p.offsets + list), p.num_entries)); }
 
 struct Tile {
   int first_row, past_row;  // queries; none where the last block is short
@@ -97,9 +101,9 @@ DEVICE void hide_pieces(float (&x)[kStep / 2], const StepInfo& info, int lane, P
 DEVICE i64 list_begin(const SparseTiles& p, const Tile& tile, int& count) {
   const int list = tile.list_head * p.query_blocks + tile.query_block;
   if (p.offsets) {
-    const int* at = p.offsets + list + tile.list_head;
-    count = __ldg(at + 1) - __ldg(at);
-    return __ldg(at);
+    const int begin = offset_at(p, list + tile.list_head);
+    count = offset_at(p, list + tile.list_head + 1) - begin;
+    return begin;
   }
   count = p.counts ? __ldg(p.counts + list) : p.width;
   return tile.list_head * p.head_step + tile.query_block * p.list_step;
@@ -172,7 +176,6 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
       const int keys_listed = pieces.count * p.key_block;
       if (lane == 0 && keys_listed >= p.long_list)  // for at most 2 % of the time that they take
         keep_together(p.counter, item, p.num_items, keys_listed / 64);
-      const int all_see = min(p.num_keys, tile.first_row + p.reach);
       int ahead = pieces.next();
       bool last = false;
       while (!last) {
@@ -181,7 +184,7 @@ DEVICE void walk_blocks(const SparseTiles& p, Loader& loader, int lane) {
         if (ahead != kNoKey) ahead = pieces.next();
         if (kPieces > 1 && ahead != kNoKey) keys.y = ahead, ahead = pieces.next();
         last = ahead == kNoKey;
-        const bool hides = max(keys.x, kPieces > 1 ? keys.y : 0) + kPiece > all_see;
+        const bool hides = max(keys.x, kPieces > 1 ? keys.y : 0) + kPiece > min(p.num_keys, tile.first_row + p.reach);
         loader.step(tile, (last ? kLastStep : 0) | (hides ? kHidesKeys : 0), keys);
       }
     }

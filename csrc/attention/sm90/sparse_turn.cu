@@ -15,9 +15,14 @@ struct SparseTurnParams {
   int* rows;
   int* counter;  // two words, zero before and after
   int width, num_lists, num_rows, num_columns, chunks, chunk_rows;
+  int num_entries, num_places;  // that offsets may point to; of `rows`
 };
 
 constexpr int kThreads = 256;
+constexpr int kAhead = 4;  // entries of a row that a thread has before the row's turn
+
+// An offset, whatever it is.
+DEVICE int within(int offset, int count) { return max(0, min(offset, count)); }
 
 struct Row {
   const int* entries;
@@ -26,12 +31,18 @@ struct Row {
   DEVICE Row(const SparseTurnParams& p, int list, int row) {
     if (p.offsets) {
       const int* at = p.offsets + static_cast<i64>(list) * (p.num_rows + 1) + row;
-      entries = p.entries + __ldg(at), count = __ldg(at + 1) - __ldg(at);
+      const int begin = within(__ldg(at), p.num_entries);
+      entries = p.entries + begin, count = within(__ldg(at + 1), p.num_entries) - begin;
     } else {
       entries = p.entries + list * p.head_step + row * p.list_step, count = p.width;
     }
   }
   DEVICE int load(int at) const { return at < count ? __ldg(entries + at) : -1; }
+  // From `first` on, of this thread.
+  DEVICE void load(int (&to)[kAhead], int first) const {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) to[j] = load(first + j * kThreads + static_cast<int>(threadIdx.x));
+  }
 };
 
 // Parts 0 and 2: so many columns at a time.
@@ -59,15 +70,23 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
       __syncthreads();
       for (int i = threadIdx.x; i < window; i += kThreads) counts[i] = columns[i];
     } else if (first_row < past_row) {  // row after row
-      int ahead = Row(p, list, first_row).load(threadIdx.x);
+      int ahead[kAhead];
+      Row(p, list, first_row).load(ahead, 0);
       for (int row = first_row; row < past_row; ++row) {
         const Row now(p, list, row);
-        int entry = ahead;
-        if (row + 1 < past_row) ahead = Row(p, list, row + 1).load(threadIdx.x);
-        for (int i = threadIdx.x; i < now.count; i += kThreads) {
-          const u32 column = entry - first;
-          if (column < window) p.rows[atomicAdd(columns + column, 1)] = row;
-          entry = now.load(i + kThreads);
+        int entries[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) entries[j] = ahead[j];
+        if (row + 1 < past_row) Row(p, list, row + 1).load(ahead, 0);
+        for (int i = 0; i < now.count; i += kAhead * kThreads) {
+          if (i) now.load(entries, i);
+#pragma unroll
+          for (int j = 0; j < kAhead; ++j) {
+            const u32 column = entries[j] - first;
+            if (column >= window) continue;
+            const u32 place = atomicAdd(columns + column, 1);
+            if (place < p.num_places) p.rows[place] = row;  // not of lists that share entries
+          }
         }
         __syncthreads();
       }
@@ -75,6 +94,8 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
     __syncthreads();
   }
 }
+
+constexpr int kAtOnce = 16;  // loads that a thread has under way
 
 // One block: 32 columns of all lists, in 8 slices of chunks. The last block to be done adds up the columns.
 DEVICE void scan(const SparseTurnParams& p) {
@@ -86,7 +107,7 @@ DEVICE void scan(const SparseTurnParams& p) {
   int* counts = p.counts + (static_cast<i64>(list) * p.chunks) * p.num_columns + column % p.num_columns;
   int sum = 0;
   if (column < all) {
-#pragma unroll 8
+#pragma unroll kAtOnce
     for (int i = first; i < past; ++i) sum += counts[static_cast<i64>(i) * p.num_columns];
   }
   sums[threadIdx.x] = sum;
@@ -95,12 +116,15 @@ DEVICE void scan(const SparseTurnParams& p) {
     int before = 0;
     for (int i = 0; i < slice; ++i) before += sums[32 * i + threadIdx.x % 32];
     if (slice == 7) p.starts[column + 1] = before + sum;
-#pragma unroll 8
-    for (int i = first; i < past; ++i) {
-      int* at = counts + static_cast<i64>(i) * p.num_columns;
-      const int count = *at;
-      *at = before;
-      before += count;
+    for (int i = first; i < past; i += kAtOnce) {  // loads together: none would pass a store
+      int count[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) count[j] = i + j < past ? counts[static_cast<i64>(i + j) * p.num_columns] : 0;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (i + j < past) counts[static_cast<i64>(i + j) * p.num_columns] = before;
+        before += count[j];
+      }
     }
   }
   __threadfence();

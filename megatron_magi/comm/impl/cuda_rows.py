@@ -10,7 +10,6 @@ import struct
 import threading
 from collections.abc import Sequence
 from functools import cache, reduce
-from math import prod
 from operator import or_
 from typing import NamedTuple
 
@@ -18,7 +17,17 @@ import torch
 from torch import Tensor
 
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import ELEMENTS, MOST_TENSORS, WIDEST, Rows, can_add, with_rows
+from megatron_magi.comm.row_memory import (
+    ELEMENTS,
+    MOST_TENSORS,
+    WIDEST,
+    Rows,
+    can_add,
+    rows_in,
+    rows_of,
+    widest,
+    with_rows,
+)
 from megatron_magi.comm.rows import Arrivals
 from megatron_magi.cuda.build import build
 from megatron_magi.cuda.driver import LaunchConfig, load_kernel
@@ -45,8 +54,8 @@ def pack_rows(tensors: Sequence[Tensor], index: Tensor | None, layout: RowLayout
     way = layout.ways.get(key)
     if way is None:
         tensors = [with_rows(x) for x in tensors]
-        rows = [_rows_of(x) for x in tensors]
-        way = _gather_way(rows, _parts(buffer, layout), buffer.device)
+        rows = rows_of(tensors, layout.sizes)
+        way = _gather_way(rows, rows_in(buffer, layout), buffer.device)
         if [address for address, _, _ in rows] == addresses:
             layout.ways[key] = way
         addresses = [address for address, _, _ in rows]
@@ -64,7 +73,7 @@ def unpack_rows(buffer: Tensor, index: Tensor | None, layout: RowLayout) -> list
     key = "unpack", buffer.device.index, _low_bits(base, *addresses)
     way = layout.ways.get(key)
     if way is None:
-        way = layout.ways[key] = _gather_way(_parts(buffer, layout), [_rows_of(x) for x in out], buffer.device)
+        way = layout.ways[key] = _gather_way(rows_in(buffer, layout), rows_of(out, layout.sizes), buffer.device)
     way.fire([base + offset for offset in layout.offsets], addresses, num_rows, index.data_ptr())
     return out
 
@@ -78,10 +87,10 @@ def add_rows(buffer: Tensor, layout: RowLayout, arrivals: Arrivals, into: Sequen
     key = "add", buffer.device.index, to_dtype, _low_bits(base, *addresses), *[x.stride() for x in into]
     way = layout.ways.get(key)
     if way is None:
-        sources, results = _parts(buffer, layout), [_rows_of(x) for x in into]
+        sources, results = rows_in(buffer, layout), rows_of(into, layout.sizes_in(to_dtype))
         vector = min(
-            _divisor(sources) // from_dtype.itemsize,
-            _divisor(results) // to_dtype.itemsize,
+            widest(sources) // from_dtype.itemsize,
+            widest(results) // to_dtype.itemsize,
             WIDEST // max(from_dtype.itemsize, to_dtype.itemsize),
         )
         units = [size // (vector * from_dtype.itemsize) for _, _, size in sources]
@@ -110,33 +119,12 @@ def _gather_way(sources: list[Rows], results: list[Rows], device: torch.device) 
     for at in range(0, len(some), MOST_TENSORS):
         which = some[at : at + MOST_TENSORS]
         of_sources, of_results = [sources[i] for i in which], [results[i] for i in which]
-        unit = min(_divisor(of_sources), _divisor(of_results), WIDEST)
+        unit = min(widest(of_sources), widest(of_results))
         units = [size // unit for _, _, size in of_sources]
         parts.append(
             _gather_kernel(device, unit).part(of_sources, of_results, units, -(-max(units) // _IN_FLIGHT), which)
         )
     return _Way(parts)
-
-
-def _rows_of(x: Tensor) -> Rows:
-    size = x.element_size()
-    return x.data_ptr(), x.stride(0) * size, prod(x.shape[1:]) * size
-
-
-def _parts(buffer: Tensor, layout: RowLayout) -> list[Rows]:
-    """The rows of each tensor in a buffer."""
-    address = buffer.data_ptr()
-    return [
-        (address + offset, layout.row_bytes, size) for offset, size in zip(layout.offsets, layout.sizes, strict=True)
-    ]
-
-
-def _divisor(rows: Sequence[Rows]) -> int:
-    """The largest power of two that divides all addresses, strides and lengths."""
-    bits = 0
-    for address, stride, size in rows:
-        bits |= address | stride | size
-    return bits & -bits
 
 
 def _low_bits(*addresses: int) -> int:

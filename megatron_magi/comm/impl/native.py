@@ -27,7 +27,7 @@ from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, Launch, exchange_
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
-from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_of, vector_of, widest, with_rows
+from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
@@ -119,9 +119,8 @@ class Native:
     ) -> Started:
         """See `megatron_magi.comm.movement.Mover`."""
         received = layout.new_buffer(args.num_send, tensors[0].device) if received is None else received
-        address, size = received.data_ptr(), layout.row_bytes
-        rows = [(address + offset, size, width) for offset, width in zip(layout.offsets, layout.sizes, strict=True)]
-        work, held = self._run(_GIVE_BACK, tensors, args, layout, rows, kept=kept, index=index)
+        results = rows_in(received, layout)
+        work, held = self._run(_GIVE_BACK, tensors, args, layout, results, kept=kept, index=index)
         return Started((work,), (received, *held), lambda: received)
 
     def add(
@@ -134,9 +133,9 @@ class Native:
         index: torch.Tensor | None = None,
     ) -> Started:
         """`give_back` and the addition to ``into`` in one; the result is a list of these tensors."""
-        partial, wide = layout.dtypes[0], into[0].dtype
-        sizes = [size // partial.itemsize * wide.itemsize for size in layout.sizes]
-        work, held = self._run(_ADD, tensors, args, layout, rows_of(into, sizes), (partial, wide), kept, index)
+        types = layout.dtypes[0], into[0].dtype
+        results = rows_of(into, layout.sizes_in(types[1]))
+        work, held = self._run(_ADD, tensors, args, layout, results, types, kept, index)
         return Started((work,), (*into, *held), lambda: list(into))
 
     def arriving(
@@ -150,6 +149,8 @@ class Native:
     ) -> Arriving:
         """`cast` for a kernel that waits for rows as they come, as steps of a list of calls for `queue`.
 
+        The second needs nothing of the first, and runs beside it.
+
         Args:
             tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
                 bytes, contiguous.
@@ -160,12 +161,14 @@ class Native:
         prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
         publish, pull = self._launches((_ANNOUNCE,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
+        # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
+        # other's ranks wait for.
+        overlaps = len(_of_device(self._device)) == 1
+        steps = publish.step(sources), pull.step(places, overlaps=overlaps)
+        notice, timeout_ns = own[2:]
         return Arriving(
-            into, places, (publish.step(sources), pull.step(places)), control + _ANNOUNCED,
-            self._flags.data_ptr(), control + _BROKEN, own[2], own[3],
-            # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
-            # other's ranks wait for.
-            overlaps=len(_of_device(self._device)) == 1,
+            into, places, steps, control + _ANNOUNCED, self._flags.data_ptr(), control + _BROKEN, notice, timeout_ns,
+            overlaps,
         )  # fmt: skip
 
     def adding(
@@ -177,12 +180,12 @@ class Native:
         sources: Sequence[Place],
         places: Sequence[Place],
     ) -> Step:
-        """`add` as a step. Arguments as in `arriving`."""
+        """`add` as a step behind attention. Arguments as in `arriving`."""
         types = layout.dtypes[0], into[0].dtype
-        sizes = [size // types[0].itemsize * types[1].itemsize for size in layout.sizes]
-        rows, results = rows_of(tensors, layout.sizes), rows_of(into, sizes)
+        rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes_in(types[1]))
         (exchange,) = self._exchanges(_Exchange(_ADD, types, _BOTH), args, layout, rows, results)
-        return exchange.step(sources, places)
+        # What runs beside it, if much is sent, waits for memory and not for SMs.
+        return exchange.step(sources, places, num_blocks=share_of(self._num_sms, len(_of_device(self._device))))
 
     def version(self) -> tuple[int, int, int]:
         """Another one when steps no longer hold."""

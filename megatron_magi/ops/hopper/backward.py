@@ -161,7 +161,7 @@ def backward_steps(
     remembered: bool = True,
 ) -> tuple[_Pass, hopper_parts.Steps]:
     """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`.
-    ``published``: the first is queued right behind the kernel that publishes keys."""
+    ``published``: the first is queued right behind kernels that move keys."""
     tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
     known = _known(tensors, (False, False), False, bands, options, stream, out, remembered)
     return known, known.steps(inputs, scratch, delta, sends, published)

@@ -47,7 +47,7 @@ def backward_steps(
     stream: int,
     remembered: bool = True,
 ) -> tuple[Pass, hopper_parts.Steps]:
-    """The kernels that write all gradients; the first is queued right behind the one that publishes keys.
+    """The kernels that write all gradients; the first is queued right behind those that bring keys.
 
     They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, and ``delta`` where
     it is wanted.

@@ -132,7 +132,7 @@ class DevicePlan:
     Attributes:
         host: the same on the CPU, without its table.
         memory: int32 tensor that holds all tables.
-        ready: when the tables, and the schedules that came with them, are there; None if they are.
+        ready: when the tables are there; None if they are.
         charged_bytes: of the memory that lives as long as this, where that is more than ``memory``.
         splits: answers of `group_splits`.
         schedules: answers of `schedule_of`.
@@ -169,9 +169,10 @@ class DevicePlan:
 
         The host may be masks ahead of the device, on several streams.
         """
-        if self.ready is not None:
-            torch.cuda.current_stream(self.memory.device).wait_event(self.ready)
-        for table in (self.memory, *(schedule.items for schedule in self.schedules.values())):
+        tables = [(self.memory, self.ready), *((s.items, s.ready) for s in tuple(self.schedules.values()))]
+        for ready in {ready for _, ready in tables} - {None}:
+            torch.cuda.current_stream(self.memory.device).wait_event(ready)
+        for table, _ in tables:
             if table.is_cuda:
                 table.record_stream(torch.cuda.current_stream(table.device))
 
@@ -218,10 +219,12 @@ class DeviceSchedule:
     Attributes:
         items: int32 ``[num_items, 4]``.
         num_split: tiles whose query heads are split.
+        ready: when the items are there; None if they are.
     """
 
     items: Tensor
     num_split: int
+    ready: torch.cuda.Event | None = None
 
 
 class Tiling(NamedTuple):
@@ -324,7 +327,7 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
     if is_static(bands):
         return bands.mask.plan(tiling)
     key = (content_digest(bands), tiling, device.index)
-    plan = _plans.get(key) or _prepared.get(key)
+    plan = _prepared.get(key) or _plans.get(key)
     if plan is None:
         host = make_host_plan(bands, tiling)
         plan = DevicePlan(host.without_table(), *upload([host.table], device))
@@ -334,9 +337,12 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
 
 def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
     """Makes a plan known that was made ahead, for a mask with this digest, for as long as the caller keeps what this
-    returns: the plan, or one that is known already.
+    returns: the plan, or one that is known already, which gets the schedules that it lacks.
     """
-    return _prepared.setdefault((digest, tiling, plan.memory.device.index), plan)
+    known = _prepared.setdefault((digest, tiling, plan.memory.device.index), plan)
+    for key, schedule in plan.schedules.items():
+        known.schedules.setdefault(key, schedule)
+    return known
 
 
 def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int) -> tuple[int, int, int, int]:

@@ -81,7 +81,7 @@ class MaskTables:
         left = iter(tensors)
         plans = {tiling: DevicePlan(host, next(left), ready, plan_bytes) for tiling, host in self.plans}
         for tiling, key, num_split in self.schedules:
-            plans[tiling].schedules[key] = DeviceSchedule(next(left), num_split)
+            plans[tiling].schedules[key] = DeviceSchedule(next(left), num_split, ready)
         return [hopper_plan.keep(self.digest, tiling, plan) for tiling, plan in plans.items()]
 
 

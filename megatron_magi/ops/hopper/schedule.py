@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from megatron_magi.ops.hopper import tuning
 
+_QUERIES, _SLACK = 64, 208  # queries of a block; so far apart tiles of one document may seem to end
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
@@ -97,11 +99,16 @@ def _near_schedule(
     candidates = [long_tile]
     if width < group:
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
-    piece = _piece(costs, heads_kv * group, long_tile) if width < group else 0
+    in_sections = width < group and long_tile == tuning.LONG_BLOCKS_UNEVEN
+    in_sections = in_sections and bool(_documents(np.argsort(starts, kind="stable"), starts, costs))
+    piece = _piece(costs, heads_kv * group, long_tile, in_sections) if width < group else 0
+    in_sections = in_sections and not piece
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = _num_long(costs, least)
-        schedule = _schedule(starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece)
+        schedule = _schedule(
+            starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece, in_sections
+        )
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
         work = _item_costs(schedule.items, costs, group)
@@ -120,13 +127,15 @@ def _num_long(costs: np.ndarray, least: int) -> int:
     return int(less[0]) if len(less) else len(costs)
 
 
-def _piece(costs: np.ndarray, heads: int, long_tile: int) -> int:
+def _piece(costs: np.ndarray, heads: int, long_tile: int, in_sections: bool) -> int:
     """Blocks of a piece, 0 where no tile is cut.
 
-    They are cut where neighbours walk over the same queries; later where these are as many, and they walk in step.
+    They are cut where neighbours walk over the same queries; later where these are as many, and they walk in step, and
+    where so few are worked on together that the cache keeps what they read.
     """
     limits = {tuning.LONG_BLOCKS_UNEVEN: 5 * tuning.PIECE_BLOCKS // 4, tuning.LONG_BLOCKS: tuning.MOST_BLOCKS_IN_STEP}
-    if costs.max(initial=0) <= limits.get(long_tile, np.inf):
+    limit = tuning.MOST_BLOCKS_IN_STEP if in_sections else limits.get(long_tile, np.inf)
+    if costs.max(initial=0) <= limit:
         return 0
     return max(tuning.PIECE_BLOCKS, int(costs.sum()) * heads // tuning.MOST_PIECES)
 
@@ -141,11 +150,12 @@ def _schedule(
     width: int,
     num_sms: int,
     piece: int,
+    in_sections: bool,
 ) -> Schedule:
     """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
 
     ``width``: query heads of an item of a tile that is split, as the first ``num_split`` of ``num_long`` are;
-    ``piece``: see `_piece`.
+    ``piece``: see `_piece`; ``in_sections``: whether tiles are worked on in `_sections`.
     """
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
@@ -154,16 +164,36 @@ def _schedule(
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    alone = len(heads) - _heads_together(costs[:num_split], len(heads), num_sms)
+    *sections, split = _sections(_documents(split, starts, costs), costs) if in_sections and num_split else [split]
+    alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
     parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
+    parts += [_section(tiles, [head], width) for tiles in sections for head in heads]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
-    parts.append(_section(np.arange(num_split), heads[alone:], width))
+    parts.append(_section(np.sort(split), heads[alone:], width))
     items = np.concatenate(parts)
     if width < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)
     return Schedule(items.astype(np.int32), num_split if width < group else 0)
+
+
+def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list[np.ndarray]:
+    """Tiles of each causal document, in the order of their place; empty where not all tiles are of such."""
+    ends, borders, first = (starts[tiles] + _QUERIES * costs[tiles]).tolist(), [], 0
+    for i, start in enumerate(starts[tiles].tolist()):
+        if abs(ends[i] - ends[first]) > _SLACK:
+            if start < ends[i - 1] - _SLACK:
+                return []
+            borders.append(i)
+            first = i
+    return np.split(tiles, borders)
+
+
+def _sections(documents: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
+    """Documents, long ones in equal parts, by decreasing cost."""
+    runs = [run for tiles in documents for run in np.array_split(tiles, -(-len(tiles) // tuning.SECTION_TILES))]
+    return sorted(runs, key=lambda run: -int(costs[run].sum()))
 
 
 def _section(tiles: np.ndarray, first_heads, num_heads: int) -> np.ndarray:

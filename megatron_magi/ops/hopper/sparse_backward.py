@@ -33,11 +33,13 @@ _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes i
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
     """Whether one kernel computes all gradients, and is faster: of blocks of 128 keys, where blocks of queries fill its
-    tiles and the sums of dq are in the L2 cache, or nearly so.
+    tiles and the sums of dq to which SMs add at a time, a key head's, stay in the L2 cache.
     """
     group = q.shape[1] // k.shape[1]
     fills = kernels.heads_of_tile(group, 2) * pattern.q_block >= kernels.PIECE
-    return pattern.k_block == 2 * kernels.PIECE and fills and 4 * q.numel() <= tuning.MOST_SPARSE_DQ_BYTES
+    num_bytes = 4 * q.numel()
+    stay = num_bytes <= tuning.MOST_SPARSE_DQ_BYTES and num_bytes // k.shape[1] <= tuning.MOST_SPARSE_DQ_BYTES_OF_HEAD
+    return pattern.k_block == 2 * kernels.PIECE and fills and stay
 
 
 def backward_by_tiles(
@@ -72,7 +74,10 @@ def backward_by_tiles(
         maps = (
             kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
         )  # fmt: skip
-        kernel = kernels.backward_kernel(q.device, q.dtype, dim, indexed, fixed)
+        if indexed:
+            kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
+        else:
+            kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)
         return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
 
     launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)

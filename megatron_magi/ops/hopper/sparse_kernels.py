@@ -36,12 +36,18 @@ def forward_kernel(device: torch.device, dtype: torch.dtype, dim: int, groups: i
     return _load(device, "sparse_forward", defines, 128 * (groups + 1), shared)
 
 
-def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, indexed: bool, fixed: bool = False) -> Kernel:
-    """Backward: dq, and of single keys sums of dk and dv; ``fixed``: as integers."""
-    defines = f"HEAD_DIM={dim}", f"INDEXED={int(indexed)}", f"FIXED={int(fixed)}", element(dtype)
-    # q and dout; two stages of k and v, of 64 single keys or 128 keys of blocks; of single keys twice P and dS
+def backward_kernel(device: torch.device, dtype: torch.dtype, dim: int, fixed: bool) -> Kernel:
+    """Backward of single keys: dq, and sums of dk and dv; ``fixed``: as integers."""
+    defines = f"HEAD_DIM={dim}", f"FIXED={int(fixed)}", element(dtype)
+    # q and dout, two stages of k and v; twice P and dS
     shared = 2 * (8 * PIECE * dim + 8 * PIECE * PIECE) + 2048
     return _load(device, "sparse_backward", defines, 384, shared)
+
+
+def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> Kernel:
+    """Backward of blocks: dq, by lists of keys."""
+    shared = 2 * 14 * PIECE * dim + 1024  # q and dout, five stages of k and v
+    return _load(device, "sparse_backward_queries", (f"HEAD_DIM={dim}", element(dtype)), 384, shared)
 
 
 def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int, adds_dq: bool) -> Kernel:

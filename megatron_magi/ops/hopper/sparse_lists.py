@@ -35,7 +35,8 @@ class Lists:
 
     def point(self, tiles: SparseTiles) -> None:
         """Sets the addresses of the lists."""
-        tiles.entries, tiles.width = self.entries.data_ptr(), self.entries.shape[-1]
+        tiles.entries = self.entries.data_ptr()
+        tiles.width = tiles.num_entries = self.entries.shape[-1]
         tiles.offsets = 0 if self.offsets is None else self.offsets.data_ptr()
         tiles.counts = 0 if self.counts is None else self.counts.data_ptr()
         if self.offsets is None:
@@ -112,5 +113,6 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
             params = launch.params
             params.entries, params.offsets = entries.data_ptr(), 0 if offsets is None else offsets.data_ptr()
             params.counts, params.starts, params.rows = counts.data_ptr(), starts.data_ptr(), turned.data_ptr()
+            params.num_entries, params.num_places = entries.shape[-1], most
             launch.fire(stream, overlaps=part > 0)
     return Lists(turned, offsets=starts)

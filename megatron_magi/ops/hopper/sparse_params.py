@@ -15,7 +15,7 @@ class SparseTiles(ctypes.Structure):
         ("list_heads", ctypes.c_int32),
         ("query_block", ctypes.c_int32), ("key_block", ctypes.c_int32), ("key_blocks", ctypes.c_int32),
         ("num_rows", ctypes.c_int32), ("num_keys", ctypes.c_int32), ("reach", ctypes.c_int32),
-        ("log2_heads", ctypes.c_int32), ("long_list", ctypes.c_int32),
+        ("log2_heads", ctypes.c_int32), ("long_list", ctypes.c_int32), ("num_entries", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -90,6 +90,7 @@ class SparseTurnParams(ctypes.Structure):
         ("counter", ctypes.c_void_p),
         ("width", ctypes.c_int32), ("num_lists", ctypes.c_int32), ("num_rows", ctypes.c_int32),
         ("num_columns", ctypes.c_int32), ("chunks", ctypes.c_int32), ("chunk_rows", ctypes.c_int32),
+        ("num_entries", ctypes.c_int32), ("num_places", ctypes.c_int32),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
 

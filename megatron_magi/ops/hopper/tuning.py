@@ -71,6 +71,10 @@ PIECE_BLOCKS, MOST_BLOCKS_IN_STEP, MOST_PIECES = 256, 512, 1 << 20
 """Blocks of a piece of a tile; of tiles of one size, only those of more blocks are cut; and about how many pieces there
 are at most."""
 
+SECTION_TILES = 56
+"""Most tiles of a causal document of which all query heads are worked on before those of others: what these read and
+add to stays in the L2 cache."""
+
 LAST_ITEMS = 2
 """Items an SM that go by decreasing cost at the end."""
 
@@ -89,9 +93,10 @@ SM."""
 
 # ---- sparse attention ----
 
-MOST_SPARSE_DQ_BYTES = 112 << 20
-"""Up to so many bytes of fp32 dq one kernel for all gradients of blocks of 128 keys is faster than two: 1.18 and 1.24
-times as fast at 34 and 101 MB, level at 67, 0.76 at 134 MB of one key head, 0.69 to 0.83 at 268 MB of eight."""
+MOST_SPARSE_DQ_BYTES, MOST_SPARSE_DQ_BYTES_OF_HEAD = 112 << 20, 48 << 20
+"""Up to so many bytes of fp32 dq, and of a key head's, one kernel for all gradients of blocks of 128 keys is faster
+than two: 1.10 times as fast at 34 MB of one key head, 0.94 at 67, 0.67 at 268; 1.15 times at 101 MB of 24 key heads.
+Masks with 268 MB of eight: 0.69 to 0.83, before dq alone became faster."""
 
 SPARSE_QUERY_BYTES = 192 << 20
 """Bytes of q and dout of a key head from which on SMs begin their lists of queries together, in the backward of blocks

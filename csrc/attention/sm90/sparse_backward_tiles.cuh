@@ -1,0 +1,91 @@
+// What the kernels of the sparse backward share that compute dQ, a tile of 128 places (sparse_tiles.cuh) after the
+// other.
+//
+// Before it: what sparse_tiles.cuh needs, and T, the element type.
+#pragma once
+
+#include "sparse_tiles.cuh"
+
+struct SparseBackwardParams {
+  TensorMap q, k, v, dout;
+  SparseTiles tiles;
+  const u16 *keys, *values;  // where they are gathered
+  const float *lse, *delta;  // [rows, heads]
+  u16* dq;
+  // [key heads, sum_rows, columns]: sums without the softmax scale. Of every 16 columns, thread t of a row has 2t, 2t +
+  // 1, 2t + 8 and 2t + 9 together.
+  void *dk_sums, *dv_sums;                                                        // float, or with FIXED i64
+  const float* fixed_scales;                                                      // FIXED: of dk_sums and dv_sums
+  int k_row, v_row;                                                               // strides, elements
+  i64 k_head, v_head, lse_row, lse_head, delta_row, delta_head, dq_row, dq_head;  // strides, elements
+  i64 sum_rows;
+  float scale, scale_log2;
+};
+
+// Queries and dO of a tile, once the tile before is done with its own. By one thread.
+template <typename Shared>
+DEVICE void load_queries(const SparseBackwardParams& p, Shared& s, const Tile& tile, u32 parity) {
+  const u32 bar = smem_address(&s.rows_full), bytes = sizeof(Shared::q) + sizeof(Shared::dout);
+  barrier_wait(smem_address(&s.rows_empty), parity);
+  barrier_expect_bytes(bar, bytes);
+#pragma unroll
+  for (int w = 0; w < kGroups; ++w) {
+    const int row = tile.first_row + (w * kPlaces >> p.tiles.log2_heads);
+    const int head = tile.head + (w * kPlaces & (1 << p.tiles.log2_heads) - 1);
+    load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kPlaces * 128, row, head, bar);
+    load_panels<kHeadDim / kPanel>(&p.dout, smem_address(s.dout[w]), kPlaces * 128, row, head, bar);
+  }
+}
+
+DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
+  *reinterpret_cast<int4*>(&info) =
+      make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, tile.head_kv);
+}
+
+// The two places that a thread has of a tile.
+struct Places {
+  int row[2], head[2];  // in the tile
+  float lse[2], delta[2];
+
+  DEVICE Places(int warpgroup, int log2_heads) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int place = warpgroup * kPlaces + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      row[r] = place >> log2_heads, head[r] = place & (1 << log2_heads) - 1;
+    }
+  }
+
+  // Rows that are none of the tile's weigh nothing, nor do those that see nothing.
+  DEVICE void load_stats(const SparseBackwardParams& p, int first_row, int head_rows) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const i64 at_row = first_row + row[r], at_head = (head_rows & 0xffff) + head[r];
+      lse[r] = kInfinity, delta[r] = 0.f;
+      if (row[r] < head_rows >> 16) {
+        const float x = __ldg(p.lse + at_row * p.lse_row + at_head * p.lse_head);
+        lse[r] = x == -kInfinity ? kInfinity : x * kLog2e;
+        delta[r] = __ldg(p.delta + at_row * p.delta_row + at_head * p.delta_head);
+      }
+    }
+  }
+
+  DEVICE void store_dq(const SparseBackwardParams& p, const float (&dq)[kHeadDim / 2], int first_row, int head_rows,
+                       int lane) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      u16* to = p.dq + (first_row + row[r]) * p.dq_row + ((head_rows & 0xffff) + head[r]) * p.dq_head;
+#pragma unroll
+      for (int g = 0; g < kHeadDim / 32; ++g) {
+        u32 word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* x = dq + 4 * (4 * g + j) + 2 * r;
+          word[j] = T::pack(x[0] * p.scale, x[1] * p.scale);
+        }
+        transpose_quad(word, lane);
+        if (row[r] < head_rows >> 16)
+          *reinterpret_cast<uint4*>(to + 32 * g + 8 * (lane % 4)) = make_uint4(word[0], word[1], word[2], word[3]);
+      }
+    }
+  }
+};
