@@ -1,7 +1,7 @@
 """Compiles the libraries in C++, puts the CUDA sources into the package, and into a wheel the common kernels compiled,
 where that is possible.
 
-In a checkout the sources lie beside the package, so that C++ and Python do not mix; everything else is in
+In a checkout the sources lie next to the package, so that C++ and Python do not mix; everything else is in
 pyproject.toml.
 """
 

@@ -1,7 +1,7 @@
 """Whether an implementation computes the mask that it is timed on: rows against fp64, keys against another.
 
 Each row is judged alone, by its own size, as a single wrong row is what is looked for. The error budget of the tests
-(`megatron_magi.testing.error_budget`) judges whole tensors beside a reference in the same precision; of long
+(`megatron_magi.testing.error_budget`) judges whole tensors against a reference in the same precision; of long
 sequences there is none. So the tolerances here are wider, and say nothing of precision.
 """
 

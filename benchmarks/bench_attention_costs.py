@@ -1,8 +1,8 @@
-"""What the Hopper kernels cost beside their speed: options, the host, memory, the first use.
+"""What the Hopper kernels cost besides their speed: options, the host, memory, the first use.
 
 Each line is a quantity, its value and what it should stay below:
 deterministic results and `sm_margin=8` as ratios to the default in the same slots, the host's time of a call with
-a known mask and with a new one, memory beside the results, and the time until an uncached and a cached kernel is ready.
+a known mask and with a new one, memory besides results, and the time until an uncached and a cached kernel is ready.
 
 Usage: python benchmarks/bench_attention_costs.py --lengths 8192 32768 --csv costs.csv
 """
@@ -108,7 +108,7 @@ def new_mask_time(length: int = 65536, num_slices: int = 1000) -> Row:
 
 
 def memory(length: int) -> Iterator[Row]:
-    """Peak beside the results, in units of the output's size (bf16)."""
+    """Peak in addition to the results, in units of the output's size (bf16)."""
     leaves, mask = tensors(length), builders.causal(length)
     frozen = [t.detach() for t in leaves]
     out, meta = slice_attention(*leaves, mask, impl="ffa")

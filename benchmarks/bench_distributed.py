@@ -1,4 +1,4 @@
-"""Distributed attention on the GPUs of one machine, beside other ways of context parallelism over the same kernels.
+"""Distributed attention on the GPUs of one machine, against other ways of context parallelism over the same kernels.
 
     python benchmarks/bench_distributed.py [--csv FILE] [--chart FILE] [--traces FOLDER] [--max-seconds S]
                                            [--tokens N ...] [--masks NAME ...] [--ways NAME ...] [--ranks N]
@@ -12,7 +12,7 @@ Ways: ``magi``, the default; ``magi_stages`` and ``magi_one_launch``, the defaul
 take turns in one run, in another order each round. A time is that of the slowest rank, median over the rounds, of a
 pass of a whole call with the host ahead, from where the devices have met; rates are of visible pairs for each GPU.
 ``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
-run beside them, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over what
+run at that time, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over what
 is there is written. ``--plot`` puts files together, of a row that is in several the last. Figures that MagiAttention
 has published of its own are shown beside, and named so.
 """
@@ -88,7 +88,7 @@ class Way(NamedTuple):
     """A way, ready for one mask on one rank: its tokens, attention of them, and keys where they are not its tokens.
 
     Attributes:
-        note: beside its times.
+        note: next to its times.
     """
 
     num_rows: int

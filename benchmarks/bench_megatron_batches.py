@@ -7,7 +7,7 @@ core, milliseconds, median over microbatches:
 
 - ``read_stock``: to receive what a worker of Megatron's data loader collates;
 - ``read``: to receive it with its prepared batch;
-- ``due``: to plan and dispatch a microbatch that nobody has planned;
+- ``due``: to plan and dispatch a microbatch that is not planned yet;
 - ``prepared``: to dispatch one that a worker has planned.
 """
 

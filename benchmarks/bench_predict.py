@@ -1,7 +1,7 @@
 """Prediction against measurement: every way to spread a mask that the default chooses from, on the GPUs of one machine.
 
     python benchmarks/bench_predict.py --csv FILE [--rates FILE] [--tokens N ...] [--masks NAME ...]    # measures
-    python benchmarks/bench_predict.py --from FILE [--rates FILE] [--csv FILE] [--chart FILE]    # predicts anew
+    python benchmarks/bench_predict.py --from FILE [--rates FILE] [--csv FILE] [--chart FILE]    # predicts again
     python benchmarks/bench_predict.py --from FILE --fit FILE [--and FILE ...] [--ways FILE ...]    # fits rates to them
 
 A step is a forward and a backward pass of some layers, which the host issues one behind the other. Measured is the

@@ -1,4 +1,4 @@
-"""CPU time to prepare a batch beside its plan, with tiles planned in Python and in C++; needs no GPU.
+"""CPU time to prepare a batch in addition to its plan, with tiles planned in Python and in C++; needs no GPU.
 
     python benchmarks/bench_prepare.py [--csv FILE] [--repeats 20]
 

@@ -1,4 +1,4 @@
-"""Training speed of a Llama with Transformer Engine layers: magi beside TE's context parallelism.
+"""Training speed of a Llama with Transformer Engine layers: magi and TE's context parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/bench_training.py --out DIR [--lengths 8192 32768] [--masks causal ...]
 

@@ -1,4 +1,4 @@
-"""Training with CUDA graphs: losses and time of an iteration beside those without a graph.
+"""Training with CUDA graphs: losses and time of an iteration, with and without a graph.
 
     python benchmarks/run_gpu_graphs.py --out DIR [--cp-size N] [--iters N] [--ways eager graph one]
 

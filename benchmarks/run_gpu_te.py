@@ -157,7 +157,7 @@ def model_args(data: Path, layers: str, has_experts: bool) -> list[str]:
     try:
         import fused_weight_gradient_mlp_cuda  # noqa: F401
     except ImportError:
-        # Megatron's output layer wants Apex for it, also beside TE.
+        # Megatron's output layer wants Apex for it, with TE too.
         flags.append("--no-gradient-accumulation-fusion")
     if not torch.cuda.is_available():
         flags += ["--distributed-backend", "gloo", "--use-cpu-initialization"]
@@ -317,7 +317,7 @@ def _devices() -> list[str]:
 
 
 def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> dict[str, Result]:
-    """One GPU's jobs on two GPUs side by side, then those of two GPUs; jobs after one that failed are started anew."""
+    """One GPU's jobs on two GPUs side by side, then those of two GPUs; jobs after one that failed are started again."""
     results: dict[str, Result] = {}
     devices = _devices()
     single = [job for job in jobs if job.num_gpus == 1]

@@ -261,7 +261,7 @@ CHECKS: dict[str, Callable[[Path, Rates], Iterator[list]]] = {
 
 
 def check_all(rates: Rates, folder: Path = RESULTS) -> list[list]:
-    """Every measured step beside its prediction."""
+    """Every measured step and its prediction."""
     files = [(file, check) for pattern, check in CHECKS.items() for file in sorted(folder.glob(pattern))]
     return [line for file, check in files for line in check(file, rates)]
 

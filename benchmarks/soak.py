@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/soak.py [--steps 10000] [--tokens 1024] [--csv FILE]
 
-A step is a forward and a backward pass of two layers over packed documents, whose lengths are drawn anew. Memory of the
+A step is a forward and a backward pass of two layers over packed documents, with new lengths. Memory of the
 device (what tensors have, and what the allocator has taken), of the training process and of its workers is looked at
 after 1 % of the steps, and then ten times more. Exits non-zero where any of them grows by more than `ALLOWED_MIB` after
 that. Runs on CPUs too.

@@ -1,4 +1,4 @@
-"""What the profiler's trace says of communication: how long its kernels run, and how much of it others run beside."""
+"""What the profiler's trace says of communication: how long its kernels run, and for how much of it others do."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
     found.restype = ctypes.c_int64
     if found() == version:
         return library
-    _log.warning("%s: built from other sources, Python takes its place; build it anew", path.name)
+    _log.warning("%s: built from other sources, so Python is used instead; rebuild it", path.name)
     return None
 
 

@@ -3,11 +3,11 @@
 Megatron assumes a GPU in some hundred places. `install` gives callers in ``megatron.*``, and no
 one else, a CUDA of one device that is really the CPU: streams and events that do nothing,
 factories that place tensors on the CPU, one random generator. Every other caller, torch itself
-included, sees the machine as it is: a lie told to all would send torch's own code (compiler,
-data loader, checkpointing) down paths that need a driver. Megatron itself is neither imported nor changed;
-what must be other in it is `mcore.without_gpu`'s matter.
+included, sees the machine as it is: with these answers torch's own code (compiler, data loader, checkpointing) would
+take paths that need a driver. Megatron itself is neither imported nor changed; what must be other in it is
+`mcore.without_gpu`'s matter.
 
-What a patch is forced by is said beside it, as file and line of megatron-core 0.19.2.
+The comment at each patch names the code that needs it, as file and line of megatron-core 0.19.2.
 """
 
 from __future__ import annotations

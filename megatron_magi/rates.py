@@ -26,15 +26,15 @@ class Rates:
     Attributes:
         device: the GPU that they are of.
         forward_tflops, backward_tflops: of the pairs that kernels compute, hidden ones included.
-        tile_columns: what a tile of the forward costs beside the columns it computes, in columns; likewise one of dq.
-        tile_rows: what a tile of keys costs in the backward beside the rows it computes, in rows.
+        tile_columns: what a tile of the forward costs besides the columns it computes, in columns; likewise one of dq.
+        tile_rows: what a tile of keys costs in the backward besides the rows it computes, in rows.
         forward_us, backward_us: launches of one stage on the GPU.
         memory_gbytes_per_s: bytes read and written by what copies, casts, zeros and adds.
         collective_us: an all-to-all of nothing, with what packs and unpacks its rows.
         gbytes_per_s: an all-to-all's bytes that a rank sends or receives, whichever are more, between ranks of a node.
         far_collective_us, far_gbytes_per_s: the same between nodes.
         ranks_per_node: context-parallel ranks that are neighbours in the group and share a node.
-        hidden: share of a transfer's time that kernels beside it hide, 0 to 1.
+        hidden: share of a transfer's time that kernels which run at the same time hide, 0 to 1.
         host_forward_us, host_backward_us: of the host, to issue a pass without remote rows, or all in one launch.
         host_stage_forward_us, host_stage_backward_us: and for each remote stage, where these follow each other.
         host_one_way_us: of these, what is saved in each pass on a rank that sends no rows, or fetches none.

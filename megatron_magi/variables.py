@@ -256,7 +256,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _toggle(
             "BUILD_DEBUG",
             "Kernels with line information for profilers and debuggers, which costs no speed; their source is kept "
-            "beside them, and what the assembler reports is logged.",
+            "next to them, and what the assembler reports is logged.",
         ),
         _toggle(
             "NO_BUILD_CACHE",

@@ -86,7 +86,7 @@ def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkey
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A wheel without kernels and planner, unpacked as an installer would; the wheel lies beside it."""
+    """A wheel without kernels and planner, unpacked as an installer would; the wheel lies next to it."""
     folder = tmp_path_factory.mktemp("wheel")
     wheel, _ = build_wheel(folder, MAGI_ATTENTION_PREBUILD_FFA="0")
     wheel.extractall(folder / "installed")

@@ -15,7 +15,7 @@ def tree_of(micro_batch: Any) -> PrefixTree:
     """The tree of ``input_ids``, a jagged tensor ``[batch_size, seqlens]``.
 
     Raises:
-        ValueError: what verl offers beside packed text is asked for.
+        ValueError: what verl offers besides packed text is asked for.
     """
     for key, wanted, default in (("use_remove_padding", True, True), ("use_fused_kernels", False, False)):
         if tu.get_non_tensor_data(data=micro_batch, key=key, default=default) != wanted:
@@ -38,7 +38,7 @@ def temperature_of(micro_batch: Any) -> float:
 
 
 def wants_entropy(micro_batch: Any) -> bool:
-    """Whether entropies are to be returned beside log-probabilities."""
+    """Whether entropies are to be returned besides log-probabilities."""
     return tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
 
 

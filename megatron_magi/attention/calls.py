@@ -16,7 +16,7 @@ from megatron_magi.plan import RankPlan
 
 
 class AttentionCall(NamedTuple):
-    """What ranks must agree on to attend, beside the plan. Rows differ with the rank; the plan says how many.
+    """What ranks must agree on to attend, in addition to the plan. Rows differ with the rank; the plan says how many.
 
     Attributes:
         sink: layout, number of sinks, and whether its gradient is wanted.

@@ -164,7 +164,7 @@ def _make_kind(
 def _make_call(kind: Kind, plan: RankPlan) -> Call:
     (q, _, v), config, module = kind.layouts, kind.config, kind.module
     attend = config.attend
-    # Where nothing is fetched, no collective runs beside attention.
+    # Where nothing is fetched, no collective runs at the same time as attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
     options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)

@@ -1,4 +1,4 @@
-"""A prepared batch: all that attention needs of a microbatch, made ahead, on the CPU, by whoever has time for it.
+"""A prepared batch: all that attention needs of a microbatch, made ahead of its step, on the CPU.
 
 A worker process of a data loader, or a thread, makes it (`prepare_batch`): plans of this rank, index arrays of their
 collectives, tile plans of both passes and every stage. Nothing of that needs a GPU. When the microbatch is due,
@@ -60,7 +60,7 @@ class AttnShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _PreparedPlan:
-    """A `RankPlan` with what its collectives and its stages need beside arrays.
+    """A `RankPlan` with what its collectives and its stages need besides arrays.
 
     Attributes:
         plan: of this rank.

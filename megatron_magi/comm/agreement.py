@@ -128,16 +128,6 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def check_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> None:
-    """Compares ``value`` over the group and waits; see `start_agreement`.
-
-    Raises:
-        RuntimeError: the values differ. All ranks raise, with the same message.
-        ValueError: ``value`` is out of bounds.
-    """
-    start_agreement(value, group, what).wait()
-
-
 def _needs_gpu(group: dist.ProcessGroup | None) -> bool:
     return "cpu" not in {entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")}
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other beside their collectives: entries in the group's store.
+"""What the ranks of a group tell each other outside of their collectives: entries in the group's store.
 
 No entry is waited for here, so a rank can always look, whatever the others are doing.
 """

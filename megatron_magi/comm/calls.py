@@ -58,7 +58,7 @@ _MOST_FAILURES = 5
 
 
 class Guard(Protocol):
-    """What a group has under way beside its process group."""
+    """What a group has under way outside of its process group."""
 
     def failure(self) -> str | None:
         """What went wrong in it, None as long as nothing did."""
@@ -214,7 +214,7 @@ class CallLog:
         """Tells the others that this rank has raised an error, or raises theirs if that is why."""
         call, phase = self._count, self._phase
         if phase is _Phase.RUNNING and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
-            with suppress(dist.DistError):  # from the store: there is nobody to ask
+            with suppress(dist.DistError):  # from the store: no rank can be asked
                 text, absent = self.explanation(call)
                 if text is not None:
                     self._broken = text
@@ -420,7 +420,7 @@ class _Inquiry:
 
 
 class NoCalls:
-    """Stands for a `CallLog` where there is nobody to agree with, or nobody wants to know."""
+    """Takes the place of a `CallLog` for one rank, and where calls are not verified."""
 
     def __enter__(self) -> NoCalls:
         return self

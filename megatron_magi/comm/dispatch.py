@@ -264,8 +264,23 @@ class _Undispatch(torch.autograd.Function):
             return dispatch(grad, args.local_index), None, None, None, None
         with calls_of(ctx.group, len(args.shard_lengths), ctx.verify) as calls:
             calls.agree(RowsCall.of("undispatch backward", grad))
-            parts = grad.new_zeros(len(args.shard_lengths) * args.longest, *grad.shape[1:])
-            parts.index_copy_(0, args.gathered_index, grad)
-            mine = grad.new_empty(args.longest, *grad.shape[1:])
-            reduce_scatter_single(mine, parts, group=ctx.group)
-        return mine[: args.shard_lengths[args.cp_rank]], None, None, None, None
+            return _SumParts.apply(grad, args, ctx.group, ctx.verify), None, None, None, None
+
+
+class _SumParts(torch.autograd.Function):
+    """This rank's rows of the sum of what all ranks have: the adjoint of `_Undispatch`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parts: torch.Tensor, args: UndispatchArgs, group: dist.ProcessGroup | None, verify: bool
+    ) -> torch.Tensor:
+        ctx.args, ctx.group, ctx.verify = args, group, verify
+        padded = parts.new_zeros(len(args.shard_lengths) * args.longest, *parts.shape[1:])
+        padded.index_copy_(0, args.gathered_index, parts)
+        mine = parts.new_empty(args.longest, *parts.shape[1:])
+        reduce_scatter_single(mine, padded, group=group)
+        return mine[: args.shard_lengths[args.cp_rank]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return undispatch(grad, ctx.args, ctx.group, is_partial_grad=True, verify=ctx.verify), None, None, None

@@ -220,7 +220,7 @@ class _Roll(torch.autograd.Function):
         args: RollArgs = ctx.args.inverse
         with calls_of(ctx.group, len(args.forward.send_splits), ctx.verify) as calls:
             calls.agree(RowsCall.of("roll backward", grad, shift=args.shift))
-            return _roll_rows(grad, args, ctx.group, ctx.impl), None, None, None, None
+            return _Roll.apply(grad, args, ctx.group, ctx.impl, ctx.verify), None, None, None, None
 
 
 def _roll_rows(x_local: torch.Tensor, args: RollArgs, group: dist.ProcessGroup | None, impl: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What `megatron_magi.api` exports beside the functions that it defines: types, algorithms, helpers."""
+"""What `megatron_magi.api` exports besides the functions that it defines: types, algorithms, helpers."""
 
 from __future__ import annotations
 

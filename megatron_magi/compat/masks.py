@@ -68,7 +68,7 @@ def infer_attn_mask_from_sliding_window(
 
     Args:
         q_range, k_range: the rectangle.
-        window_size: ``(left, right)`` keys visible beside the query's own; -1 is unlimited.
+        window_size: ``(left, right)`` keys visible on each side of the query's own; -1 is unlimited.
 
     Returns:
         ``(q_ranges, k_ranges, attn_mask_type)`` of at most three slices.
@@ -98,7 +98,7 @@ def infer_attn_mask_from_cu_seqlens(
         cu_seqlens_q, cu_seqlens_k: int ``[num_documents + 1]``, cumulative lengths from 0.
         causal: causal inside each document; ``window_size`` must then be left alone.
         window_size: as in `infer_attn_mask_from_sliding_window`.
-        global_window_size: leading keys of each document that stay visible beside the window,
+        global_window_size: leading keys of each document that stay visible outside the window,
             as far as the window's right bound allows.
 
     Returns:

@@ -187,7 +187,8 @@ class KeyRuntime:
             RuntimeError: they have not; the message says which ranks differ.
         """
         while self._pending:
-            self._pending.pop(0).wait()
+            self._pending[0].wait()
+            del self._pending[0]  # what has failed fails again
         return self
 
 

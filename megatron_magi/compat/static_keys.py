@@ -9,7 +9,7 @@ from megatron_magi.plan import RankPlan
 
 
 class StaticKey:
-    """Stands in `calc_attn` for the key that was loaded; made by `make_static_key`.
+    """A key for `calc_attn` that means whichever key was loaded last; made by `make_static_key`.
 
     Attributes:
         config: of the first key, and of all.

@@ -3,7 +3,7 @@
 A cubin has a name by its content: the sources, the options and the compiler's version. It is looked for in the
 package, where building a wheel may have put it, and then in a cache on disk. A file lock lets one process of many
 compile; an atomic rename makes the result visible whole. A digest at the end of each file tells which are damaged (cut
-off by a full disk, edited, renamed); these are compiled anew. Where the cache is and how to compile is the one thing
+off by a full disk, edited, renamed); these are compiled again. Where the cache is and how to compile is the one thing
 that operations take from the environment: it changes no result, and no caller is there to ask.
 """
 
@@ -34,12 +34,12 @@ _SERIALISED = ("C7510", "C7512", "C7514", "C7515", "C7519", "C7520", "wgmma.mma_
 
 
 def source_root() -> Path:
-    """Folder of the CUDA sources: beside the package in a checkout, inside it when installed."""
+    """Folder of the CUDA sources: next to the package in a checkout, inside it when installed."""
     package = Path(__file__).resolve().parents[1]
     for root in (package / "csrc", package.parent / "csrc"):
         if (root / "common" / "ptx.cuh").exists():
             return root
-    raise FileNotFoundError(f"the CUDA sources of megatron_magi are missing: no csrc folder in or beside {package}")
+    raise FileNotFoundError(f"the CUDA sources of megatron_magi are missing: no csrc folder in or next to {package}")
 
 
 def default_cache_dir() -> Path:

@@ -150,7 +150,7 @@ class CallList:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library beside this file; None where it was not built, or from other sources than these."""
+    """The library next to this file; None where it was not built, or from other sources than these."""
     library = compiled.load(Path(__file__).parent, "calls", _VERSION)
     if library is not None:
         library.magi_calls_queue.restype = _Int

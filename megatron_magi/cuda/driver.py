@@ -115,7 +115,7 @@ class LaunchConfig(ctypes.Structure):
         super().__init__((num_blocks, 1, 1), threads, kernel.shared_bytes, None, attributes, bool(started))
 
     def copy(self, num_blocks: int, overlaps: bool = False) -> LaunchConfig:
-        """Another one of the same kernel, without its event; takes a tenth of the time of making it anew."""
+        """Another one of the same kernel, without its event; takes a tenth of the time of making a new one."""
         made = LaunchConfig.from_buffer_copy(self)
         made.attributes, made.grid[0], made.num_attributes = _OVERLAP, num_blocks, overlaps
         return made

@@ -1,6 +1,6 @@
 """Launches that are prepared once: a call only fills in addresses.
 
-A `Launch` is kept for tensors of one layout: kernel, strides, options, tensor maps. What depends on the mask beside is
+A `Launch` is kept for tensors of one layout: kernel, strides, options, tensor maps. What else depends on the mask is
 a few numbers, `Numbers`, kept for the mask and set when another mask's were there before.
 """
 

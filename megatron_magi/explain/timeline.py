@@ -1,6 +1,6 @@
 """When each rank computes and communicates, by the rates that a plan's stages are chosen with.
 
-Those leave out launches and what tiles compute beside the mask, which `plan.predict` counts.
+Those leave out launches and what tiles compute in addition to the mask, which `plan.predict` counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def backward_timeline(plan: Plan) -> list[list[Span]]:
 
 
 def _walk(plan: Plan, rank_plan: RankPlan, steps: Sequence[Step], work: float) -> list[Span]:
-    """Attention steps follow each other, and so do transfers; one transfer runs beside one attention step.
+    """Attention steps follow each other, and so do transfers; one transfer runs at the same time as one attention step.
 
     A fetch starts when the attention step before it in the schedule has ended, as keys of at most two stages are kept.
     """

@@ -121,7 +121,7 @@ def fa2_func_with_sink(
 
     Raises:
         ImportError: flash-attn is not installed.
-        ValueError: the sink's shape does not fit; ``return_attn_probs`` beside dropout.
+        ValueError: the sink's shape does not fit; ``return_attn_probs`` with dropout.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attend(q, k, v, sink, sink_layout, *options)

@@ -39,11 +39,11 @@ def sdpa_func_with_sink(
         return_lse: return ``(out, lse)``, lse ``[batch_size, num_heads, seqlen_q]``, natural log, the sink in it.
 
     Raises:
-        ValueError: q, k and v do not fit together, or the sink or the mask not to them; a mask beside ``is_causal``,
+        ValueError: q, k and v do not fit together, or the sink or the mask not to them; a mask with ``is_causal``,
             or one that needs a gradient.
     """
     if attn_mask is not None and (is_causal or attn_mask.requires_grad):
-        raise ValueError("attn_mask: not beside is_causal, and without a gradient")
+        raise ValueError("attn_mask: not together with is_causal, and without a gradient")
     _check_shapes(q, k, v, enable_gqa)
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -1,6 +1,6 @@
 """The functions by which NeMo Automodel uses MagiAttention, with their names, over what is here.
 
-A `MagiState` is the whole state: of one model, held by whoever trains it. Nothing is kept in the process, so several
+A `MagiState` is the whole state: of one model, held by the training loop. Nothing is kept in the process, so several
 models train side by side. Docs: docs/hugging_face.md.
 """
 
@@ -359,7 +359,7 @@ def _documents(window: tuple[int, int] | None, **lengths: Any) -> AttnMask:
 
 def _spec_mask(spec: AttnMaskSpec, window: tuple[int, int] | None) -> AttnMask:
     if window is not None:
-        raise ValueError("window_size: not beside a mask of its own; put the window into the mask")
+        raise ValueError("window_size: not together with a mask of its own; put the window into the mask")
     return spec.mask
 
 

@@ -97,7 +97,7 @@ class MagiParallelismConfig(ParallelismConfig):
     context-parallel group read the same batches. Parameters are sharded over ``dp_shard`` and ``cp`` together where
     FSDP2 is used; without it DDP averages gradients over all ranks.
 
-    Args (beside those of `ParallelismConfig`):
+    Args (in addition to those of `ParallelismConfig`):
         magi_config: how masks are planned and attention runs; None for the defaults.
     """
 

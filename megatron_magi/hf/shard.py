@@ -55,7 +55,7 @@ class Shard:
         self.batch_size, self.seqlen = int(tokens.shape[0]), int(tokens.shape[1])
         self._magi_mask: AttnMask | None = batch.get("magi_mask")
         self._padding = _padding(batch.get("attention_mask"), self.batch_size, self.seqlen)
-        # In the tokens of all sequences: documents of the padding-free batch, and those that are said beside positions.
+        # In the tokens of all sequences: documents by positions, and those that are given in addition.
         self._documents = document_bounds_of(batch["position_ids"], None, self.batch_size, self.seqlen)
         self._said: np.ndarray | None = None
         if batch.get("cu_seq_lens_q") is not None:
@@ -188,7 +188,7 @@ def _check(given: Mapping[str, Any]) -> None:
     if positions is not None and list(positions.shape) not in (shape, [1, shape[1]]):
         raise ValueError(f"position_ids: expected {shape}, got {list(positions.shape)}")
     if "attention_mask" in given and "magi_mask" in given:
-        raise ValueError("attention_mask: give padding in magi_mask, not beside it")
+        raise ValueError("attention_mask: give padding in magi_mask, not in addition to it")
     if given.get("past_key_values") is not None:
         raise ValueError("past_key_values: a cache cannot be sharded")
     total = shape[0] * shape[1]

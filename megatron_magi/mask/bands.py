@@ -27,11 +27,6 @@ NO_DIAGONAL = 1 << 40
 IntArray = NDArray[np.int64]
 
 
-def empty_bands() -> IntArray:
-    """A table of no bands, int64 ``[0, 6]``."""
-    return np.zeros((0, NUM_COLUMNS), dtype=np.int64)
-
-
 def row_bounds(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     """First and past-the-last visible key of one row of each band.
 

@@ -125,7 +125,7 @@ def block_causal(
 ) -> AttnMask:
     """Makes the mask in which blocks of tokens (frames of a video) see themselves in full and every earlier block.
 
-    Blocks start anew with each document; the last one of a document may be shorter.
+    Blocks start again with each document; the last one of a document may be shorter.
 
     Args:
         seqlen: tokens of the only document; or one of ``cu_seqlens`` and ``doc_lengths``.

@@ -21,11 +21,3 @@ def dense_bands(bands: np.ndarray, seqlen_q: int, seqlen_k: int) -> np.ndarray:
         diagonal = k - q
         out[q0:q1, k0:k1] |= (diagonal >= d_lo) & (diagonal < d_hi)
     return out
-
-
-def count_cover(bands: np.ndarray, seqlen_q: int, seqlen_k: int) -> np.ndarray:
-    """int64 ``[seqlen_q, seqlen_k]``: how many bands cover each pair."""
-    out = np.zeros((seqlen_q, seqlen_k), dtype=np.int64)
-    for i in range(len(bands)):
-        out += dense_bands(bands[i : i + 1], seqlen_q, seqlen_k)
-    return out

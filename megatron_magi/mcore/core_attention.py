@@ -187,7 +187,7 @@ class MagiTECoreAttention(MagiCoreAttention):
     """`MagiCoreAttention` in the place of Transformer Engine's: what is drawn and saved is as there.
 
     TE's learnt sinks start from 0, without a draw that would change other weights. TE's attention saves
-    an ``_extra_state`` beside its sinks (empty, unless attention itself is in FP8) and asks for it when a
+    an ``_extra_state`` next to its sinks (empty, unless attention itself is in FP8) and asks for it when a
     checkpoint is loaded, so one is saved here too, and what is loaded is dropped.
     """
 

@@ -70,7 +70,7 @@ def main(
 
 
 def _parse() -> Namespace:
-    """Parses and validates as Megatron's script does; also for who only wants to know whether it is right."""
+    """Parses and validates as Megatron's script does; also for callers that only check a command line."""
     take_back = envs.set_for_megatron()
     install(expand_config)
     if not _FSDP.isdisjoint(sys.argv):

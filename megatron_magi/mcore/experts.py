@@ -1,4 +1,4 @@
-"""The router of experts beside padding: three places where megatron-core 0.19.2 counts padded rows wrongly.
+"""The router of experts with padding: three places where megatron-core 0.19.2 counts padded rows wrongly.
 
 Dispatch may leave padding at the end of some ranks' shards, which Megatron's own trainer never has.
 """

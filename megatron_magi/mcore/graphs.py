@@ -104,7 +104,7 @@ class StaticBatch:
         return {name: replace(plan, runtime={}) for name, plan in batch.params.plans.named.items()}
 
     def differs(self, batch: LocalBatch) -> str | None:
-        """Why this cannot be the place of a microbatch, beside its plans, if it cannot; the same on all ranks."""
+        """Why this cannot be the place of a microbatch, apart from its plans, if it cannot; the same on all ranks."""
         static, given = _tensors(self.batch), _tensors(batch)
         if {name: x.shape for name, x in static.items()} != {name: x.shape for name, x in given.items()}:
             return "its tensors have other shapes"
@@ -217,7 +217,7 @@ class GraphedIterations(FullCudaGraphWrapper):
             graph.register_generator_state(state)
         dist.barrier()
         torch.cuda.synchronize()
-        # Not Megatron's own pool: torch lets nobody into one that all graphs have left.
+        # Not Megatron's own pool: torch refuses one that all graphs have left.
         others = [known for known in FullCudaGraphWrapper.cuda_graph.values() if known is not None]
         shared = self.use_single_mempool and bool(others)
         pool, stream = others[0].pool() if shared else torch.cuda.graph_pool_handle(), get_shared_capture_stream()

@@ -80,7 +80,7 @@ def roll_tensor(
     """Each token's successor; 0 at the end of a sequence (or of a document, with ``cu_seqlens``).
 
     A bool tensor is a padding mask. It comes back as it is, also when sequence parallelism has split it:
-    padding has no successor and is nobody's, and what is no padding stays a token.
+    padding has no successor and succeeds no token, and what is no padding stays a token.
 
     Args:
         tensor: ``[batch_size, seqlen]``, this rank's; None gives ``(None, None)``.
@@ -109,7 +109,7 @@ def roll_tensor(
     rolled = torch.where(layout.roll_keeps, rolled, torch.zeros_like(rolled)).view_as(tensor)
     count = rolled.sum()
     if rolled.is_floating_point():
-        # Nobody divides by a sum of token ids, so only this one is worth a reduction.
+        # No caller divides by a sum of token ids, so only this one is worth a reduction.
         dist.all_reduce(count, group=cp_group)
         count = count / cp_group.size()
     return rolled, count

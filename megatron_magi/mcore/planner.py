@@ -45,7 +45,7 @@ class PlannedBatch:
         batch_size: sequences.
         num_positions: rotary positions.
         num_loss_tokens: sum of the loss mask over the whole microbatch.
-        roll: of the arrays that shift rows by one token, None where nobody does.
+        roll: of the arrays that shift rows by one token, None where rows are not shifted.
     """
 
     prepared: PreparedBatch

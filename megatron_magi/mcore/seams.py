@@ -1,6 +1,6 @@
 """Where this package holds on to Megatron and Transformer Engine: one table, checked when training starts.
 
-Who ports the package to another version of megatron-core reads `SEAMS` and mends what `check` names. Whatever
+To port the package to another version of megatron-core, read `SEAMS` and correct what `check` names. Whatever
 is put into Megatron goes through `put`, which takes targets of the table only. Everything else of Megatron is
 used by its public names and arguments.
 

@@ -101,7 +101,7 @@ def _repair_yarn() -> None:
     """YaRN cannot be made where 2 * CP does not divide the model's original length, as with CP 3.
 
     core/models/common/embeddings/yarn_rotary_pos_embedding.py:98: a table of that length is cut for the ranks. Kept
-    whole, it is made anew by whoever asks for a share.
+    whole, it is made again for each share that is asked for.
     """
     original = seams.original(_YARN)
 

@@ -60,7 +60,7 @@ def flex_flash_attn_func(
             lists. Ranges may repeat as long as no (query, key) pair is in two slices. Both None:
             one slice of all queries and keys. Tensors on a GPU are copied to the host once, and again only
             when they were changed (see `megatron_magi.ops.mask_tensors.DeviceRanges`). In a function that is
-            compiled give tensors: lists are constants of the graph, each new one means compiling anew.
+            compiled give tensors: lists are constants of the graph, each new one means compiling again.
         attn_type_map: ``[n]`` of 0 full, 1 causal (bottom-right), 2 inverse causal (top-left),
             3 both; all full when None.
         sink: logits without a value in the denominator, any float dtype, ``[num_sinks,

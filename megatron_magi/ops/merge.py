@@ -66,7 +66,7 @@ def merge_(out: Tensor, lse: Tensor, out_new: Tensor, lse_new: Tensor) -> None:
 def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = torch.maximum(lse_a, lse_b).detach()
     nothing, infinite = largest == -torch.inf, largest == torch.inf
-    # Beside inf, all that counts is which sides are.
+    # Where a side is inf, all that counts is which sides are.
     lse_a, lse_b = (torch.where(infinite, torch.where(x == torch.inf, 0, -torch.inf), x) for x in (lse_a, lse_b))
     # The shift cancels in the result. 0 in these two cases keeps inf - inf away.
     shift = largest.masked_fill(nothing | infinite, 0)

@@ -1,4 +1,4 @@
-"""What attention returns beside its output."""
+"""What attention returns besides its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an implementation needs beside tensors, and the checks all of them rely on."""
+"""What an implementation needs besides tensors, and the checks all of them rely on."""
 
 from __future__ import annotations
 

@@ -55,6 +55,14 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     return IMPLS[impl]
 
 
+def _checked(q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl) -> tuple[AttnOptions, ModuleType]:
+    """Checks what both passes are given; their options, and the implementation."""
+    check_qkv(q, k, v)
+    check_bands(bands, q.shape[0], k.shape[0])
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    return options, resolve_impl(impl, q, v, deterministic)
+
+
 @torch.no_grad()
 def slice_attention_forward(
     q: Tensor,
@@ -97,10 +105,7 @@ def slice_attention_forward(
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
-    check_qkv(q, k, v)
-    bands = check_bands(bands, q.shape[0], k.shape[0])
-    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q, v, deterministic)
+    options, module = _checked(q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl)
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
     if out is None or lse is None:
@@ -200,10 +205,7 @@ def slice_attention_backward(
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
-    check_qkv(q, k, v)
-    bands = check_bands(bands, q.shape[0], k.shape[0])
-    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q, v, deterministic)
+    options, module = _checked(q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl)
     check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
     check_like("lse", lse, q.shape[:2], q.device)
     check_like("delta", delta, q.shape[:2], q.device)

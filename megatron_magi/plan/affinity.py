@@ -59,27 +59,29 @@ def search(
     Args:
         targets: loads to repair to, one after the other, falling.
     """
-    capacity = np.bincount(balanced)
+    capacity, within = np.bincount(balanced), np.array(limits)
     best = np.tile(balanced, (len(limits), 1))
-    fewest = [Holdings(traffic, balanced, len(capacity)).fetched] * len(limits)
+    fewest = np.full(len(limits), Holdings(traffic, balanced, len(capacity)).fetched)
     reached = False
+
+    def note(shards: Shards, holdings: Holdings, least: int) -> None:
+        """For each limit from ``least`` on that the loads are within, if fewer rows are fetched than by what it has."""
+        better = (holdings.fetched < fewest) & (max(int(shards.load.max()), least) <= within)
+        best[better], fewest[better] = shards.rank, holdings.fetched
+
     for start, most, least in starts:
         rank = _place_greedily(start, traffic, area, capacity, most)
         shards, holdings = Shards(rank, area, len(capacity)), Holdings(traffic, rank, len(capacity))
         for target in targets:
             for _ in repair(shards, target, holdings):
-                for i, limit in enumerate(limits):
-                    if holdings.fetched < fewest[i] and shards.load.max() <= limit and least <= limit:
-                        best[i], fewest[i] = shards.rank, holdings.fetched
+                note(shards, holdings, least)
         # A start of wider limits alone must not take away what narrower ones get.
         reached = reached or (most == starts[0].most and shards.load.max() <= targets[-1])
     if not reached:
         # Few chunks, uneven ones: what no start reached is approached from the other side.
         shards, holdings = Shards(balanced, area, len(capacity)), Holdings(traffic, balanced, len(capacity))
         gather(shards, targets[-1], holdings)
-        for i in range(len(limits)):
-            if holdings.fetched < fewest[i]:
-                best[i] = shards.rank
+        note(shards, holdings, 0)
     return best
 
 

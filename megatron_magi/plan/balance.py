@@ -20,7 +20,7 @@ from megatron_magi.rates import H100
 _EVEN_ENOUGH = 1
 """Thousandths of the mean area: a rank that is no further above it could gain nothing by moving more keys."""
 _WIDER = (1.03, 1.1)
-"""Tolerances that are tried beside the one that is asked for. From 1.2 on a search has more starts."""
+"""Tolerances that are tried in addition to the one that is asked for. From 1.2 on a search has more starts."""
 _OTHERS = ("min_heap", "zigzag", "sequential")
 _ALIKE = 1.01
 """Predictions closer to each other than this are not told apart: they are off by 5 % and more."""

@@ -46,12 +46,11 @@ def _pass_us(
     local: np.ndarray, attend: np.ndarray, travel: np.ndarray, degree: np.ndarray, latency: float, *, reduces: bool
 ) -> np.ndarray:
     """Of each degree and rank, ``[max_degree, cp_size]``; ``attend``, ``travel``: of one stage."""
-    computed, fetched, returned = np.broadcast_to(local + latency, attend.shape), travel, np.zeros(attend.shape)
+    computed, fetched = np.broadcast_to(local + latency, attend.shape), travel
     for stage in range(1, len(degree) + 1):
         start, is_there = np.maximum(computed, fetched), stage <= degree
         # The next fetch is issued when the stage before this one was launched.
         fetched = np.maximum(fetched, computed) + travel
         computed = np.where(is_there, start + attend + latency, computed)
-        if reduces:
-            returned = np.where(is_there, np.maximum(computed, returned) + travel, returned)
-    return np.maximum(computed, returned)
+    # Gradients of a stage take as long as its keys, and are back before those of the next are computed.
+    return computed + travel if reduces else computed

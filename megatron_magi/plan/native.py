@@ -1,4 +1,4 @@
-"""The planner in C++ (csrc/solver): the same results as the functions in Python that it stands in for, sooner.
+"""The planner in C++ (csrc/solver): the same results as the functions in Python that it replaces, faster.
 
 It is a library without Python in it, called through ctypes, so it needs no headers to build and fits any interpreter.
 """
@@ -37,7 +37,7 @@ class _Traffic(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library beside this file; None where it was not built, or from other sources than these."""
+    """The library next to this file; None where it was not built, or from other sources than these."""
     return compiled.load(Path(__file__).parent, "solver", _VERSION)
 
 

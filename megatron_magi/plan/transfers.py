@@ -29,8 +29,13 @@ class TransferTable:
         return tuple(self._transfer(rank, stage) for stage in range(1, self._degree + 1))
 
     def joined(self, rank: int) -> Transfer | None:
-        """One transfer of the rows of all stages, one stage behind the other; None unless there are several."""
-        return self._rows_of(rank, self._pieces.stage > 0, self._pieces.position) if self._degree > 1 else None
+        """One transfer of the rows of all stages, one stage behind the other; None unless there are several.
+
+        None too where nodes are told apart, as rows are handed on stage by stage then.
+        """
+        if self._degree < 2 or self._ranks_per_node is not None:
+            return None
+        return self._rows_of(rank, self._pieces.stage > 0, self._pieces.position)
 
     def _transfer(self, rank: int, stage: int) -> Transfer:
         return self._rows_of(rank, self._pieces.stage == stage, self._buffer_row)
@@ -44,7 +49,7 @@ class TransferTable:
         by_source = received[np.lexsort((p.start[received], self._src[received]))]
         levels = None
         if self._ranks_per_node is not None:
-            of_all = Pieces(self._src, p.dst, self._src_row, p.length, self._buffer_row)
+            of_all = Pieces(self._src, p.dst, self._src_row, p.length, buffer_row)
             levels = two_levels(of_all.take(np.flatnonzero(here)), rank, self._cp_size, self._ranks_per_node)
         return Transfer(
             levels=levels,

@@ -43,13 +43,6 @@ class Dispatch:
         """`global_index` of every rank, in rank order."""
         return [self.global_index(rank) for rank in range(self.cp_size)]
 
-    def undispatch_index(self) -> np.ndarray:
-        """Where each global token is in the shards concatenated by rank, int64 ``[padded_seqlen]``."""
-        order = np.concatenate(self.global_indices())
-        out = np.empty_like(order)
-        out[order] = np.arange(len(order), dtype=np.int64)
-        return out
-
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
@@ -141,8 +134,8 @@ class _SetOnce:
 class RankPlan(_SetOnce):
     """What one rank does for one mask. ``bands[s]``: int64 ``[n, 6]`` in (row of the shard, row
     of stage s's keys); stage 0's keys are the shard's own. ``transfers[s - 1]`` feeds stage s; ``joined`` feeds all of
-    them at once, one behind the other in one buffer, and is None unless there are several and ``one_launch``, see
-    `OverlapConfig`."""
+    them at once, one behind the other in one buffer, and is None unless there are several, ``one_launch`` (see
+    `OverlapConfig`) and no nodes."""
 
     cp_rank: int
     cp_size: int

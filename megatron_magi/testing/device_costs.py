@@ -1,4 +1,4 @@
-"""What calls cost beside time on a GPU: time of the host, and memory."""
+"""What calls cost besides time on a GPU: time of the host, and memory."""
 
 from __future__ import annotations
 

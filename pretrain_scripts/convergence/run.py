@@ -9,7 +9,7 @@
 
 Each run takes all ranks; what context parallelism leaves is data parallelism, so all see the same batches. With
 Transformer Engine installed its layers and its attention are stock, else torch's layers and Megatron's own attention.
-Runs that are complete are not repeated, those that are not begin anew. It fails if a curve leaves the band that the two
+Runs that are complete are not repeated, others begin again. It fails if a curve leaves the band that the two
 seeds draw. Arguments after -- go to all runs.
 """
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; `megatron` is what comes after the first ``--``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", choices=SETTINGS, help="a YAML file beside this one")
+    parser.add_argument("setting", choices=SETTINGS, help="a YAML file next to this one")
     parser.add_argument("--out", type=Path, required=True, help="folder of losses, logs, plot and table")
     parser.add_argument("--data-path", help="prefix of an indexed data set; without it Python's standard library")
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help="(%(default)s)")

@@ -15,7 +15,7 @@ from megatron_magi.config import AttendConfig, DispatchConfig, MagiConfig, Overl
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import make_plan
 
-# Rows 12 to 15 see nothing, keys 14 and 15 are seen by nobody.
+# Rows 12 to 15 see nothing, keys 14 and 15 are seen by no row.
 MASK = AttnMask([(0, 12, 0, 14, 0)], total_seqlen_q=16)
 ROWS = {"q": 13, "k": 14, "v": 15, "dout": 12}
 
@@ -118,7 +118,7 @@ CASES = {
 
 def find_on_ranks(rank, num_ranks):
     calls.LOOK_S, calls.ASK_S, calls.BUSY_S = 0.1, 0.1, 0.02
-    # Each query sees the keys of the first rank's tokens alone: of its own, the last rank's keys are seen by nobody.
+    # Each query sees the keys of the first rank's tokens alone: of its own, the last rank's keys are seen by no row.
     mask = AttnMask([(12, 16, 0, 8, 0), (0, 4, 2, 3, 0)], total_seqlen_q=22)
     config = MagiConfig(
         dispatch=DispatchConfig(algorithm="sequential"),

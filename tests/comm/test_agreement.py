@@ -1,4 +1,4 @@
-"""Ranks that disagree get one message that names them, and nobody hangs."""
+"""Ranks that disagree get one message that names them, and none hangs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.agreement import check_agreement, start_agreement
+from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.testing.spawn import run_ranks
 
 
 def message_of(rank, num_ranks, values):
     try:
-        check_agreement(values[rank], None, "plan")
+        start_agreement(values[rank], None, "plan").wait()
     except RuntimeError as error:
         return str(error)
     return None
@@ -50,13 +50,13 @@ def test_the_message_tells_ranks_of_the_group_from_global_ranks(ranks):
 
 
 def test_one_rank_without_a_group_agrees_with_itself():
-    check_agreement(3, None, "plan")
+    start_agreement(3, None, "plan").wait()
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 63])
 def test_a_value_out_of_bounds_raises(value):
     with pytest.raises(ValueError, match="value: expected 63 bits"):
-        check_agreement(value, None, "plan")
+        start_agreement(value, None, "plan").wait()
 
 
 @pytest.mark.gpu
@@ -67,11 +67,11 @@ def test_ranks_of_an_nccl_group_hear_who_differs():
 
 
 def agree_while_the_gpu_is_busy(rank, num_ranks):
-    check_agreement(1, None, "plan")  # makes communicator, stream and pinned memory
+    start_agreement(1, None, "plan").wait()  # makes communicator, stream and pinned memory
     torch.cuda.synchronize()
     torch.cuda._sleep(8_000_000_000)  # cycles: some seconds
     busy = torch.cuda.current_stream().record_event()
-    check_agreement(2, None, "plan")
+    start_agreement(2, None, "plan").wait()
     agreed_first = not busy.query()
     torch.cuda.synchronize()
     return agreed_first

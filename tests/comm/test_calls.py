@@ -1,4 +1,4 @@
-"""Ranks that disagree in a call get one message, within seconds, that names them and what differs; nobody hangs."""
+"""Ranks that disagree in a call get one message, within seconds, that names them and what differs; none hangs."""
 
 from __future__ import annotations
 
@@ -230,12 +230,14 @@ def count_entries(rank, num_ranks):
             step(True)
             step(False)
         unchanged = len(entries)
+        roll(key)  # known, but never after what came last
+        in_new_order = len(entries)
         attend(key, heads_q=8)
-    return unchanged, len(entries) > 0
+    return unchanged, in_new_order > unchanged, len(entries) > in_new_order
 
 
 def test_calls_that_follow_each_other_as_before_compare_nothing(ranks):
-    assert ranks(2, count_entries) == [(0, True)] * 2
+    assert ranks(2, count_entries) == [(0, True, True)] * 2
 
 
 def come_late(rank, num_ranks):
@@ -384,7 +386,7 @@ def test_a_collective_of_nccl_is_given_up_for_a_message(change, expected):
 
 
 class Failing:
-    """Something beside a process group: fails when it is told to."""
+    """Something outside of a process group: fails when it is told to."""
 
     def __init__(self) -> None:
         self.text, self.is_stopped = None, False

@@ -141,7 +141,7 @@ def test_handles_in_flight_together_may_be_waited_for_in_any_order(ranks):
 
 
 def count_bytes(rank, num_ranks):
-    # Rank 0 sends 3 rows to rank 1 and keeps 2 for itself; nobody else sends.
+    # Rank 0 sends 3 rows to rank 1 and keeps 2 for itself; no other rank sends.
     sends, receives = [[2, 3], [0, 0]][rank], [[2, 0], [3, 0]][rank]
     args = GroupCastArgs.build(np.arange(sum(sends)), sends, receives)
     tensors = [torch.zeros(5, 2, 4, dtype=torch.bfloat16), torch.zeros(5, 6, dtype=torch.float32)]

@@ -21,7 +21,7 @@ def partial_results():
     lse[1, 4], lse[:2, 5], lse[2, 6] = torch.inf, torch.nan, -2000
     out[lse == -torch.inf] = torch.nan
     out[1, 0, 0, 1] = torch.nan
-    out[2, 6] = torch.nan  # its weight is 0 beside the others
+    out[2, 6] = torch.nan  # its weight is 0 next to the others
     return out, lse
 
 

@@ -1,4 +1,4 @@
-"""verl's engines with rollouts as trees: losses and gradients of rollouts one by one, by a stand-in of verl."""
+"""verl's engines with rollouts as trees: losses and gradients of rollouts one by one, by a fake of verl."""
 
 import importlib
 import sys

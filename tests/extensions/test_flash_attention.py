@@ -1,4 +1,4 @@
-"""Sinks for FlashAttention, by stand-ins of its modules: the attention with a sink in the matrix, both passes."""
+"""Sinks for FlashAttention, by fakes of its modules: the attention with a sink in the matrix, both passes."""
 
 import sys
 
@@ -7,7 +7,7 @@ import torch
 
 from megatron_magi import extensions
 from tests.dense_attention import dense_attention
-from tests.extensions import stand_ins
+from tests.extensions import fakes
 
 HEADS_Q, HEADS_KV, DIM = 4, 2, 8
 VERSIONS = ("fa2", "fa3", "fa4")
@@ -15,7 +15,7 @@ VERSIONS = ("fa2", "fa3", "fa4")
 
 @pytest.fixture(autouse=True)
 def modules(monkeypatch):
-    stand_ins.install(monkeypatch)
+    fakes.install(monkeypatch)
 
 
 def tensors(batch, sq, sk, num_sinks, layout, dim=DIM, heads_kv=HEADS_KV):
@@ -52,7 +52,7 @@ def test_a_batch_is_attention_with_the_sink_in_its_matrix(version, layout):
     out, lse, *rest = function(*inputs, layout, causal=True, return_attn_probs=True)
     assert rest == ([None] if version == "fa2" else [])
     assert not lse.requires_grad
-    visible = stand_ins.seen(sq, sk, True, -1, -1)
+    visible = fakes.seen(sq, sk, True, -1, -1)
     each = [
         expected(*(x[i] for x in inputs[:3]), inputs[3] if layout == "sh" else inputs[3][i], visible) for i in range(2)
     ]
@@ -112,7 +112,7 @@ def test_dropout_leaves_sinks_alone_and_its_gradients_are_exact():
 def test_head_dims_that_have_to_be_padded():
     inputs = tensors((1,), 5, 5, 1, "sh", dim=6)
     out = extensions.fa2_func_with_sink(*inputs, causal=True)
-    want, _ = expected(*(x[0] for x in inputs[:3]), inputs[3], stand_ins.seen(5, 5, True, -1, -1))
+    want, _ = expected(*(x[0] for x in inputs[:3]), inputs[3], fakes.seen(5, 5, True, -1, -1))
     assert_equal([out[0]], [want])
     assert_equal(grads(out[0], inputs), grads(want, inputs))
 
@@ -121,7 +121,7 @@ def test_head_dims_that_have_to_be_padded():
 def test_without_sink_it_is_the_kernel(version):
     q, k, v, _ = tensors((1,), 5, 3, 1, "sh")
     out = getattr(extensions, f"{version}_func_with_sink")(q, k, v, causal=True)
-    want, _ = dense_attention(q[0], k[0], v[0], stand_ins.seen(5, 3, True, -1, -1))
+    want, _ = dense_attention(q[0], k[0], v[0], fakes.seen(5, 3, True, -1, -1))
     assert_equal([out[0]], [want])
     assert_equal(grads(out[0], [q, k, v]), grads(want, [q, k, v]))
 

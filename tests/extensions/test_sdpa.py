@@ -88,8 +88,8 @@ def test_arguments_are_checked():
     q, k, v, sink = tensors(5, 5)
     mask = torch.zeros(5, 5, dtype=torch.float64)
     for call, message in (
-        (lambda: sdpa_func_with_sink(q, k, v, sink, attn_mask=mask, is_causal=True), "attn_mask: not beside"),
-        (lambda: sdpa_func_with_sink(q, k, v, sink, attn_mask=mask.requires_grad_()), "attn_mask: not beside"),
+        (lambda: sdpa_func_with_sink(q, k, v, sink, attn_mask=mask, is_causal=True), "attn_mask: not together"),
+        (lambda: sdpa_func_with_sink(q, k, v, sink, attn_mask=mask.requires_grad_()), "attn_mask: not together"),
         (lambda: sdpa_func_with_sink(q, k, v, sink, "ssh", enable_gqa=True), "sink: expected shape"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

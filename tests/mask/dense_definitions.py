@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from megatron_magi.mask.dense import dense_bands
+
 
 def document_pairs(seqlens_q, seqlens_k, sees):
     """bool ``[sum(seqlens_q), sum(seqlens_k)]``; ``sees(i, j, num_q, num_k)`` inside each document."""
@@ -40,3 +42,11 @@ def sees_blocks(block_size):
         return j // block_size <= i // block_size
 
     return sees
+
+
+def count_cover(bands: np.ndarray, seqlen_q: int, seqlen_k: int) -> np.ndarray:
+    """int64 ``[seqlen_q, seqlen_k]``: how many bands cover each pair."""
+    out = np.zeros((seqlen_q, seqlen_k), dtype=np.int64)
+    for i in range(len(bands)):
+        out += dense_bands(bands[i : i + 1], seqlen_q, seqlen_k)
+    return out

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_magi.mask import bands as bd
-from megatron_magi.mask.dense import count_cover, dense_bands
+from megatron_magi.mask.dense import dense_bands
+from tests.mask.dense_definitions import count_cover
 
 SIZE = 10
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_magi.mask import MaskType, builders
 from megatron_magi.mask.bands import areas
-from megatron_magi.mask.dense import count_cover, dense_mask
-from tests.mask.dense_definitions import document_pairs, sees_all, sees_blocks, sees_causal, sees_window
+from megatron_magi.mask.dense import dense_mask
+from tests.mask.dense_definitions import count_cover, document_pairs, sees_all, sees_blocks, sees_causal, sees_window
 
 lengths = st.lists(st.integers(0, 12), max_size=5)
 length_pairs = st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10)), max_size=4)

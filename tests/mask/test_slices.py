@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_magi.mask import AttnMask, AttnRange, AttnRanges, AttnSlice, MaskType, builders
-from megatron_magi.mask.dense import count_cover, dense_mask
+from megatron_magi.mask.dense import dense_mask
 from megatron_magi.mask.overlap import find_overlap
+from tests.mask.dense_definitions import count_cover
 
 SIZE = 9
 

@@ -166,6 +166,8 @@ def test_own_positions_turn_rows_and_may_pass_the_length_of_the_sequence() -> No
     own = _dispatch_alone(batch, own_positions=True).params
     assert own.layout.positions.tolist() == batch["position_ids"][0].tolist()
     assert own.max_seqlen_q == own.max_seqlen_kv == 21
+    batch["position_ids"] = torch.zeros(1, 16, dtype=torch.int64)  # the number of angles is the same in each step
+    assert _dispatch_alone(batch, own_positions=True).params.max_seqlen_q == 16
     assert _dispatch_alone(batch).params.layout.positions.tolist() == list(range(16))
 
 
@@ -230,6 +232,8 @@ def test_checksum_tells_batches_with_the_same_documents_apart(name: str) -> None
     other = {**batch, name: batch[name].flip(1)}
     assert checksum(batch) == checksum({key: value.clone() for key, value in batch.items()})
     assert checksum(batch) != checksum(other)
+    planner = Planner(MagiConfig(), 0, 2, SHAPE, own_positions=True)
+    assert planner(batch).fingerprint != planner(other).fingerprint
 
 
 def test_documents_are_those_that_confine_attention() -> None:

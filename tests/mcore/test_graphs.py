@@ -197,10 +197,11 @@ def test_a_loss_is_scaled_alike_by_a_number_and_by_a_tensor(monkeypatch):
     monkeypatch.setattr("megatron_magi.mcore.loss.get_args", lambda: args)
     monkeypatch.setattr("megatron_magi.mcore.loss.get_rerun_state_machine", lambda: None)
     mask, losses = torch.ones(1, 10), torch.rand(1, 10)
+    mask[0, 3], losses[0, 3] = 0.0, torch.inf  # what does not count may be anything
     for count in (0.0, 17.0, 4096.0):
         loss, *_ = microbatch_loss(mask, losses, num_loss_tokens=count, cp_size=2)
         other, *_ = microbatch_loss(mask, losses, num_loss_tokens=torch.tensor(count), cp_size=2)
-        assert other.dtype == loss.dtype and torch.allclose(loss, other, rtol=1e-6)
+        assert other.dtype == loss.dtype and torch.allclose(loss, other, rtol=1e-6) and loss.isfinite()
 
 
 def test_a_graph_shares_the_memory_of_another_but_takes_none_that_all_graphs_have_left(monkeypatch):

@@ -200,9 +200,9 @@ def test_loaders_of_megatron_plan_and_those_of_evaluations_for_no_backward(megat
     made = training.build_pretraining_data_loader(Samples(), 0)
     assert isinstance(next(iter(made)), loader.LoadedBatch) and made.collate_fn.needs_backward
     data = Samples()
-    data.split = Split.valid
-    evaluated = training.build_pretraining_data_loader(data, 0)
-    assert not evaluated.collate_fn.needs_backward
+    for data.split in (Split.valid, Split.test):
+        evaluated = training.build_pretraining_data_loader(data, 0)
+        assert not evaluated.collate_fn.needs_backward
     sizes = [next(iter(x)).planned.prepared.num_bytes for x in (evaluated, made)]
     assert sizes[0] < sizes[1]
 

@@ -179,7 +179,7 @@ def plain_attention(x: Inputs, sinks=None, *, from_out: bool = False):
 
 
 def assert_as_good(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-    """The error is within the budget of low precision beside plain torch operations in the same dtype.
+    """The error is within the budget of low precision against plain torch operations in the same dtype.
 
     Where exact gradients cancel (a row that sees one key), plain operations may cancel too, by luck: terms are at least
     dP and delta of unit inputs. Random masks may have a single visible row, so largest elements are not compared.

@@ -1,4 +1,4 @@
-"""What calls of the Hopper kernels cost beside time on the GPU: memory, time on the host; and that they repeat."""
+"""What calls of the Hopper kernels cost besides time on the GPU: memory, time on the host; and that they repeat."""
 
 from __future__ import annotations
 

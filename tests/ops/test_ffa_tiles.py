@@ -324,7 +324,7 @@ def test_small_blocks_of_a_long_video_are_not_cut_apart():
 
 
 def test_empty_mask_still_has_all_tiles():
-    plan = plan_tiles(bd.empty_bands(), 200, 128, 128)
+    plan = plan_tiles(np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64), 200, 128, 128)
     assert plan.tiles.tolist() == [[0, 0, 0, 128], [128, 0, 0, 72]]
     assert len(plan.passes) == 0
 

@@ -87,11 +87,14 @@ def test_a_view_of_other_elements_is_another_tensor(copies):
     assert mask_tensors.mask_of_ranges([first, keys], 10, 11).table[0, 0] == 0
     assert mask_tensors.mask_of_ranges([last, keys], 10, 11).table[0, 0] == 4
     assert mask_tensors.mask_of_ranges([table[:2].flip(0), keys], 10, 11).table[0, 0] == 4
+    square = torch.tensor([[0, 2], [3, 9]])
+    assert mask_tensors.mask_of_ranges([square, keys], 10, 11).table[0, 1] == 2
+    assert mask_tensors.mask_of_ranges([square.T, keys], 10, 11).table[0, 1] == 3
 
 
 def test_memory_that_is_used_again_is_another_tensor(copies):
     for start in range(200):
-        # Tensors of one size, freed and made anew: addresses repeat.
+        # Tensors of one size, freed and made again: addresses repeat.
         ranges = [torch.tensor([[start % 7, 9]]) for _ in range(2)]
         assert mask_tensors.mask_of_ranges(ranges, 10, 11).table[0].tolist() == [start % 7, 9, start % 7, 9, 0]
         del ranges

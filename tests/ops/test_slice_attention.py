@@ -309,7 +309,7 @@ def test_an_infinite_sink_takes_everything(impl, device, dim, dtype, determinist
     q, k, v = (torch.randn(6, 2, dim, generator=gen, dtype=torch.float64) for _ in range(3))
     q, k, v = (t.to(device, dtype).requires_grad_() for t in (q, k, v))
     mask = AttnMask([(0, 4, 0, 4, 1)], 6)
-    # The first head has an infinite sink beside a finite one.
+    # The first head has an infinite sink and a finite one.
     sink = torch.tensor([[torch.inf, 0.5], [1.0, 0.2]], dtype=torch.float64, device=device)
     sink = (sink.expand(6, 2, 2) if per_row else sink).clone().requires_grad_()
     out, meta = slice_attention(q, k, v, mask, sink=sink, softcap=5.0, deterministic=deterministic, impl=impl)

@@ -94,6 +94,10 @@ def test_work_is_more_even_than_by_first_fit():
         order = np.random.default_rng(0).permutation(lengths)
         assert spread(work.sum(axis=0)) < 1.02 < spread(first_fit(order, 16, 4096).reshape(4, 4).sum(axis=0))
         assert tokens.min() > 0.9 * 4096
+        assert np.ptp(work.sum(axis=0)) <= np.ptp(work, axis=1).max(), "turns add to each other's differences"
+    for _ in range(40):
+        sampler.step()
+    assert lengths[sampler.state_dict()["waiting"]].sum() <= 17 * 4096, "ever more documents wait"
 
 
 def test_work_counts_the_matrix_products_of_tokens_beside_pairs():

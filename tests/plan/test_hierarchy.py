@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask.builders import causal, varlen
 from megatron_magi.plan import dispatch_from_chunks, make_plan
 from megatron_magi.plan.balance import assign_chunks
@@ -60,6 +60,11 @@ def test_neighbours_are_the_best_of_all_pairings_of_four_ranks():
     assert crossing(gather_in_nodes(mask, bounds, rank, cp_size, 2)) == least
 
 
+def test_ranks_keep_their_numbers_where_no_others_are_better():
+    mask, rank = varlen(doc_lengths=[512, 512], causal=False), np.array([2, 3, 2, 3, 0, 1, 0, 1])
+    np.testing.assert_array_equal(gather_in_nodes(mask, np.arange(9) * 128, rank, 4, 2), rank)
+
+
 def test_a_dispatch_that_was_asked_for_by_name_keeps_its_numbers():
     for algorithm in ("zigzag", "sequential", "min_heap"):
         plans = [make_plan(causal(4096), config(n, algorithm=algorithm), 4) for n in (None, 2)]
@@ -80,3 +85,11 @@ def test_ranks_that_are_no_whole_number_of_nodes_are_refused():
 
 def test_plans_with_and_without_nodes_do_not_pass_for_the_same():
     assert make_plan(causal(1024), config(2), 4).plan_hash != make_plan(causal(1024), config(None), 4).plan_hash
+
+
+def test_stages_are_not_joined_where_nodes_are_told_apart():
+    for nodes in (None, 2):
+        plan = make_plan(
+            causal(512), MagiConfig(overlap=OverlapConfig(degree=2), comm=CommConfig(ranks_per_node=nodes)), 4
+        )
+        assert (plan.for_rank(0).joined is None) == (nodes is not None)

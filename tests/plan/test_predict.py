@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_magi.comm.agreement import check_agreement
+from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
@@ -299,7 +299,7 @@ def _hash_of(rank: int, num_ranks: int, slow_rank: int) -> tuple[int, str]:
     rates = replace(H100, forward_tflops=1.0) if rank == slow_rank else H100
     plan = make_plan(batch("causal", 4096, 5), MagiConfig(DispatchConfig(rates=rates)), num_ranks)
     try:
-        check_agreement(plan.plan_hash, None, "plan")
+        start_agreement(plan.plan_hash, None, "plan").wait()
     except RuntimeError as error:
         return plan.plan_hash, str(error)
     return plan.plan_hash, ""

@@ -1,4 +1,4 @@
-"""What job.sh decides when the ranks have ended, with stand-ins for Slurm. `make slurm-demo` has the real one."""
+"""What job.sh decides when the ranks have ended, with fakes for Slurm. `make slurm-demo` has the real one."""
 
 from __future__ import annotations
 

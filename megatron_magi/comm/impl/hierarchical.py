@@ -1,4 +1,4 @@
-"""Rows in two levels: between nodes once, whoever needs them there, and inside a node by what serves best.
+"""Rows in two levels: once between nodes, however many ranks need them there, then inside a node.
 
 A cast sends own rows inside the node and once to each other node, where the rank that receives them hands them on. A
 reduction goes the same way back: a node's partial rows are summed by the rank that handed the rows on, rounded once to
@@ -131,7 +131,7 @@ class _Next:
                 self._run()
             return
         event, self._event = self._event, None
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(event.device)  # the current device may be another
         current.wait_event(event)
         result = self._result if isinstance(self._result, list) else [self._result]
         for x in (*result, *self._kept):

@@ -31,7 +31,7 @@ class _Shape(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library beside this file; None where it was not built, or from other sources than these."""
+    """The library next to this file; None where it was not built, or from other sources than these."""
     library = compiled.load(Path(__file__).parent, "tiles", _VERSION)
     if library is not None:
         library.magi_tiles_begin.restype = _Pointer

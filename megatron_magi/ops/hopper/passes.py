@@ -42,7 +42,7 @@ def assign_passes(
         tile: int64 ``[n]``, the tile of each piece.
         block_n: columns of a block.
         align: first columns of passes are multiples of it.
-        pass_cost: of a pass beside its blocks, in blocks.
+        pass_cost: of a pass in addition to its blocks, in blocks.
 
     Returns:
         ``(pieces, pass_of_piece, pass_tile)``: int64 ``[m, 6]``, sorted by (pass, first row); int64 ``[m]``; int64

@@ -48,7 +48,7 @@ class BackwardUse:
 
 @dataclass(frozen=True, eq=False)
 class MaskTables:
-    """What both passes over one mask need on a device beside arrays; made by `make_tables`.
+    """What both passes over one mask need on a device besides arrays; made by `make_tables`.
 
     Attributes:
         digest, facts: of the mask.

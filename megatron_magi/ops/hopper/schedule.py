@@ -244,7 +244,7 @@ def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
 
 
 def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
-    """Blocks of each item, and what it costs beside."""
+    """Blocks of each item, and what it costs besides."""
     heads = items[:, 1] >> 16
     blocks = np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
     return (blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)).tolist()

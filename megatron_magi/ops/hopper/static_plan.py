@@ -29,7 +29,7 @@ _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
 _NUMBERS_WORDS = 8
 _MOST_NUMBERS = 256
 _SPARE_TILES = 64
-"""Room beside what the first mask has, times the headroom: small masks differ by more."""
+"""Room in addition to what the first mask has, times the headroom: small masks differ by more."""
 
 
 class StaticMemory:
@@ -110,7 +110,7 @@ class _StaticPlan(DevicePlan):
 
     def _owner(self) -> StaticMask:
         mask = None if self.mask is None else self.mask()
-        assert mask is not None, "whoever holds the bands holds the mask"
+        assert mask is not None, "the bands are kept by their mask"
         return mask
 
 

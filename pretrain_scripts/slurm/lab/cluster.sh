@@ -30,7 +30,7 @@ up() {
   chmod 755 "$lab"
   chmod 711 "$lab/munge"
   (umask 077 && head -c 1024 /dev/urandom >"$lab/munge/key")
-  ln -sf /dev/null "$lab/dev/nvidia0" # a GPU to ask for; nobody opens it
+  ln -sf /dev/null "$lab/dev/nvidia0" # a GPU to ask for; it is never opened
   if is_root; then up_networks; fi
   write_configuration
   munged --key-file="$lab/munge/key" --socket="$lab/munge/socket" --pid-file="$lab/run/munged.pid" \
