@@ -201,7 +201,8 @@ def prepare_batch(
             tile shapes are chosen by.
 
     Raises:
-        ValueError: an argument is of another type; the message begins with its name.
+        ValueError: an argument is of another type, or a plan has more stages than what it is to be like; the message
+            begins with the argument's name.
     """
     return prepare_plans(plans, shape, config, needs_backward=needs_backward, like=like).as_batch(arrays)
 
@@ -217,12 +218,15 @@ def prepare_plans(
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     if not isinstance(plans, Mapping):
         raise ValueError(f"plans: expected a plan for each name, got {type(plans).__name__}")
+    known = {} if like is None else like
     for name, plan in plans.items():
         instance(plan, f"plans[{name!r}]", RankPlan)
+        if len(known.get(name, plan.bands)) < len(plan.bands):
+            most = len(known[name]) - 1
+            raise ValueError(f"plans: {name!r} has {plan.degree} remote stages, what it is prepared like has {most}")
     instance(shape, "shape", AttnShape)
     instance(config, "config", MagiConfig)
     tables: list[np.ndarray] = []
-    known = {} if like is None else like
     prepared = {
         name: _prepare_plan(plan, shape, config, needs_backward, tables, known.get(name))
         for name, plan in plans.items()

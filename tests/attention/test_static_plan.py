@@ -167,6 +167,13 @@ def test_a_batch_prepared_for_static_plans_has_all_tables_that_loading_takes(mon
             batch.to(CPU)
 
 
+def test_a_batch_of_more_stages_than_the_static_plans_is_refused_when_it_is_prepared():
+    static = StaticPlans({0: plan_of(builders.causal(ROWS))}, CPU)
+    shape, plan = shape_of((8, 1), (128, 128)), shards_of(builders.causal(ROWS), degree=2)[0]
+    with pytest.raises(ValueError, match=r"^plans: 0 has 2 remote stages, what it is prepared like has 0$"):
+        prepare_batch({0: plan}, shape, CONFIG, like=static.facts)
+
+
 def test_what_cannot_be_captured_is_refused_by_name():
     plan = plan_of(builders.causal(64))
     inputs = tensors(64, shape_of((8, 1), (128, 128)), CPU)

@@ -68,6 +68,28 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     assert exchange(own, native._BOTH) is not first
 
 
+def test_a_capture_is_looked_for_on_the_gpu_of_the_group(monkeypatch):
+    current = [1]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self._index, self._before = device.index, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self._index
+
+        def __exit__(self, *_) -> None:
+            current[0] = self._before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 0)
+    for index in (0, 1):
+        mover = object.__new__(native.Native)
+        mover._device = torch.device("cuda", index)
+        assert mover._captures() == (index == 0) and current == [1]
+
+
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_rows_are_read_beside_the_kernel_before_unless_other_groups_could_be_held_up(monkeypatch, num_groups):
     mover = object.__new__(native.Native)

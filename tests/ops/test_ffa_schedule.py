@@ -86,6 +86,12 @@ def test_tiles_of_several_sizes_are_not_cut_as_if_they_were_one(ends, middle, nu
     assert_complete(schedule, costs, heads_kv, 8)
 
 
+def test_long_tiles_alone_need_not_look_like_documents_though_all_tiles_do():
+    starts, costs = np.array([0, 620, 560]), np.array([16, 12, 4])  # the last, which is short, is between the others
+    schedule = make_schedule(starts, costs, 1, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS_UNEVEN)
+    assert_complete(schedule, costs, 1, 8)
+
+
 def assert_complete(schedule: Schedule, costs: np.ndarray, heads_kv: int, group: int) -> None:
     """Every block of every tile meets every query head once; only items of one query head are in pieces."""
     met = [np.zeros((heads_kv * group, cost), dtype=int) for cost in costs]

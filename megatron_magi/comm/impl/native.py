@@ -206,7 +206,7 @@ class Native:
         if failure is not None:
             raise RuntimeError(failure)
         with self._lock:
-            captures, beside = torch.cuda.is_current_stream_capturing(), self._beside or self._sends_beside
+            captures, beside = self._captures(), self._beside or self._sends_beside
             if captures or beside or self._last != raw:
                 current = self._take_turn(raw)
                 if beside and not captures:
@@ -273,7 +273,7 @@ class Native:
         Returns:
             The end of the call, and what must live until then.
         """
-        kept = kept and not torch.cuda.is_current_stream_capturing()  # what a graph replays takes turns by its streams
+        kept = kept and not self._captures()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
         exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
@@ -297,6 +297,13 @@ class Native:
             joins = self._joins
         return _Done(event, joins, self), tensors if kept else []
 
+    def _captures(self) -> bool:
+        """Whether a graph captures the current stream of this object's GPU, which need not be the current GPU."""
+        if torch.cuda.current_device() == self._device.index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
     def _join(self, current: torch.cuda.Stream) -> None:
         """Makes the current stream wait for all calls."""
         current.wait_stream(self._side)
@@ -305,7 +312,7 @@ class Native:
     def _take_turn(self, raw: int) -> torch.cuda.Stream:
         """The current stream, of which this is the handle: calls are published one after the other."""
         current = self._stream(raw)
-        if torch.cuda.is_current_stream_capturing():  # who replays the graph does so in turn
+        if self._captures():  # who replays the graph does so in turn
             self._room.stays = True
             return current
         if self._last not in (-1, raw):

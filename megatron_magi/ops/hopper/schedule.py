@@ -164,7 +164,8 @@ def _schedule(
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    *sections, split = _sections(_documents(split, starts, costs), costs) if in_sections and num_split else [split]
+    runs = _sections(_documents(split, starts, costs), costs) if in_sections and num_split else []
+    *sections, split = runs or [split]  # those that are split may not look like documents, though all tiles do
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
     parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
