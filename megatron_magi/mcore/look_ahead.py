@@ -53,8 +53,11 @@ class LookAhead(Iterator[Any]):
 
 
 def look_ahead_of(data_iterator: Iterator[Any]) -> LookAhead | None:
-    """That of an iterator of Megatron's trainer, below what Megatron keeps for replays; None for others."""
-    if type(data_iterator) is not RerunDataIterator:
+    """That of an iterator of Megatron's trainer, below what Megatron keeps for replays; None for others.
+
+    A data loader that saves its own state stays where Megatron looks for it (``dataloader_save``).
+    """
+    if type(data_iterator) is not RerunDataIterator or hasattr(data_iterator.iterable, "save_state"):
         return None
     if not isinstance(data_iterator.iterable, LookAhead):
         data_iterator.iterable = LookAhead(data_iterator.iterable)

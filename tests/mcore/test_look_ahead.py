@@ -110,6 +110,16 @@ def test_other_iterators_are_left_alone() -> None:
     assert look_ahead_of(iter([])) is None
 
 
+def test_a_data_loader_that_saves_its_state_is_left_where_megatron_looks_for_it() -> None:
+    class Saving(Source):
+        def save_state(self) -> dict:
+            return {"taken": self.taken}
+
+    data_iterator = RerunDataIterator(Saving([{}]))
+    assert look_ahead_of(data_iterator) is None
+    assert data_iterator.iterable.save_state() == {"taken": 0}
+
+
 def test_a_batch_that_was_brought_is_not_brought_again(monkeypatch: pytest.MonkeyPatch) -> None:
     brought, to = [], PreparedBatch.to
     monkeypatch.setattr(PreparedBatch, "to", lambda self, device: brought.append(self) or to(self, device))
