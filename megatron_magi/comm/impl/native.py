@@ -299,8 +299,6 @@ class Native:
 
     def _captures(self) -> bool:
         """Whether a graph captures the current stream of this object's GPU, which need not be the current GPU."""
-        if torch.cuda.current_device() == self._device.index:
-            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
