@@ -26,7 +26,7 @@ from megatron_magi.plan import make_plan
 
 TORCH_LAYERS = ["--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm"]
 TORCH_LAYERS += ["--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion", "--moe-grouped-gemm=false"]
-META = ["--use-cpu-initialization", "--no-initialization", "--fake-process-group"]
+META = ["--use-cpu-initialization", "--no-initialization"]
 
 
 def parse(argv: Sequence[str], world_size: int) -> Namespace:
