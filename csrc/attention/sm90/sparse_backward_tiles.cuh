@@ -43,17 +43,10 @@ DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
 }
 
 // The two places that a thread has of a tile.
-struct Places {
-  int row[2], head[2];  // in the tile
+struct Places : Rows {
   float lse[2], delta[2];
 
-  DEVICE Places(int warpgroup, int log2_heads) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int place = warpgroup * kPlaces + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      row[r] = place >> log2_heads, head[r] = place & (1 << log2_heads) - 1;
-    }
-  }
+  using Rows::Rows;
 
   // Rows that are none of the tile's weigh nothing, nor do those that see nothing.
   DEVICE void load_stats(const SparseBackwardParams& p, int first_row, int head_rows) {

@@ -164,18 +164,6 @@ DEVICE void produce(const SparseForwardParams& p, Shared& s, int warp, int lane)
 
 // ---- consumers ----
 
-// The two rows of accumulators that a thread has, in a tile.
-struct Rows {
-  int row[2], head[2];
-  DEVICE Rows(int warpgroup, int log2_heads) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int place = warpgroup * kPlaces + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      row[r] = place >> log2_heads, head[r] = place & (1 << log2_heads) - 1;
-    }
-  }
-};
-
 DEVICE void finish(const SparseForwardParams& p, const float (&acc)[kHeadDim / 2], const Softmax& softmax,
                    const Rows& rows, int first_row, int head_rows, int lane) {
 #pragma unroll

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "softmax.cuh"
+#include "sparse_offsets.cuh"
 #include "tiles.cuh"
 
 constexpr int kPlaces = 64;  // of a warpgroup
@@ -34,13 +35,25 @@ struct SparseTiles {
   int num_entries;  // that offsets may point to
 };
 
-// Where a list begins or ends, whatever the offset is.
-DEVICE int offset_at(const SparseTiles& p, int list) { return max(0, min(__ldg(p.offsets + list), p.num_entries)); }
+// Where a list begins or ends.
+DEVICE int offset_at(const SparseTiles& p, int list) { return load_offset(p.offsets + list, p.num_entries); }
 
 struct Tile {
   int first_row, past_row;  // queries; none where the last block is short
   int head, head_kv;
   int list_head, query_block;
+};
+
+// The two rows of accumulators that a thread has, in a tile.
+struct Rows {
+  int row[2], head[2];
+  DEVICE Rows(int warpgroup, int log2_heads) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int place = warpgroup * kPlaces + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      row[r] = place >> log2_heads, head[r] = place & (1 << log2_heads) - 1;
+    }
+  }
 };
 
 DEVICE Tile tile_of(const SparseTiles& p, int item) {

@@ -5,6 +5,7 @@
 // and where the columns' lists begin. 2: the rows in their places.
 
 #include "../../common/ptx.cuh"
+#include "sparse_offsets.cuh"
 
 struct SparseTurnParams {
   const int* entries;        // of the lists: columns; what is none is passed over
@@ -21,9 +22,6 @@ struct SparseTurnParams {
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // entries of a row that a thread has before the row's turn
 
-// An offset, whatever it is.
-DEVICE int within(int offset, int count) { return max(0, min(offset, count)); }
-
 struct Row {
   const int* entries;
   int count;
@@ -31,8 +29,8 @@ struct Row {
   DEVICE Row(const SparseTurnParams& p, int list, int row) {
     if (p.offsets) {
       const int* at = p.offsets + static_cast<i64>(list) * (p.num_rows + 1) + row;
-      const int begin = within(__ldg(at), p.num_entries);
-      entries = p.entries + begin, count = within(__ldg(at + 1), p.num_entries) - begin;
+      const int begin = load_offset(at, p.num_entries);
+      entries = p.entries + begin, count = load_offset(at + 1, p.num_entries) - begin;
     } else {
       entries = p.entries + list * p.head_step + row * p.list_step, count = p.width;
     }
