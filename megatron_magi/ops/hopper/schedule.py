@@ -99,15 +99,16 @@ def _near_schedule(
     candidates = [long_tile]
     if width < group:
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
-    in_sections = width < group and long_tile == tuning.LONG_BLOCKS_UNEVEN
-    in_sections = in_sections and bool(_documents(np.argsort(starts, kind="stable"), starts, costs))
-    piece = _piece(costs, heads_kv * group, long_tile, in_sections) if width < group else 0
-    in_sections = in_sections and not piece
+    may_have_documents = width < group and long_tile == tuning.LONG_BLOCKS_UNEVEN
+    documents = _documents(np.argsort(starts, kind="stable"), starts, costs) if may_have_documents else []
+    piece = _piece(costs, heads_kv * group, long_tile, bool(documents)) if width < group else 0
+    if piece:
+        documents = []
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = _num_long(costs, least)
         schedule = _schedule(
-            starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece, in_sections
+            starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece, documents
         )
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
@@ -150,12 +151,12 @@ def _schedule(
     width: int,
     num_sms: int,
     piece: int,
-    in_sections: bool,
+    documents: list[np.ndarray],
 ) -> Schedule:
     """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
 
     ``width``: query heads of an item of a tile that is split, as the first ``num_split`` of ``num_long`` are;
-    ``piece``: see `_piece`; ``in_sections``: whether tiles are worked on in `_sections`.
+    ``piece``: see `_piece`; ``documents``: whose tiles are worked on in `_sections`.
     """
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
@@ -164,8 +165,7 @@ def _schedule(
         last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
-    runs = _sections(_documents(split, starts, costs), costs) if in_sections and num_split else []
-    *sections, split = runs or [split]  # those that are split may not look like documents, though all tiles do
+    *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
     parts = [_section(short, range(0, heads_kv * group, group), group)]
     parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
@@ -192,8 +192,13 @@ def _documents(tiles: np.ndarray, starts: np.ndarray, costs: np.ndarray) -> list
 
 
 def _sections(documents: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
-    """Documents, long ones in equal parts, by decreasing cost."""
-    runs = [run for tiles in documents for run in np.array_split(tiles, -(-len(tiles) // tuning.SECTION_TILES))]
+    """Documents that have tiles, long ones in equal parts, by decreasing cost."""
+    runs = [
+        run
+        for tiles in documents
+        if len(tiles)
+        for run in np.array_split(tiles, -(-len(tiles) // tuning.SECTION_TILES))
+    ]
     return sorted(runs, key=lambda run: -int(costs[run].sum()))
 
 
