@@ -119,7 +119,7 @@ class Sendable[Parts]:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it comes from another process, and nobody has asked for its parts."""
+        """Whether it comes from another process, and its parts have not been asked for."""
         return isinstance(self._parts, Parcel)
 
     def pin_memory(self) -> Self:

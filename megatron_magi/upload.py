@@ -89,6 +89,11 @@ def pack(arrays: Sequence[np.ndarray]) -> PackedArrays:
     return PackedArrays(torch.from_numpy(buffer), tuple(places))
 
 
+def current_device() -> torch.device:
+    """The current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
     """Copies of the arrays on ``device``, there when this returns: whatever stream uses them first.
 

@@ -19,6 +19,7 @@ from megatron_magi.comm.roll import RollArgs
 from megatron_magi.mcore.carrier import LayerPlans, MagiSeqParams, ShardLayout
 from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.planner import FAILED, SEQUENCES, Fields, PlannedBatch, Planner
+from megatron_magi.upload import current_device
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,7 @@ class BatchDispatcher:
         ) from failure
 
     def _local(self, batch: LoadedBatch, planned: PlannedBatch) -> LocalBatch:
-        on_gpu = torch.cuda.is_available()
-        named = batch.bring(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+        named = batch.bring(current_device())
         rows = {name: named[name].view(planned.batch_size, -1) for name in SEQUENCES}
         padding, roll = named.get("padding"), planned.roll
         successors = roll and RollArgs.from_uploaded(roll, [named[f"roll{i}"] for i in range(roll.num_arrays)])

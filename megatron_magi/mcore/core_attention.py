@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_magi.attention import distributed_attention
 from megatron_magi.mcore.carrier import Window, carrier_of
+from megatron_magi.upload import current_device
 
 _EXTRA_STATE = "_extra_state"
 _CAUSAL_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -88,7 +89,7 @@ class MagiCoreAttention(MegatronModule):
         self.softmax_offset: Tensor | None = None
         if config.softmax_type == "vanilla":
             return
-        device = torch.device("cpu") if config.use_cpu_initialization else _device()
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         if config.softmax_type == "off-by-one":
             self.softmax_offset = torch.zeros(self.num_heads, device=device, dtype=torch.float32)
             return
@@ -207,7 +208,3 @@ def _apart(x: Tensor, q: Tensor) -> Tensor:
     with it. Where ``q`` is a view of that too it is kept anyway, and a copy would come on top.
     """
     return x if x.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() else x.contiguous()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

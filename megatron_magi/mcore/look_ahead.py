@@ -10,6 +10,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from megatron_magi.mcore.loader import LoadedBatch
+from megatron_magi.upload import current_device
 
 
 class LookAhead(Iterator[Any]):
@@ -49,7 +50,7 @@ class LookAhead(Iterator[Any]):
         item = self._fetched[0]
         if isinstance(item, LoadedBatch) and torch.cuda.is_available():
             with suppress(Exception):
-                item.bring(torch.device("cuda", torch.cuda.current_device()))
+                item.bring(current_device())
 
 
 def look_ahead_of(data_iterator: Iterator[Any]) -> LookAhead | None:

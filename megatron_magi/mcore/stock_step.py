@@ -22,6 +22,7 @@ from megatron.training import get_args
 
 from megatron_magi.mcore.loss import make_distillation_loss, microbatch_loss
 from megatron_magi.mcore.step import count_documents, load_batch, run_model
+from megatron_magi.upload import current_device
 
 _OPTIONAL = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 _SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
@@ -61,7 +62,7 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
     if tp_rank == 0:
         loaded = next(data_iterator)
         _check_fields(loaded, args)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = current_device()
         batch = dict.fromkeys((*_SEQUENCES, *_OPTIONAL))
         # A user's data set may have fields that Megatron does not know.
         batch |= {name: loaded[name].to(device, non_blocking=True) for name in batch if name in loaded}

@@ -94,6 +94,11 @@ def run_backward(
     return [(torch.stack if cu_seqlens[0] is None else torch.cat)(grad) for grad in grads]
 
 
+def fill(grads, own_grads):
+    for grad, own_grad in zip(grads, own_grads, strict=True):
+        grad.copy_(own_grad)
+
+
 def fa2_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
     return_softmax,
@@ -123,8 +128,7 @@ def fa2_backward(
 ):  # fmt: skip
     window = window_size_left, window_size_right
     options = (softmax_scale, causal, window, softcap, (None, None), dropout_p, rng_state)
-    for grad, own in zip((dq, dk, dv), run_backward(dout, q, k, v, out, softmax_lse, *options), strict=True):
-        grad.copy_(own)
+    fill((dq, dk, dv), run_backward(dout, q, k, v, out, softmax_lse, *options))
     return torch.empty(0)
 
 
@@ -135,8 +139,7 @@ def fa2_varlen_backward(
 ):  # fmt: skip
     window = window_size_left, window_size_right
     options = (softmax_scale, causal, window, softcap, (cu_seqlens_q, cu_seqlens_k), dropout_p, rng_state)
-    for grad, own in zip((dq, dk, dv), run_backward(dout, q, k, v, out, softmax_lse, *options), strict=True):
-        grad.copy_(own)
+    fill((dq, dk, dv), run_backward(dout, q, k, v, out, softmax_lse, *options))
     return torch.empty(0)
 
 
@@ -160,8 +163,7 @@ def fa3_backward(
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, 0)
     window, bounds = (window_size_left, window_size_right), (cu_seqlens_q, cu_seqlens_k)
     options = (softmax_scale, is_causal, window, softcap, bounds)
-    for grad, own in zip((dq, dk, dv), run_backward(dout, q, k, v, out, lse, *options), strict=True):
-        grad.copy_(own)
+    fill((dq, dk, dv), run_backward(dout, q, k, v, out, lse, *options))
     return torch.empty(0)
 
 
