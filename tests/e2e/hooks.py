@@ -227,7 +227,7 @@ def loss_of_two(workdir: Path) -> None:
     from megatron_magi.mcore import user_step
 
     stock = user_step._microbatch_mean
-    user_step._microbatch_mean = lambda loss, output: stock(lambda out: loss(out)[::2], output)
+    user_step._microbatch_mean = lambda loss, *rest: stock(lambda out: loss(out)[::2], *rest)
 
 
 def _add_model_hook(hook: Any) -> None:
