@@ -8,7 +8,6 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.kinds import Call, Kind
@@ -23,6 +22,7 @@ from megatron_magi.cuda.layout import Layout
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.once_differentiable import once_differentiable
 from megatron_magi.ops.options import make_options
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_magi.ops.merge import merge_sink_, row_products, sink_gradient, sink_lse
+from megatron_magi.ops.once_differentiable import once_differentiable
 from megatron_magi.ops.options import check_tensor
 
 Tensors = tuple[Tensor | None, ...]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.finite import describe_by_bands, require_finite
 from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.once_differentiable import once_differentiable
 from megatron_magi.ops.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta

@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from megatron_magi import slice_attention
+from megatron_magi.api import calc_attn, magi_attn_varlen_key
+from megatron_magi.extensions import sdpa_func_with_sink
+from megatron_magi.mask import builders
+
+
+def by_mask(q, k, v):
+    return slice_attention(q, k, v, builders.causal(6))[0]
+
+
+def by_key(q, k, v):
+    return calc_attn(q, k, v, magi_attn_varlen_key([0, 6], [0, 6], causal=True))[0]
+
+
+def by_torch(q, k, v):
+    return sdpa_func_with_sink(*(x.transpose(0, 1)[None] for x in (q, k, v)), sink=torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("attend", [by_mask, by_key, by_torch])
+@pytest.mark.parametrize("weight", [1.0, torch.ones((), requires_grad=True)], ids=["constant", "differentiable"])
+def test_a_second_derivative_is_an_error_whatever_the_first_is_multiplied_by(attend, weight):
+    q, k, v = (torch.randn(6, 2, 8, requires_grad=True) for _ in "qkv")
+    (dq,) = torch.autograd.grad((attend(q, k, v) * weight).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (dq.square().sum() + q.sum()).backward()
