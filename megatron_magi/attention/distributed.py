@@ -19,10 +19,10 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.once_differentiable import once_differentiable
 from megatron_magi.ops.options import make_options
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
@@ -87,6 +87,7 @@ def distributed_attention(
         raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")
     group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
+        refuse_tangents(q, k, v, sink)
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.setdefault("calls", {})
         call = known.get(key)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_magi.mask import AttnMask
+from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import describe_by_bands, require_finite
 from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.once_differentiable import once_differentiable
 from megatron_magi.ops.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
@@ -116,6 +116,7 @@ def attend(
     return_max_logits: bool,
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`slice_attention` of q, k, v and bands that are known to fit together."""
+    refuse_tangents(q, k, v, sink)
     if options.sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)

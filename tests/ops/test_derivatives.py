@@ -1,7 +1,8 @@
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from megatron_magi import slice_attention
+from megatron_magi import block_sparse_attention, slice_attention
 from megatron_magi.api import calc_attn, magi_attn_varlen_key
 from megatron_magi.extensions import sdpa_func_with_sink
 from megatron_magi.mask import builders
@@ -26,3 +27,18 @@ def test_a_second_derivative_is_an_error_whatever_the_first_is_multiplied_by(att
     (dq,) = torch.autograd.grad((attend(q, k, v) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (dq.square().sum() + q.sum()).backward()
+
+
+def by_blocks(q, k, v):
+    return block_sparse_attention(q, k, v, torch.zeros(1, 1, 1, dtype=torch.int32), q_block_size=64, k_block_size=64)[0]
+
+
+@pytest.mark.parametrize("attend", [by_mask, by_key, by_blocks])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_tensor_with_a_tangent_is_refused(attend, place):
+    qkv = [torch.randn(6, 2, 8) for _ in "qkv"]
+    with forward_ad.dual_level():
+        attend(*qkv)
+        qkv[place] = forward_ad.make_dual(qkv[place], torch.ones(6, 2, 8))
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            attend(*qkv)

@@ -1,4 +1,4 @@
-"""torch's `once_differentiable`, without its hole."""
+"""Derivatives that there are none of are errors: attention has gradients alone, first ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as stock
 
 
@@ -26,3 +27,12 @@ def once_differentiable(backward: Callable) -> Callable:
         return once(ctx, dout, *others)
 
     return checked
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raises RuntimeError for tensors of forward-mode AD, whose tangents kernels and operators would drop."""
+    # What is asked of every call of every layer has to be cheap, and there is no public way that is.
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError("q, k, v, sink: attention has no forward-mode derivative, got a dual tensor")
