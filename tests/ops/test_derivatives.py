@@ -35,7 +35,9 @@ def by_blocks(q, k, v):
 
 @pytest.mark.parametrize("attend", [by_mask, by_key, by_blocks])
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_tensor_with_a_tangent_is_refused(attend, place):
+def test_a_tensor_with_a_tangent_is_refused(monkeypatch, attend, place):
+    # Else torch compiles derivatives of its own, which fails where tests of Megatron have wrapped its functions.
+    monkeypatch.setenv("PYTORCH_JIT", "0")
     qkv = [torch.randn(6, 2, 8) for _ in "qkv"]
     with forward_ad.dual_level():
         attend(*qkv)
