@@ -137,7 +137,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
     "Correctness": (
         _toggle(
             "BACKWARD_HIGH_PRECISION_REDUCE",
-            "Partial dk and dv travel between ranks in fp32, at twice the bytes.",
+            "Partial dk and dv are sent between ranks in fp32, at twice the bytes.",
             "comm.backward_high_precision_reduce",
         ),
         _toggle(
@@ -157,7 +157,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "FORWARD_HIGH_PRECISION_REDUCE",
-            "Outputs never travel: queries stay where they are, and partial outputs are merged in fp32.",
+            "Outputs are never sent: queries stay on their rank, and partial outputs are merged in fp32.",
         ),
     ),
     "Performance": (
