@@ -197,10 +197,10 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _toggle(
             "HIERARCHICAL_COMM",
-            "Communication in two levels: what several ranks of a node need of another crosses once. 1 is an error "
+            "Communication in two levels: rows that several ranks of a node need are sent there once. 1 is an error "
             "where nothing says which ranks share a node, 0 treats all ranks alike.",
             default=None,
-            default_text="where --hierarchical-context-parallel-sizes or a mesh of two dimensions tell nodes apart",
+            default_text="on with --hierarchical-context-parallel-sizes or a two-dimensional mesh",
         ),
         _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
         _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),
