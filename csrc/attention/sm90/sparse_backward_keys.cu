@@ -26,6 +26,7 @@ constexpr int kHalf = kHeadDim / 2;
 constexpr u32 kPieceFloats = kHalf * 16;       // sums of 16 places and half the columns, as a warp's accumulators lie
 constexpr bool kShares = kTileKeys > kStep;    // steps are of both warpgroups
 constexpr int kTurns = kShares ? 1 : kGroups;  // warpgroups that take steps in turn
+constexpr int kLeastSteps = 64;                // of a part
 constexpr int kSums = kShares ? 4 : 2;         // of an item: dK and dV, of each warpgroup or of one
 static_assert(kShares || !ADD_DQ);
 using T = DTYPE;
@@ -50,7 +51,7 @@ struct SparseKeysParams {
   i64 stats_rows;
   float4* part_sums;  // [blocks of keys of all heads, sums of one, head_dim / 8, 128 threads]
   u32* parts_done;    // [these, these, 4 warps] of zeros; both null of one part
-  int parts;          // of a list, without ADD_DQ
+  int parts;          // of a long list, without ADD_DQ
   int stats_block, units, block_units;
   float scale, scale_log2;
 };
@@ -65,7 +66,8 @@ struct Shared {
   float lse[kStages][kPlaces], delta[kStages][kPlaces];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
-  int4 info[kStages];         // flags, first query (at the end: part), past-the-last one of the block, number of the keys
+  int4 info[kStages];         // flags, first query, past-the-last query of the block, number of the keys;
+                              // at the end: flags, part, parts, number of the keys
   int sums[kStages];          // piece of dq_sums, the first half
   int handed_piece[kGroups];  // -1: no more
   int next_item;              // this and the next are the producer's alone
@@ -125,9 +127,9 @@ struct Loader {
   }
 
   // Both warpgroups are told.
-  DEVICE void say(int flags, int part, int piece) {
+  DEVICE void say(int flags, int part, int parts, int piece) {
     for (int w = 0; w < kTurns; ++w) {
-      barrier_arrive(announce(flags, part, 0, piece));
+      barrier_arrive(announce(flags, part, parts, piece));
       ring.advance();
     }
   }
@@ -136,16 +138,22 @@ struct Loader {
 DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   const SparseTiles& t = p.tiles;
   Loader loader{p, s};
-  const int parts = ADD_DQ ? 1 : p.parts;
+  const int most_parts = ADD_DQ ? 1 : p.parts;
+  const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
   for (int item = blockIdx.x; item < t.num_items;) {
     s.next_item = gridDim.x + atomicAdd(t.counter, 1);  // there, for registers are scarce
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int row = item / pieces, piece = item - row * pieces, first_key = piece * kTileKeys;
-    const int head_kv = row / parts, part = row - head_kv * parts;
+    const int head_kv = row / most_parts, part = row - head_kv * most_parts;
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
     const i64 begin = t.offsets ? offset_at(t, list) : list * t.list_step;
     const int count = t.offsets ? offset_at(t, list + 1) - static_cast<int>(begin) : __ldg(t.counts + list);
-    const int most = (count + parts - 1) / parts, before = min(count, most * part);
+    const int parts = ADD_DQ ? 1 : max(1, min(most_parts, count * steps / kLeastSteps));
+    if (part >= parts) {
+      item = s.next_item;
+      continue;
+    }
+    const int most = (count + parts - 1) / parts, before = most * part;
     const int* at = t.entries + begin + before;
     int left = min(most, count - before);
     loader.keys(piece, head_kv);
@@ -158,10 +166,10 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
       for (int pack = 0; pack < t.packs; ++pack)
         for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
     }
-    loader.say(kLastStep | s.item.y << 3, part, s.item.x);
+    loader.say(kLastStep | s.item.y << 3, part, parts, s.item.x);
     item = s.next_item;
   }
-  loader.say(kNoMoreSteps, 0, 0);
+  loader.say(kNoMoreSteps, 0, 0, 0);
   leave(t.counter);
 }
 
@@ -340,10 +348,11 @@ struct Consumer {
   }
 
   // Adds what the parts before have summed up; of the last part the sum is whole, else it is left for the next.
-  DEVICE bool whole(float (&acc)[kHeadDim / 2], int head_kv, int piece, int part, int sum) const {
-    if (ADD_DQ || p.parts == 1) return true;
+  DEVICE bool whole(float (&acc)[kHeadDim / 2], int head_kv, const int4& item, int sum) const {
+    const int part = item.y, parts = item.z;
+    if (ADD_DQ || parts == 1) return true;
     const int pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys, thread = threadIdx.x % 128;
-    const i64 place = static_cast<i64>(head_kv * pieces + piece) * kSums + sum;
+    const i64 place = static_cast<i64>(head_kv * pieces + item.w) * kSums + sum;
     float4* sums = p.part_sums + place * (kHeadDim / 8 * 128) + thread;
     u32* done = p.parts_done + place * 4 + thread / 32;
     if (part > 0) {
@@ -354,7 +363,7 @@ struct Consumer {
         acc[4 * i] += other.x, acc[4 * i + 1] += other.y, acc[4 * i + 2] += other.z, acc[4 * i + 3] += other.w;
       }
     }
-    if (part + 1 == p.parts) return true;
+    if (part + 1 == parts) return true;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i)
       __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
@@ -377,7 +386,8 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
       bool waited = false;
-      int flags, part, piece;
+      int flags;
+      int4 item;
       while (true) {
         barrier_wait(smem_address(&s.full[stage]), parity);
         flags = uniform(s.info[stage].x);
@@ -385,7 +395,7 @@ struct Consumer {
         if (!waited) barrier_wait(smem_address(&s.kv_full), kv_parity);
         waited = true;
         if (flags & kLastStep)
-          part = s.info[stage].y, piece = s.info[stage].w;
+          item = s.info[stage];
         else
           step(dk, dv, flags);
         release(s.empty[stage], lane);
@@ -411,10 +421,10 @@ struct Consumer {
           take_over(dk);
       }
       const int head_kv = flags >> 3, sum = kShares ? 2 * warpgroup : 0;
-      if ((kShares || !warpgroup) && whole(dk, head_kv, piece, part, sum))
-        store(dk, p.dk, p.dk_row, p.dk_head, p.scale, head_kv, piece * kTileKeys);
-      if ((kShares || warpgroup) && whole(dv, head_kv, piece, part, sum + 1))
-        store(dv, p.dv, p.dv_row, p.dv_head, 1.f, head_kv, piece * kTileKeys);
+      if ((kShares || !warpgroup) && whole(dk, head_kv, item, sum))
+        store(dk, p.dk, p.dk_row, p.dk_head, p.scale, head_kv, item.w * kTileKeys);
+      if ((kShares || warpgroup) && whole(dv, head_kv, item, sum + 1))
+        store(dv, p.dv, p.dv_row, p.dv_head, 1.f, head_kv, item.w * kTileKeys);
     }
     if (!ADD_DQ) return;
     named_sync(kPlaceFree + warpgroup, 160);

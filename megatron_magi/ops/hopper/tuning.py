@@ -98,5 +98,5 @@ MOST_SPARSE_DQ_BYTES, MOST_SPARSE_DQ_BYTES_OF_HEAD = 112 << 20, 48 << 20
 than two: 1.10 times as fast at 34 MB of one key head, 0.94 at 67, 0.67 at 268; 1.15 times at 101 MB of 24 key heads.
 Masks with 268 MB of eight: 0.69 to 0.83, before dq alone became faster."""
 
-SPARSE_PART_BYTES = 32 << 20
+SPARSE_PART_BYTES = 24 << 20
 """Bytes of q and dout of a key head from which on lists of queries are cut into parts, one for so many bytes."""
