@@ -132,10 +132,10 @@ def backward_by_keys(
     units = blocks * block_units + kernels.PIECE // _UNIT  # the last tile may add zeros behind its own
     packs = num_heads // heads
     lists_kv = heads_kv * num_blocks(num_keys, pattern.k_block)
-    parts = 1 if adds_dq else num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES)
-    of_item = 2 * pattern.k_block // kernels.PIECE  # sums of PIECE keys, of two warpgroups
-    part_sums = torch.empty((lists_kv * of_item * kernels.PIECE * dim) if parts > 1 else 0, device=q.device)
-    num_sums = packs * units * _UNIT * dim if adds_dq else lists_kv * of_item * 4 if parts > 1 else 0
+    parts = 1 if adds_dq else max(1, num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES))
+    waiting = 2 * lists_kv * pattern.k_block // kernels.PIECE if parts > 1 else 0  # sums of a warpgroup
+    part_sums = torch.empty(waiting * kernels.PIECE * dim, device=q.device)
+    num_sums = packs * units * _UNIT * dim if adds_dq else 4 * waiting
     sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else the parts that are done
     stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block, sums, stream)
 
