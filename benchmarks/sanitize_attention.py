@@ -45,6 +45,7 @@ def main() -> None:
         if sys.argv[1:] != ["sparse"]:
             dense()
         sparse()
+        blocks()
     torch.cuda.synchronize()
     print("computed")
 
@@ -100,10 +101,10 @@ def blocks() -> None:
     """Lists of blocks, in one kernel and two, with lists of queries that are cut into parts."""
     tuning.SPARSE_PART_BYTES = 1 << 17
     leaves = [
-        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((90, 12), (333, 2), (333, 2))
+        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((900, 16), (333, 1), (333, 1))
     ]
     for k_block, deterministic in ((64, False), (128, False), (128, True)):
-        mask = torch.rand(2, 5, -(-333 // k_block), device="cuda") < 0.7
+        mask = torch.rand(1, 45, -(-333 // k_block), device="cuda") < 0.7
         out, _ = block_sparse_attention(
             *leaves, mask, q_block_size=20, k_block_size=k_block, impl="ffa", deterministic=deterministic
         )
