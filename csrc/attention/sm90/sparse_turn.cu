@@ -20,7 +20,7 @@ struct SparseTurnParams {
 };
 
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;  // entries that a thread has before their turn
+constexpr int kAhead = 4;  // entries of a row that a thread has before the row's turn
 
 struct Row {
   const int* entries;
@@ -36,28 +36,10 @@ struct Row {
     }
   }
   DEVICE int load(int at) const { return at < count ? __ldg(entries + at) : -1; }
-};
-
-// Entries of rows, row after row, one a thread at a time.
-struct Ahead {
-  const SparseTurnParams& p;
-  const int list, past_row;
-  int row, at = threadIdx.x;
-  Row now;
-
-  DEVICE Ahead(const SparseTurnParams& p, int list, int row, int past_row)
-      : p(p), list(list), past_row(past_row), row(row), now(p, list, min(row, past_row - 1)) {}
-
-  // The row, past_row behind the last.
-  DEVICE int load(int& entry) {
-    entry = row < past_row ? now.load(at) : -1;
-    const int its_row = row;
-    at += kThreads;
-    if (row < past_row && at - static_cast<int>(threadIdx.x) >= now.count) {
-      at = threadIdx.x;
-      if (++row < past_row) now = Row(p, list, row);
-    }
-    return its_row;
+  // From `first` on, of this thread.
+  DEVICE void load(int (&to)[kAhead], int first) const {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) to[j] = load(first + j * kThreads + static_cast<int>(threadIdx.x));
   }
 };
 
@@ -85,22 +67,26 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
       }
       __syncthreads();
       for (int i = threadIdx.x; i < window; i += kThreads) counts[i] = columns[i];
-    } else {  // row after row
-      Ahead ahead(p, list, first_row, past_row);
-      int entries[kAhead], rows[kAhead];
+    } else if (first_row < past_row) {  // row after row
+      int ahead[kAhead];
+      Row(p, list, first_row).load(ahead, 0);
+      for (int row = first_row; row < past_row; ++row) {
+        const Row now(p, list, row);
+        int entries[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) rows[j] = ahead.load(entries[j]);
-      for (int row = first_row; row < past_row;) {
+        for (int j = 0; j < kAhead; ++j) entries[j] = ahead[j];
+        if (row + 1 < past_row) Row(p, list, row + 1).load(ahead, 0);
+        for (int i = 0; i < now.count; i += kAhead * kThreads) {
+          if (i) now.load(entries, i);
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (rows[j] != row) __syncthreads();
-          row = rows[j];
-          const u32 column = entries[j] - first;
-          rows[j] = ahead.load(entries[j]);
-          if (row >= past_row || column >= window) continue;
-          const u32 place = atomicAdd(columns + column, 1);
-          if (place < p.num_places) p.rows[place] = row;  // not of lists that share entries
+          for (int j = 0; j < kAhead; ++j) {
+            const u32 column = entries[j] - first;
+            if (column >= window) continue;
+            const u32 place = atomicAdd(columns + column, 1);
+            if (place < p.num_places) p.rows[place] = row;  // not of lists that share entries
+          }
         }
+        __syncthreads();
       }
     }
     __syncthreads();
