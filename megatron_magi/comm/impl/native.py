@@ -36,6 +36,8 @@ from megatron_magi.cuda.call_list import CallList, Place, Step
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of exchange.cu
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
+IN_TURN_BYTES = 1 << 20
+"""That any rank gets at most in calls that stay on the current stream: going to another and back takes longer."""
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
 _BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
@@ -50,12 +52,14 @@ class _Exchange(NamedTuple):
         types: of what is sent, and of the rows that it is added to; empty where it is copied.
         roles: what each of its kernels does.
         index: address of the index of the results' rows that are cast, or of the rows that go back; 0 for none.
+        is_beside: one kernel, which tells when all its blocks run.
     """
 
     kind: str
     types: tuple[torch.dtype, ...]
     roles: tuple[int, ...]
     index: int = 0
+    is_beside: bool = False
 
 
 class Native:
@@ -260,6 +264,8 @@ class Native:
     ) -> tuple[_Done, list[torch.Tensor]]:
         """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
 
+        Few rows of tensors that are not kept travel on the current stream, unless calls are under way beside it.
+
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
             tensors: what is sent.
@@ -276,24 +282,28 @@ class Native:
         kept = kept and not self._captures()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
-        exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
-        launches = self._exchanges(exchange, args, layout, rows, results)
+        most = slot_row_bytes(layout) * _most_rows(kind, args)
         with self._lock:
+            in_turn = not kept and not self._beside and most <= IN_TURN_BYTES
+            roles = _BOTH if kept or in_turn else _APART
+            launches = self._exchanges(_Exchange(kind, types, roles, _address(index), kept), args, layout, rows, results)
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
-            self._ready.record(current)
-            self._side.wait_event(self._ready)
-            if not kept:
+            taking = current if in_turn else self._side
+            if not in_turn:
+                self._ready.record(current)
+                taking.wait_event(self._ready)
+            if not kept and not in_turn:
                 if self._sends_beside:
                     self._join(current)
                 launches[0].fire(raw, rows, results)
-            launches[-1].fire(self._side.cuda_stream, rows, results)
+            launches[-1].fire(raw if in_turn else taking.cuda_stream, rows, results)
             if kept:  # what comes next on the current stream may take all SMs until it ends
                 current.wait_event(self._started)
                 self._sends_beside = True
             self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
-            event.record(self._side)
+            event.record(taking)
             joins = self._joins
         return _Done(event, joins, self), tensors if kept else []
 
@@ -355,15 +365,15 @@ class Native:
         share: int,
     ) -> tuple[Launch, ...]:
         """The kernels of a call with their parameters, all but addresses of rows: one for each of its roles."""
-        kind, types, roles, index = exchange
+        kind, types, roles, index, is_beside = exchange
         tables, row_bytes = args.peers, slot_row_bytes(layout)
-        assert tables is not None and args.most is not None  # or there would be a refusal
+        assert tables is not None  # or there would be a refusal
         row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)
         sent, order = (args.send_index, args.recv_order) if kind == _CAST else (args.recv_position, None)
         assert not index or args.recv_order is None
         there, back = (index, 0) if kind == _CAST else (0, index)
         pointers = [back or _address(sent), tables.routes.data_ptr() + row, there, 0, _address(order)]
-        unit, most = widest(rows), args.most[1 if kind == _CAST else 2]
+        unit = widest(rows)
         if types:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
@@ -378,9 +388,9 @@ class Native:
             pack_slot_rows(rows, row_bytes, unit, kernel.loads),
             pack_slot_rows(results, row_bytes, unit_to, loads_to),
             *pointers,
-            sent_shift(row_bytes, most),
+            sent_shift(row_bytes, _most_rows(kind, args)),
         )
-        started = self._started.cuda_event if roles == _BOTH else 0
+        started = self._started.cuda_event if is_beside else 0
         return tuple(Launch(kernel, share, *parts, role, started=started) for role in roles)
 
     def _prepare_announced(
@@ -443,6 +453,12 @@ class _Done:
         # Who has been stopped by an error does not wait, but frees memory that is being written.
         with suppress(Exception):
             self.wait()
+
+
+def _most_rows(kind: str, args: GroupCastArgs) -> int:
+    """That any rank gets."""
+    assert args.most is not None  # or there would be a refusal
+    return args.most[1 if kind == _CAST else 2]
 
 
 def _address(x: torch.Tensor | None) -> int:
