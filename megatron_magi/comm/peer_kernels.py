@@ -20,6 +20,8 @@ SUM_LOADS = 2
 """Accesses of a thread to a row that is added to: kSumLoads of exchange.cu."""
 BULK_ROW_BYTES = 1024
 """Rows at least as long are sent by TMA."""
+WORD = 8
+"""Bytes that few rows have in an access."""
 
 
 class Shape(NamedTuple):
@@ -80,14 +82,14 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
     vector, needed = WIDEST // partial.itemsize, [("publish_rows", (f"UNIT={WIDEST}",))]
-    for row_bytes in (1, BULK_ROW_BYTES):
-        needed.append(("exchange", exchange_defines(WIDEST, row_bytes)))
-        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector)))
+    for row_bytes, is_few in ((1, False), (BULK_ROW_BYTES, False), (1, True)):
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, is_few=is_few)))
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector, is_few)))
     return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
 
 
 def exchange_defines(
-    unit: int, row_bytes: int, types: tuple[torch.dtype, ...] = (), vector: int = 0
+    unit: int, row_bytes: int, types: tuple[torch.dtype, ...] = (), vector: int = 0, is_few: bool = False
 ) -> tuple[str, ...]:
     """Macros of exchange.cu.
 
@@ -96,9 +98,11 @@ def exchange_defines(
         row_bytes: of a row in a slot.
         types: of what is added, and of what it is added to; empty where rows are copied.
         vector: elements of an access where rows are added.
+        is_few: word by word, see FewRows of peers.cuh.
     """
-    is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES
-    defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"SUMS={int(bool(types))}"
+    is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES and not is_few
+    unit = min(unit, WORD) if is_few else unit
+    defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"FEW={int(is_few)}", f"SUMS={int(bool(types))}"
     if not types:
         return defines
     return (*defines, f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}")

@@ -189,6 +189,7 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
     ("source", "params", "after_shift", "defines"),
     [
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
+        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(4, 4096, is_few=True)),
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
         ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
         ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
@@ -212,7 +213,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
         f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
-        f'static_assert(kMaxRanks == {peers.MAX_RANKS}, "ranks");'
+        f'static_assert(kMaxRanks == {peers.MAX_RANKS} && kFewBytes == {peers.FEW_BYTES}, "ranks");'
     )
     flatten = cuda_build.flatten_source
     monkeypatch.setattr(cuda_build, "flatten_source", lambda path: flatten(path) + checks + "\n")

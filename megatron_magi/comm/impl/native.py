@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, Launch, exchange_defines, kernel_of
+from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, WORD, Launch, exchange_defines, kernel_of
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
+from megatron_magi.comm.peers import FEW_BYTES, MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
@@ -36,8 +36,6 @@ from megatron_magi.cuda.call_list import CallList, Place, Step
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of exchange.cu
 _BOTH, _APART = (_SEND | _TAKE,), (_SEND, _TAKE)
-IN_TURN_BYTES = 1 << 20
-"""That any rank gets at most in calls that stay on the current stream: going to another and back takes longer."""
 
 _CAST, _GIVE_BACK, _ADD, _ANNOUNCE = "cast", "give back", "add", "announce"
 _BROKEN, _ANNOUNCED = 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS), 4 * (MAX_RANKS * MAX_CHUNKS + MAX_RANKS + 5)
@@ -52,14 +50,14 @@ class _Exchange(NamedTuple):
         types: of what is sent, and of the rows that it is added to; empty where it is copied.
         roles: what each of its kernels does.
         index: address of the index of the results' rows that are cast, or of the rows that go back; 0 for none.
-        is_beside: one kernel, which tells when all its blocks run.
+        is_few: each word tells of itself.
     """
 
     kind: str
     types: tuple[torch.dtype, ...]
     roles: tuple[int, ...]
     index: int = 0
-    is_beside: bool = False
+    is_few: bool = False
 
 
 class Native:
@@ -80,7 +78,8 @@ class Native:
         self._ready, self._started = torch.cuda.Event(), torch.cuda.Event()
         self._started.record(self._side)  # it exists from then on
         self._events: list[torch.cuda.Event] = []
-        self._lock = threading.Lock()
+        self._few: Callable[[], _Few | None] = lambda: None  # the last call that takes when it is waited for
+        self._lock = threading.RLock()
         _of_device(device).add(self)
         add_guard(group, self)
 
@@ -261,10 +260,10 @@ class Native:
         types: tuple[torch.dtype, ...] = (),
         kept: bool = False,
         index: torch.Tensor | None = None,
-    ) -> tuple[_Done, list[torch.Tensor]]:
+    ) -> tuple[_Done | _Few, list[torch.Tensor]]:
         """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
 
-        Few rows of tensors that are not kept travel on the current stream, unless calls are under way beside it.
+        Few rows are taken on the stream that waits for them: going to another and back takes longer.
 
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
@@ -282,30 +281,57 @@ class Native:
         kept = kept and not self._captures()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
-        most = slot_row_bytes(layout) * _most_rows(kind, args)
+        is_few = _is_few(kind, args, layout)
+        roles = _BOTH if kept and not is_few else _APART
+        exchange = _Exchange(kind, types, roles, _address(index), is_few)
+        launches = self._exchanges(exchange, args, layout, rows, results)
         with self._lock:
-            in_turn = not kept and not self._beside and most <= IN_TURN_BYTES
-            roles = _BOTH if kept or in_turn else _APART
-            launches = self._exchanges(_Exchange(kind, types, roles, _address(index), kept), args, layout, rows, results)
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
-            taking = current if in_turn else self._side
-            if not in_turn:
-                self._ready.record(current)
-                taking.wait_event(self._ready)
-            if not kept and not in_turn:
+            before = self._few()
+            if before is not None and not before.is_taken:
+                self._take_beside(before, current)
+            if is_few:
+                launches[0].fire(raw, rows, results)
+                few = _Few(self, launches[1], rows, results)
+                if self._captures():  # who waits may do so on a stream that has not seen what is beside
+                    self._take_beside(few, current)
+                self._few = weakref.ref(few)
+                return few, []
+            self._ready.record(current)
+            self._side.wait_event(self._ready)
+            if not kept:
                 if self._sends_beside:
                     self._join(current)
                 launches[0].fire(raw, rows, results)
-            launches[-1].fire(raw if in_turn else taking.cuda_stream, rows, results)
+            launches[-1].fire(self._side.cuda_stream, rows, results)
             if kept:  # what comes next on the current stream may take all SMs until it ends
                 current.wait_event(self._started)
                 self._sends_beside = True
-            self._beside += 1
-            event = self._events.pop() if self._events else torch.cuda.Event()
-            event.record(taking)
-            joins = self._joins
-        return _Done(event, joins, self), tensors if kept else []
+            return self._end_beside(), tensors if kept else []
+
+    def _end_beside(self) -> _Done:
+        """The end of what is queued on the other stream."""
+        self._beside += 1
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        event.record(self._side)
+        return _Done(event, self._joins, self)
+
+    def take(self, few: _Few) -> None:
+        """Takes few rows on the current stream, behind all that is under way: there are SMs for so much alone."""
+        with self._lock:
+            if few.is_taken:
+                return
+            current = self._take_turn(torch._C._cuda_getCurrentRawStream(self._device.index))
+            if self._beside or self._sends_beside:
+                self._join(current)
+            few.fire(current)
+
+    def _take_beside(self, few: _Few, current: torch.cuda.Stream) -> None:
+        self._ready.record(current)
+        self._side.wait_event(self._ready)
+        few.fire(self._side)
+        few.done = self._end_beside()
 
     def _captures(self) -> bool:
         """Whether a graph captures the current stream of this object's GPU, which need not be the current GPU."""
@@ -365,7 +391,7 @@ class Native:
         share: int,
     ) -> tuple[Launch, ...]:
         """The kernels of a call with their parameters, all but addresses of rows: one for each of its roles."""
-        kind, types, roles, index, is_beside = exchange
+        kind, types, roles, index, is_few = exchange
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None  # or there would be a refusal
         row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)
@@ -373,15 +399,15 @@ class Native:
         assert not index or args.recv_order is None
         there, back = (index, 0) if kind == _CAST else (0, index)
         pointers = [back or _address(sent), tables.routes.data_ptr() + row, there, 0, _address(order)]
-        unit = widest(rows)
+        unit = min(widest(rows), WORD) if is_few else widest(rows)
         if types:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
             unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
-            defines = exchange_defines(unit, row_bytes, types, vector)
+            defines = exchange_defines(unit, row_bytes, types, vector, is_few)
         else:
             unit = unit_to = min(unit, widest(results))
-            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
+            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes, is_few=is_few)
         kernel = kernel_of("exchange", defines, self._device)
         parts = (
             self._memory.packed,
@@ -390,7 +416,7 @@ class Native:
             *pointers,
             sent_shift(row_bytes, _most_rows(kind, args)),
         )
-        started = self._started.cuda_event if is_beside else 0
+        started = self._started.cuda_event if roles == _BOTH else 0
         return tuple(Launch(kernel, share, *parts, role, started=started) for role in roles)
 
     def _prepare_announced(
@@ -453,6 +479,43 @@ class _Done:
         # Who has been stopped by an error does not wait, but frees memory that is being written.
         with suppress(Exception):
             self.wait()
+
+
+class _Few:
+    """A call that takes its rows when it is waited for, or when the next one begins: a `Work`.
+
+    Attributes:
+        is_taken: the rows are taken, on the stream that waited for them or beside it.
+        done: the end of that, beside it.
+    """
+
+    def __init__(self, native: Native, launch: Launch, rows: list[Rows], results: list[Rows]) -> None:
+        self._native, self._launch, self._lists = native, launch, (rows, results)
+        self.is_taken = False
+        self.done: _Done | None = None
+
+    def fire(self, stream: torch.cuda.Stream) -> None:
+        """Takes the rows."""
+        self.is_taken = True
+        self._launch.fire(stream.cuda_stream, *self._lists)
+
+    def wait(self) -> None:
+        """Takes the rows on the current stream, or makes it wait."""
+        self._native.take(self)
+        done, self.done = self.done, None
+        if done is not None:
+            done.wait()
+
+    def __del__(self) -> None:
+        # Nobody waits for them any more, but the others' next calls do.
+        with suppress(Exception):
+            self.wait()
+
+
+def _is_few(kind: str, args: GroupCastArgs, layout: RowLayout) -> bool:
+    """Whether words tell of themselves; the same on all ranks."""
+    fits = slot_row_bytes(layout) * _most_rows(kind, args) <= FEW_BYTES
+    return fits and not any(size % WORD for size in layout.sizes)
 
 
 def _most_rows(kind: str, args: GroupCastArgs) -> int:
