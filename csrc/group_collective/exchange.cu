@@ -349,7 +349,8 @@ DEVICE T load_from(const Arrivals& a, u64 row, i64 offset) {
   for (int i = 0; i < kWords; ++i) load_word(from + 16 * i, words[i], call[i]);
 #pragma unroll
   for (int i = 0; i < kWords; ++i)
-    if (call[i] != a.call) words[i] = await_word(a.peers, a.route, (from - a.slot) / a.row_bytes, from + 16 * i, a.call);
+    if (call[i] != a.call)
+      words[i] = await_word(a.peers, a.route, (from - a.slot) / a.row_bytes, from + 16 * i, a.call);
   if (sizeof(T) < 8) words[0] >>= offset % 8 * 8;
   memcpy(&x, words, sizeof(T));
   return x;
@@ -448,7 +449,8 @@ DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& 
     Unit* out = reinterpret_cast<Unit*>(s.rows[tensor] + r.row * s.stride[tensor]);
     Unit value[kLoads];
 #pragma unroll
-    for (int l = 0; l < kLoads; ++l) value[l] = load_from<Unit>(arrivals, from, (begin + min(unit + l * lanes, units - 1)) * sizeof(Unit));
+    for (int l = 0; l < kLoads; ++l)
+      value[l] = load_from<Unit>(arrivals, from, (begin + min(unit + l * lanes, units - 1)) * sizeof(Unit));
 #pragma unroll
     for (int l = 0; l < kLoads; ++l)
       if (unit + l * lanes < units) out[unit + l * lanes] = value[l];
