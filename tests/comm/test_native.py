@@ -251,11 +251,23 @@ on_gpus = pytest.mark.parametrize(
 IMPLS = ("native", "all_to_all", "auto")
 
 
+def extremes(num_ranks: int) -> list[Transfers]:
+    """Nobody needs anything; one rank needs everything, and nobody else anything."""
+    num_rows, nothing = [40] * num_ranks, np.arange(0)
+    return [
+        Transfers(
+            num_rows,
+            [[np.arange(40) if j == taker != i else nothing for j in range(num_ranks)] for i in range(num_ranks)],
+            [None] * num_ranks,
+        )
+        for taker in (None, num_ranks - 1)
+    ]
+
+
 def cast_rows_of_heads(rank, num_ranks, device="cpu", impls=("reference", "all_to_all")):
-    """Rows long enough for TMA, in every order, kept or not; returns the number of comparisons."""
+    """Rows long enough for TMA, many and few, in every order, kept or not; returns the number of comparisons."""
     compared = 0
-    for seed in range(8):
-        transfers = many_rows(num_ranks, seed, 300)
+    for transfers in (*(many_rows(num_ranks, seed, 300) for seed in range(8)), *extremes(num_ranks)):
         args = transfers.args(rank, device)
         for kinds in ([((8, 128), torch.bfloat16)] * 2, [((1100,), torch.float32), ((2, 8), torch.bfloat16)]):
             compared += check_casts(transfers, args, rank, kinds, impls, device)
