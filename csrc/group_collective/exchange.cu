@@ -4,8 +4,8 @@
 // come.
 //
 // Compile-time: UNIT (bytes of an access to rows that are sent, or copied), BULK (1: long rows of units of 16 bytes are
-// sent by TMA, through a ring of places in shared memory: an SM has three times as much under way), FEW (1: rows are
-// sent as FewRows, UNIT is at most 8), SUMS (0: rows are copied; 1: they are added, see numbers.cuh).
+// sent by TMA, through a ring of places in shared memory: an SM has three times as much under way), SUMS (0: rows are
+// copied; 1: they are added, see numbers.cuh).
 
 #include "send_row.cuh"
 #if SUMS
@@ -213,49 +213,6 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
   for (u32 piece = stored < kLag ? 0 : stored - kLag; piece < stored; ++piece) end_piece(ring, piece, call, has_teller);
   store_release_block(ring.ended, 1);
 }
-#elif FEW
-DEVICE void store_word(u64 to, u64 word, u32 call) {
-  asm volatile("{\n.reg .b128 x;\nmov.b128 x, {%1, %2};\nst.relaxed.sys.global.b128 [%0], x;\n}" ::"l"(to), "l"(word),
-               "l"(static_cast<u64>(call))
-               : "memory");
-}
-
-DEVICE void load_word(u64 from, u64& word, u64& call) {
-  asm volatile("{\n.reg .b128 x;\nld.relaxed.sys.global.b128 x, [%2];\nmov.b128 {%0, %1}, x;\n}"
-               : "=l"(word), "=l"(call)
-               : "l"(from)
-               : "memory");
-}
-
-// Where a rank has its few rows of a call.
-DEVICE u64 few_rows(const Peers& p, int rank, u32 call) {
-  return reinterpret_cast<u64>(p.control[rank]->few.words[call % kSlots]);
-}
-
-DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 thread, u32 num_threads) {
-  const SlotRows& s = p.from;
-  constexpr int kUnits = 8 / UNIT;
-  const u32 words = s.row_bytes / 8, count = static_cast<u32>(c.route.first[kMaxRanks]) * words;
-  for (u32 at = thread; at < count; at += kLoads * num_threads) {
-    u64 word[kLoads], to[kLoads];
-#pragma unroll
-    for (int l = 0; l < kLoads; ++l) {
-      const u32 mine = at + l * num_threads, i = mine / words, unit = (mine - i * words) * kUnits;
-      to[l] = 0;
-      if (mine >= count || unit >= s.units) continue;
-      int rank = 0;
-      while (i >= c.route.first[rank + 1]) ++rank;
-      const i64 row = c.route.there[rank] + i - c.route.first[rank];
-      to[l] = few_rows(p.peers, rank, call) + 2 * (row * s.row_bytes + unit * UNIT);
-      const Unit* from = reinterpret_cast<const Unit*>(address_of(s, p.sent == nullptr ? i : p.sent[i], unit, UNIT));
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) memcpy(reinterpret_cast<char*>(&word[l]) + k * UNIT, from + k, UNIT);
-    }
-#pragma unroll
-    for (int l = 0; l < kLoads; ++l)
-      if (to[l]) store_word(to[l], word[l], call);
-  }
-}
 #else
 DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, u32 num_groups) {
   const int thread = threadIdx.x % kGroup, log2_lanes = p.from.log2_lanes, lanes = 1 << log2_lanes;
@@ -291,19 +248,11 @@ struct Arrivals {
         route(c.route),
         call(call),
         shift(static_cast<u32>(p.chunk_shift)),
-#if FEW
-        slot(few_rows(p.peers, p.peers.rank, call)),
-        row_bytes(2 * p.to.row_bytes) {
-  }
-#else
         slot(p.peers.data[p.peers.rank] + call % kSlots * p.peers.slot_bytes),
-        row_bytes(p.to.row_bytes) {
-  }
-#endif
+        row_bytes(p.to.row_bytes) {}
 
   // Whether a row has come; false if its rank does not.
   DEVICE bool await_row(i64 row) {
-    if (FEW) return true;
     while (row >= route.comes[from + 1]) ++from;
     while (row < route.comes[from]) --from;
     const u32 chunk = static_cast<u32>(row >> shift);
@@ -315,49 +264,6 @@ struct Arrivals {
   }
   DEVICE u64 address(i64 row) const { return slot + row * row_bytes; }
 };
-
-#if FEW
-// All bits set, NaN in every type, if the rank that sends the word does not come.
-static __device__ __noinline__ u64 await_word(const Peers& p, const Route& route, i64 row, u64 from, u32 call) {
-  const i64 begin = now_ns();
-  int rank = 0;
-  while (row >= route.comes[rank + 1]) ++rank;
-  for (u32 i = 1;; ++i) {
-    u64 word, seen;
-    load_word(from, word, seen);
-    if (seen == call) return word;
-    const u32 broken = load_relaxed_sys(&p.control[p.rank]->broken);
-    if (broken) store_release(&p.notice->absent, broken);
-    if (broken || (i % 256 == 0 && load_relaxed_sys(&p.notice->stop))) return ~0ull;
-    if (now_ns() - begin > p.timeout_ns) {
-      give_up(p, rank, call, kPull);
-      return ~0ull;
-    }
-  }
-}
-#endif
-
-// What lies at a place of a row that has come, or comes.
-template <class T>
-DEVICE T load_from(const Arrivals& a, u64 row, i64 offset) {
-#if FEW
-  T x;
-  constexpr int kWords = sizeof(T) > 8 ? sizeof(T) / 8 : 1;
-  u64 words[kWords], call[kWords];
-  const u64 from = row + offset / 8 * 16;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) load_word(from + 16 * i, words[i], call[i]);
-#pragma unroll
-  for (int i = 0; i < kWords; ++i)
-    if (call[i] != a.call)
-      words[i] = await_word(a.peers, a.route, (from - a.slot) / a.row_bytes, from + 16 * i, a.call);
-  if (sizeof(T) < 8) words[0] >>= offset % 8 * 8;
-  memcpy(&x, words, sizeof(T));
-  return x;
-#else
-  return *reinterpret_cast<const T*>(row + offset);
-#endif
-}
 
 // A row that is taken, tensor by tensor: a thread has unit `unit` and every `lanes`-th after it, `loads` at a time. All
 // threads are called alike, also those past the last unit.
@@ -377,7 +283,7 @@ struct Result {
 };
 
 #if SUMS
-constexpr int kSumLoads = FEW ? 1 : 2;
+constexpr int kSumLoads = 2;
 using From = Vector<FROM>;
 using Into = Vector<INTO>;
 #else
@@ -396,14 +302,13 @@ DEVICE void spoil_row(const SlotRows& s, u32 row, int lane, int lanes) {
 #if SUMS
 
 template <int kParts>
-DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const Arrivals& arrivals, const u64 (&from)[2], i64 offset,
-                      int unit, int lanes, int units) {
+DEVICE void add_parts(Sum (&sum)[kSumLoads][VECTOR], const u64 (&from)[2], int unit, int lanes, int units) {
   From part[kParts][kSumLoads];
 #pragma unroll
   for (int m = 0; m < kParts; ++m)
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l)
-      part[m][l] = load_from<From>(arrivals, from[m], offset + min(unit + l * lanes, units - 1) * sizeof(From));
+      part[m][l] = reinterpret_cast<const From*>(from[m])[min(unit + l * lanes, units - 1)];
 #pragma unroll
   for (int m = 0; m < kParts; ++m)
 #pragma unroll
@@ -429,9 +334,9 @@ DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& 
     const i64 offset = static_cast<i64>(begin) * sizeof(From);
     u32 k = r.first;
     for (; k + 2 <= r.past; k += 2)
-      add_parts<2>(sum, arrivals, {arrivals.address(part_at(k)), arrivals.address(part_at(k + 1))}, offset, unit, lanes,
+      add_parts<2>(sum, {arrivals.address(part_at(k)) + offset, arrivals.address(part_at(k + 1)) + offset}, unit, lanes,
                    units);
-    if (k < r.past) add_parts<1>(sum, arrivals, {arrivals.address(part_at(k))}, offset, unit, lanes, units);
+    if (k < r.past) add_parts<1>(sum, {arrivals.address(part_at(k)) + offset}, unit, lanes, units);
 #pragma unroll
     for (int l = 0; l < kSumLoads; ++l) {
 #pragma unroll
@@ -446,11 +351,11 @@ DEVICE void take_row(const SlotRows& s, const Arrivals& arrivals, const Result& 
                      const PartAt& part_at) {
   const u64 from = arrivals.address(part_at(r.first));
   for_units(s, lane, lanes, kLoads, [&](int tensor, int begin, int unit, int units) {
+    const Unit* in = reinterpret_cast<const Unit*>(from) + begin;
     Unit* out = reinterpret_cast<Unit*>(s.rows[tensor] + r.row * s.stride[tensor]);
     Unit value[kLoads];
 #pragma unroll
-    for (int l = 0; l < kLoads; ++l)
-      value[l] = load_from<Unit>(arrivals, from, (begin + min(unit + l * lanes, units - 1)) * sizeof(Unit));
+    for (int l = 0; l < kLoads; ++l) value[l] = in[min(unit + l * lanes, units - 1)];
 #pragma unroll
     for (int l = 0; l < kLoads; ++l)
       if (unit + l * lanes < units) out[unit + l * lanes] = value[l];
@@ -524,16 +429,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Ring rings[kSenders];
 #endif
-#if FEW
-  const auto state = [&](int rank) { return &p.peers.control[rank]->few; };
-#else
-  const auto state = [&](int rank) { return p.peers.control[rank]; };
-#endif
-  auto* mine = state(p.peers.rank);
+  Control* mine = p.peers.control[p.peers.rank];
   const u32 thread = threadIdx.x, num_ranks = p.peers.num_ranks;
   const bool sends = p.roles & kSend, takes = p.roles & kTake;
   const u32 call = (sends ? mine->calls_published : mine->calls_pulled) + 1;
-  const u32 senders = !sends ? 0 : FEW ? kThreads / kGroup : takes || BULK ? kSenders : kThreads / kGroup;
+  const u32 senders = !sends ? 0 : takes || BULK ? kSenders : kThreads / kGroup;
   const bool has_teller = sends && !takes && kTellers;
   if (thread < sizeof(Route) / sizeof(i64))
     reinterpret_cast<i64*>(&chunks.route)[thread] = reinterpret_cast<const i64*>(p.route)[thread];
@@ -564,8 +464,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
            smem_address(memory) + group * kDepth * kPieceBytes, has_teller);
     else
       tell(rings, call);
-#elif FEW
-    send(p, chunks, call, blockIdx.x * kThreads + thread, gridDim.x * kThreads);
 #else
     send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
 #endif
@@ -576,5 +474,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
     if (sends) mine->calls_published = call;
     if (takes) mine->calls_pulled = call;
   }
-  if (takes && thread < num_ranks) store_release(&state(thread)->pulled[p.peers.rank], call);
+  if (takes && thread < num_ranks) store_release(&p.peers.control[thread]->pulled[p.peers.rank], call);
 }

@@ -8,15 +8,6 @@
 
 constexpr int kMaxRanks = 8, kSlots = 2, kMaxChunks = 1 << 16, kPeerShift = 32;
 
-constexpr int kFewBytes = 1 << 20;
-
-// Rows of calls that move few: eight bytes and the number of the call in one access, so nothing is told of besides.
-struct alignas(16) FewRows {
-  ulonglong2 words[kSlots][kFewBytes / 8];
-  u32 pulled[kMaxRanks];  // the rest as in Control
-  u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
-};
-
 // Of one rank, in its memory; what others write comes first.
 struct Control {
   u32 published[kMaxRanks][kMaxChunks];  // by rank and chunk of a slot: the call in which it last wrote that
@@ -26,7 +17,6 @@ struct Control {
   u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
   u32 announced;        // the call whose rows pull_bulk.cu brings, or brought last: what attention waits for
   u32 left[kMaxRanks];  // by rank: it has this memory mapped no more; told by the hosts
-  FewRows few;
 };
 
 // In page-locked memory of the host.

@@ -20,8 +20,6 @@ SUM_LOADS = 2
 """Accesses of a thread to a row that is added to: kSumLoads of exchange.cu."""
 BULK_ROW_BYTES = 1024
 """Rows at least as long are sent by TMA."""
-WORD = 8
-"""Bytes that few rows have in an access."""
 
 
 class Shape(NamedTuple):
@@ -43,26 +41,26 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "exchange": Shape(768, 32, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
+    "exchange": Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
     "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
+"""24 blocks of ``exchange``: 16 fill the links to 0.94 of what 128 do; sums take more."""
 
 
-MOST_BESIDE = 24
-"""Blocks of ``exchange`` beside other work. 16 fill the links to 0.94 of what 128 do; sums take more."""
-
-
-def blocks_of(name: str, share: int, beside: bool = False) -> int:
-    """Blocks of a kernel, each on an SM.
+def blocks_of(name: str, share: int) -> int:
+    """Blocks of a kernel, each on an SM; ``exchange`` sends and takes in one, beside other work.
 
     Args:
         share: SMs of the group, see `megatron_magi.comm.sm_budget`.
-        beside: ``exchange`` sends and takes in one kernel, beside other work; else in two, side by side.
     """
-    if beside:
-        return min(MOST_BESIDE, share)
-    return min(SHAPES[name].num_blocks, share // 2 if name == "exchange" else share)
+    return min(SHAPES[name].num_blocks, share)
+
+
+def blocks_apart(share: int, sums: bool) -> tuple[int, int]:
+    """The same of ``exchange`` where one kernel sends and another takes: sums wait for those that take."""
+    sending = max(share * 3 // 8, 1) if sums else share // 2
+    return sending, share - sending
 
 
 class PeerKernel(NamedTuple):
@@ -82,14 +80,14 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
     vector, needed = WIDEST // partial.itemsize, [("publish_rows", (f"UNIT={WIDEST}",))]
-    for row_bytes, is_few in ((1, False), (BULK_ROW_BYTES, False), (1, True)):
-        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, is_few=is_few)))
-        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector, is_few)))
+    for row_bytes in (1, BULK_ROW_BYTES):
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes)))
+        needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector)))
     return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
 
 
 def exchange_defines(
-    unit: int, row_bytes: int, types: tuple[torch.dtype, ...] = (), vector: int = 0, is_few: bool = False
+    unit: int, row_bytes: int, types: tuple[torch.dtype, ...] = (), vector: int = 0
 ) -> tuple[str, ...]:
     """Macros of exchange.cu.
 
@@ -98,11 +96,9 @@ def exchange_defines(
         row_bytes: of a row in a slot.
         types: of what is added, and of what it is added to; empty where rows are copied.
         vector: elements of an access where rows are added.
-        is_few: word by word, see FewRows of peers.cuh.
     """
-    is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES and not is_few
-    unit = min(unit, WORD) if is_few else unit
-    defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"FEW={int(is_few)}", f"SUMS={int(bool(types))}"
+    is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES
+    defines = f"UNIT={unit}", f"BULK={int(is_bulk)}", f"SUMS={int(bool(types))}"
     if not types:
         return defines
     return (*defines, f"FROM={ELEMENTS[types[0]]}", f"INTO={ELEMENTS[types[1]]}", f"VECTOR={vector}")
@@ -127,12 +123,12 @@ class Launch:
 
     Args:
         kernel: what is launched.
-        share: see `blocks_of`.
+        num_blocks: its grid.
         params: of the kernel.
         started: see `LaunchConfig`; for what runs beside other work.
     """
 
-    def __init__(self, kernel: PeerKernel, share: int, *params: bytes | int, started: int = 0) -> None:
+    def __init__(self, kernel: PeerKernel, num_blocks: int, *params: bytes | int, started: int = 0) -> None:
         self._kernel = kernel.kernel
         self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
@@ -140,7 +136,7 @@ class Launch:
             (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
             for i in range(kernel.num_lists)
         ]
-        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, share, started > 0), started)
+        self._config = LaunchConfig(self._kernel, num_blocks, started)
 
     def step(self, *lists: Sequence[Place], overlaps: bool = False, num_blocks: int | None = None) -> Step:
         """The launch with parameters of its own.

@@ -32,9 +32,7 @@ from megatron_magi.cuda.shared_memory import (
 _PREFIX = "megatron_magi/native"
 _NUM_SLOTS = 2
 _LEFT_AT = MAX_RANKS * (1 << 16) * 4 + (MAX_RANKS + 6) * 4  # Control.left of peers.cuh
-FEW_BYTES = 1 << 20  # kFewBytes of peers.cuh
-_FEW_AT = -(-(_LEFT_AT + MAX_RANKS * 4) // 16) * 16
-_CONTROL_BYTES = _FEW_AT + _NUM_SLOTS * 2 * FEW_BYTES + (MAX_RANKS + 4) * 4
+_CONTROL_BYTES = _LEFT_AT + MAX_RANKS * 4
 PEERS = struct.Struct("8Q8QQ2q2i")  # Peers of peers.cuh
 
 _LONGEST_PAUSE_S = 0.05  # of a rank that waits for the others to meet it

@@ -160,9 +160,8 @@ def test_rows_travel_between_gpus_by_the_kernels_that_are_compiled(dtype: torch.
     wanted = set(needed_kernels(shape, config, 2))
     for row_bytes in (256, 4096):
         for sums in ((), ((partial, torch.float32), vector)):
-            for is_few in (False, True):
-                macros = peer_kernels.exchange_defines(widest, row_bytes, *(sums or ((), 0)), is_few)
-                assert ("group_collective/exchange.cu", macros) in wanted
+            macros = peer_kernels.exchange_defines(widest, row_bytes, *sums)
+            assert ("group_collective/exchange.cu", macros) in wanted
     assert ("group_collective/publish_rows.cu", (f"UNIT={widest}",)) in wanted
 
 

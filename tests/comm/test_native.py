@@ -189,7 +189,6 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
     ("source", "params", "after_shift", "defines"),
     [
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
-        ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(4, 4096, is_few=True)),
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
         ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
         ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
@@ -213,7 +212,7 @@ def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, par
         f'static_assert(__INTADDR__(&static_cast<Control*>(0)->left) == {peers._LEFT_AT}, "left");'
         f"static_assert(kMaxChunks == {native_slots.MAX_CHUNKS} && kSlots == {peers._NUM_SLOTS}, "
         f'"bounds");static_assert(__INTADDR__(&static_cast<Notice*>(0)->part) == 16, "notice");'
-        f'static_assert(kMaxRanks == {peers.MAX_RANKS} && kFewBytes == {peers.FEW_BYTES}, "ranks");'
+        f'static_assert(kMaxRanks == {peers.MAX_RANKS}, "ranks");'
     )
     flatten = cuda_build.flatten_source
     monkeypatch.setattr(cuda_build, "flatten_source", lambda path: flatten(path) + checks + "\n")
@@ -231,10 +230,12 @@ def test_kernels_that_wait_for_other_ranks_have_sms_of_their_own_however_many_gr
     assert sm_budget.most_groups(132) == sm_budget.MOST_GROUPS
     for num_groups in range(1, sm_budget.most_groups(num_sms) + 1):
         share = sm_budget.share_of(num_sms, num_groups)
-        apart = 2 * peer_kernels.blocks_of("exchange", share)  # one kernel sends while another takes
-        others = (peer_kernels.blocks_of("exchange", share, beside=True),
-                  *(peer_kernels.blocks_of(name, share) for name in ("publish_rows", "pull_bulk")))  # fmt: skip
-        assert min(apart // 2, *others) > 0
+        casts, sums = (peer_kernels.blocks_apart(share, is_sum) for is_sum in (False, True))
+        # One kernel sends while another takes, of the same call or the next, but none sends beside one that takes sums.
+        apart = max(sum(casts), sum(sums), sums[0] + casts[1])
+        assert apart <= share and min(*casts, *sums) > 0
+        others = [peer_kernels.blocks_of(name, share) for name in ("exchange", "publish_rows", "pull_bulk")]
+        assert min(others) > 0
         free = num_sms - num_groups * max(apart, *others)
         # NCCL's kernel in clusters, which need SMs of one GPC, wherever the others lie; then one cluster more.
         clusters = (free - 3 * sm_budget.NUM_GPCS) // sm_budget.NCCL_CLUSTER
@@ -265,7 +266,7 @@ def extremes(num_ranks: int) -> list[Transfers]:
 
 
 def cast_rows_of_heads(rank, num_ranks, device="cpu", impls=("reference", "all_to_all")):
-    """Rows long enough for TMA, many and few, in every order, kept or not; returns the number of comparisons."""
+    """Rows long enough for TMA, in every order, kept or not; returns the number of comparisons."""
     compared = 0
     for transfers in (*(many_rows(num_ranks, seed, 300) for seed in range(8)), *extremes(num_ranks)):
         args = transfers.args(rank, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,98 +88,6 @@ def test_a_capture_is_looked_for_on_the_gpu_of_the_group(monkeypatch):
         mover = object.__new__(native.Native)
         mover._device = torch.device("cuda", index)
         assert mover._captures() == (index == 0) and current == [1]
-
-
-class Noted:
-    """A stream, an event or a launch; what is done with it goes to a list."""
-
-    def __init__(self, name: str, notes: list, raw: int = 0) -> None:
-        self.name, self.cuda_stream, self._notes = name, raw, notes
-
-    def wait_stream(self, other: Noted) -> None:
-        self._notes.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: Noted) -> None:
-        self._notes.append(f"{self.name} waits for {event.name}")
-
-    def record(self, stream: Noted) -> None:
-        self._notes.append(f"{self.name} on {stream.name}")
-
-    def fire(self, raw: int, *_) -> None:
-        self._notes.append(f"{self.name} on {('main', 'other', 'side')[raw]}")
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """What begins a call of few rows, or another; the number of the current stream in a list; and notes."""
-    notes, current, captures = [], [0], [False]
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current[0], raising=False)
-    mover = object.__new__(native.Native)
-    mover._device, mover._side, mover._few = torch.device("cuda", 0), Noted("side", notes, 2), lambda: None
-    mover._streams = {i: Noted(name, notes, i) for i, name in enumerate(("main", "other"))}
-    mover._last, mover._joins, mover._beside, mover._sends_beside = -1, 0, 0, False
-    mover._ready, mover._lock = Noted("ready", notes), threading.RLock()
-    mover._events, mover._room = [Noted("end", notes) for _ in range(9)], SimpleNamespace(stays=False)
-    mover._captures = lambda: captures[0]
-    mover._exchanges = lambda exchange, *_: tuple(Noted(("", "send", "take", "both")[r], notes) for r in exchange.roles)
-
-    def begin(num_rows: int, width: int = 64):
-        rows = [[np.arange(num_rows * (i != j)) for j in range(2)] for i in range(2)]
-        args = Transfers([num_rows] * 2, rows, [None] * 2).args(0, "cpu")
-        x = torch.zeros(num_rows, width)
-        notes.clear()
-        return mover.cast([x], args, RowLayout.of([x])).works[0]
-
-    return SimpleNamespace(begin=begin, current=current, captures=captures, notes=notes, mover=mover)
-
-
-def test_few_rows_are_taken_on_the_stream_that_waits_for_them_behind_what_is_under_way(few):
-    work = few.begin(4)
-    assert few.notes == ["send on main"]
-    few.notes.clear()
-    few.current[0] = 1
-    work.wait()
-    assert few.notes == ["other waits for main", "take on other"]
-    large = few.begin(5000)
-    large_is_read = few.begin(4)
-    few.notes.clear()
-    large_is_read.wait()
-    assert few.notes == ["other waits for side", "take on other"]
-    few.notes.clear()
-    work.wait()
-    large.wait()
-    assert "take on other" not in few.notes, "once"
-
-
-@pytest.mark.parametrize("num_rows", [4, 5000])
-def test_few_rows_are_taken_beside_what_comes_when_another_call_begins(few, num_rows):
-    work = few.begin(4)
-    following = few.begin(num_rows)
-    assert few.notes[:4] == ["ready on main", "side waits for ready", "take on side", "end on side"]
-    assert few.mover._beside == 1 + (num_rows == 5000)
-    few.notes.clear()
-    work.wait()
-    assert few.notes == ["main waits for end"]
-    following.wait()
-    assert few.mover._beside == 0
-
-
-def test_few_rows_that_nobody_waits_for_are_taken_all_the_same(few):
-    work = few.begin(4)
-    del work
-    assert few.notes == ["send on main", "take on main"]
-    few.captures[0] = True
-    work = few.begin(4)
-    assert few.notes == ["send on main", "ready on main", "side waits for ready", "take on side", "end on side"]
-    work.wait()
-    assert few.notes[5:] == ["main waits for end"]
-
-
-def test_whether_rows_are_few_is_decided_by_what_all_ranks_know(few, monkeypatch):
-    monkeypatch.setattr(native, "FEW_BYTES", 1024)
-    assert [type(few.begin(*n)) for n in ((4, 64), (5, 64), (4, 63), (4, 2))] == [
-        native._Few, native._Done, native._Done, native._Few,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

@@ -23,9 +23,17 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, WORD, Launch, exchange_defines, kernel_of
+from megatron_magi.comm.peer_kernels import (
+    SHAPES,
+    SUM_LOADS,
+    Launch,
+    blocks_apart,
+    blocks_of,
+    exchange_defines,
+    kernel_of,
+)
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
-from megatron_magi.comm.peers import FEW_BYTES, MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
+from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import WIDEST, Rows, pack_slot_rows, rows_in, rows_of, vector_of, widest, with_rows
 from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, slot_row_bytes
@@ -50,14 +58,12 @@ class _Exchange(NamedTuple):
         types: of what is sent, and of the rows that it is added to; empty where it is copied.
         roles: what each of its kernels does.
         index: address of the index of the results' rows that are cast, or of the rows that go back; 0 for none.
-        is_few: each word tells of itself.
     """
 
     kind: str
     types: tuple[torch.dtype, ...]
     roles: tuple[int, ...]
     index: int = 0
-    is_few: bool = False
 
 
 class Native:
@@ -71,15 +77,14 @@ class Native:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
-        self._sends_beside = False  # some of them send there
+        self._sends_beside = False  # some of them send there, or leave too few SMs to a kernel that sends
         self._joins = 0  # how often it has been made to wait for all of them
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready, self._started = torch.cuda.Event(), torch.cuda.Event()
         self._started.record(self._side)  # it exists from then on
         self._events: list[torch.cuda.Event] = []
-        self._few: Callable[[], _Few | None] = lambda: None  # the last call that takes when it is waited for
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         _of_device(device).add(self)
         add_guard(group, self)
 
@@ -260,10 +265,8 @@ class Native:
         types: tuple[torch.dtype, ...] = (),
         kept: bool = False,
         index: torch.Tensor | None = None,
-    ) -> tuple[_Done | _Few, list[torch.Tensor]]:
+    ) -> tuple[_Done, list[torch.Tensor]]:
         """Writes ``tensors`` to the ranks that need them, and takes what they write, beside the current stream.
-
-        Few rows are taken on the stream that waits for them: going to another and back takes longer.
 
         Args:
             kind: `_CAST`, `_GIVE_BACK` or `_ADD`.
@@ -281,57 +284,26 @@ class Native:
         kept = kept and not self._captures()  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
-        is_few = _is_few(kind, args, layout)
-        roles = _BOTH if kept and not is_few else _APART
-        exchange = _Exchange(kind, types, roles, _address(index), is_few)
+        exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
         launches = self._exchanges(exchange, args, layout, rows, results)
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
             current = self._take_turn(raw)
-            before = self._few()
-            if before is not None and not before.is_taken:
-                self._take_beside(before, current)
-            if is_few:
-                launches[0].fire(raw, rows, results)
-                few = _Few(self, launches[1], rows, results)
-                if self._captures():  # who waits may do so on a stream that has not seen what is beside
-                    self._take_beside(few, current)
-                self._few = weakref.ref(few)
-                return few, []
             self._ready.record(current)
             self._side.wait_event(self._ready)
             if not kept:
-                if self._sends_beside:
+                if self._beside and self._sends_beside:
                     self._join(current)
                 launches[0].fire(raw, rows, results)
             launches[-1].fire(self._side.cuda_stream, rows, results)
             if kept:  # what comes next on the current stream may take all SMs until it ends
                 current.wait_event(self._started)
-                self._sends_beside = True
-            return self._end_beside(), tensors if kept else []
-
-    def _end_beside(self) -> _Done:
-        """The end of what is queued on the other stream."""
-        self._beside += 1
-        event = self._events.pop() if self._events else torch.cuda.Event()
-        event.record(self._side)
-        return _Done(event, self._joins, self)
-
-    def take(self, few: _Few) -> None:
-        """Takes few rows on the current stream, behind all that is under way: there are SMs for so much alone."""
-        with self._lock:
-            if few.is_taken:
-                return
-            current = self._take_turn(torch._C._cuda_getCurrentRawStream(self._device.index))
-            if self._beside or self._sends_beside:
-                self._join(current)
-            few.fire(current)
-
-    def _take_beside(self, few: _Few, current: torch.cuda.Stream) -> None:
-        self._ready.record(current)
-        self._side.wait_event(self._ready)
-        few.fire(self._side)
-        few.done = self._end_beside()
+            self._sends_beside = self._sends_beside or kept or bool(types)
+            self._beside += 1
+            event = self._events.pop() if self._events else torch.cuda.Event()
+            event.record(self._side)
+            joins = self._joins
+        return _Done(event, joins, self), tensors if kept else []
 
     def _captures(self) -> bool:
         """Whether a graph captures the current stream of this object's GPU, which need not be the current GPU."""
@@ -391,33 +363,36 @@ class Native:
         share: int,
     ) -> tuple[Launch, ...]:
         """The kernels of a call with their parameters, all but addresses of rows: one for each of its roles."""
-        kind, types, roles, index, is_few = exchange
+        kind, types, roles, index = exchange
         tables, row_bytes = args.peers, slot_row_bytes(layout)
-        assert tables is not None  # or there would be a refusal
+        assert tables is not None and args.most is not None  # or there would be a refusal
         row = 8 * ROUTE_WORDS * (_CAST, _GIVE_BACK, _ADD).index(kind)
         sent, order = (args.send_index, args.recv_order) if kind == _CAST else (args.recv_position, None)
         assert not index or args.recv_order is None
         there, back = (index, 0) if kind == _CAST else (0, index)
         pointers = [back or _address(sent), tables.routes.data_ptr() + row, there, 0, _address(order)]
-        unit = min(widest(rows), WORD) if is_few else widest(rows)
+        unit, most = widest(rows), args.most[1 if kind == _CAST else 2]
         if types:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
             unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
-            defines = exchange_defines(unit, row_bytes, types, vector, is_few)
+            defines = exchange_defines(unit, row_bytes, types, vector)
         else:
             unit = unit_to = min(unit, widest(results))
-            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes, is_few=is_few)
+            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
         kernel = kernel_of("exchange", defines, self._device)
         parts = (
             self._memory.packed,
             pack_slot_rows(rows, row_bytes, unit, kernel.loads),
             pack_slot_rows(results, row_bytes, unit_to, loads_to),
             *pointers,
-            sent_shift(row_bytes, _most_rows(kind, args)),
+            sent_shift(row_bytes, most),
         )
-        started = self._started.cuda_event if roles == _BOTH else 0
-        return tuple(Launch(kernel, share, *parts, role, started=started) for role in roles)
+        if roles == _BOTH:
+            num_blocks = blocks_of("exchange", share)
+            return (Launch(kernel, num_blocks, *parts, *roles, started=self._started.cuda_event),)
+        blocks = zip(blocks_apart(share, bool(types)), roles, strict=True)
+        return tuple(Launch(kernel, num_blocks, *parts, role) for num_blocks, role in blocks)
 
     def _prepare_announced(
         self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
@@ -437,8 +412,8 @@ class Native:
             for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
         )
         return (
-            Launch(publish, share, packed, of_rows, *published, shift),
-            Launch(pull, share, packed, of_results, *pulled, shift, *after),
+            Launch(publish, blocks_of("publish_rows", share), packed, of_rows, *published, shift),
+            Launch(pull, blocks_of("pull_bulk", share), packed, of_results, *pulled, shift, *after),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
@@ -479,49 +454,6 @@ class _Done:
         # Who has been stopped by an error does not wait, but frees memory that is being written.
         with suppress(Exception):
             self.wait()
-
-
-class _Few:
-    """A call that takes its rows when it is waited for, or when the next one begins: a `Work`.
-
-    Attributes:
-        is_taken: the rows are taken, on the stream that waited for them or beside it.
-        done: the end of that, beside it.
-    """
-
-    def __init__(self, native: Native, launch: Launch, rows: list[Rows], results: list[Rows]) -> None:
-        self._native, self._launch, self._lists = native, launch, (rows, results)
-        self.is_taken = False
-        self.done: _Done | None = None
-
-    def fire(self, stream: torch.cuda.Stream) -> None:
-        """Takes the rows."""
-        self.is_taken = True
-        self._launch.fire(stream.cuda_stream, *self._lists)
-
-    def wait(self) -> None:
-        """Takes the rows on the current stream, or makes it wait."""
-        self._native.take(self)
-        done, self.done = self.done, None
-        if done is not None:
-            done.wait()
-
-    def __del__(self) -> None:
-        # Nobody waits for them any more, but the others' next calls do.
-        with suppress(Exception):
-            self.wait()
-
-
-def _is_few(kind: str, args: GroupCastArgs, layout: RowLayout) -> bool:
-    """Whether words tell of themselves; the same on all ranks."""
-    fits = slot_row_bytes(layout) * _most_rows(kind, args) <= FEW_BYTES
-    return fits and not any(size % WORD for size in layout.sizes)
-
-
-def _most_rows(kind: str, args: GroupCastArgs) -> int:
-    """That any rank gets."""
-    assert args.most is not None  # or there would be a refusal
-    return args.most[1 if kind == _CAST else 2]
 
 
 def _address(x: torch.Tensor | None) -> int:
