@@ -274,11 +274,13 @@ DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a
 
 // The same of an operand in registers.
 template <int kColumns>
-DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const u32 (&a)[kColumns / 4], const Operand& b) {
+DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const u32 (&a)[kColumns / 4], const Operand& b,
+                                    const void* ones, const void* stats) {
   wgmma_fence();
+  if (kSplit) Wgmma<T, kQueries>::template ss<0, 0>(acc, narrow_operand(ones), narrow_operand(stats), 0);
 #pragma unroll
   for (int i = 0; i < kColumns / 16; ++i)
-    Wgmma<T, kQueries>::template rs<0>(acc, a + 4 * i, b.at((i / 4) * kQueries * 128 + (i % 4) * 32), i > 0);
+    Wgmma<T, kQueries>::template rs<0>(acc, a + 4 * i, b.at((i / 4) * kQueries * 128 + (i % 4) * 32), kSplit || i > 0);
   wgmma_commit();
 }
 
@@ -357,7 +359,7 @@ struct Consumer {
   DEVICE void issue_logits(float (&x)[32], const Held& held) {
     const Operand block(smem_address(kOfValues ? s.dout[ring.index] : s.q[ring.index]));
     if constexpr (kHold)
-      issue_transposed_logits<kHeadDim>(x, kOfValues ? held.v : held.k, block);
+      issue_transposed_logits<kHeadDim>(x, kOfValues ? held.v : held.k, block, s.ones[kOfValues], s.stats[ring.index]);
     else
       issue_transposed_logits<kHeadDim>(x, Operand(smem_address(kOfValues ? s.v : s.k) + warpgroup * kKeys * 128),
                                         block, s.ones[kOfValues], s.stats[ring.index]);
@@ -486,7 +488,7 @@ struct Consumer {
     if constexpr (kHold) pin(held.k);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
     if (info.piece >= 0) form_probs(x, probs, lse, info);
-    if (kHold) load_values(delta, values + sizeof(Shared::lse));
+    if (kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     if (!kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
     wgmma_wait<1>();  // dP

@@ -114,7 +114,7 @@ def backward_macros(
 
 def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
     """Whether the backward kernel takes statistics of rows as terms of bf16, 16 bytes a row."""
-    return adds_dq and not softcap and dims == (128, 128) and dtype == torch.bfloat16
+    return adds_dq and not softcap and dims in ((64, 64), (128, 128)) and dtype == torch.bfloat16
 
 
 def queries_macros(
