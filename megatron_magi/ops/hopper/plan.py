@@ -114,7 +114,7 @@ class HostPlan:
         """The rest, where the table is on a device."""
         return replace(self, table=self.table[:0].copy())
 
-    def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool) -> Schedule:
+    def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool = False) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
         long_tile = self.long_tile
         if group == 1 and max_split:  # head by head no sums of dk and dv are added
