@@ -137,6 +137,18 @@ def test_tiles_of_unlike_length_are_worked_on_section_by_section(mask):
     assert longest <= 1.02 * mean
 
 
+def test_with_heads_of_64_causal_documents_are_sections_and_one_alone_is_not():
+    for mask, same in ((builders.causal(16384), False), (builders.varlen(doc_lengths=[4096] * 4, causal=True), True)):
+        plan = backward_plan(mask)
+        wide, narrow = (
+            schedule_of(plan, 8, 8, SMS, max_split=10**6, long_tile=long_tile(*drift(plan)), narrow=narrow)
+            for narrow in (False, True)
+        )
+        assert np.array_equal(wide.items, narrow.items) == same
+        first = [head for _, head, heads in unpack(narrow.items) if heads == 1][: narrow.num_split]
+        assert (set(first) == {0}) != same  # all tiles of a head follow each other
+
+
 def test_long_tiles_for_which_there_is_no_room_follow_each_other_key_head_by_key_head():
     plan = backward_plan(builders.full(65536))
     schedule = schedule_of(plan, 8, 8, SMS, max_split=100, long_tile=LONG_BLOCKS)

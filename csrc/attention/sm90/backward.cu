@@ -122,6 +122,7 @@ struct Shared {
   Parcel parcel[kGroups];
   int4 info[kStages];               // BlockInfo
   int2 bounds[kStages][kTileKeys];  // of a masked block: first and past-the-last query that a key sees
+  alignas(16) float key_place[kGroups][4][kHold ? 4 * kPieceFloats : 4];  // for dK and dV, where there is room
 };
 
 constexpr u32 kBytesKV = sizeof(Shared::k) + sizeof(Shared::v);
@@ -233,7 +234,14 @@ DEVICE void add_parcels(const BackwardParams& p, Shared& s, int warpgroup) {
     if (parcel.piece < 0) break;
     if (threadIdx.x % 32 == 0) {
       float* sums = (parcel.keys ? p.key_sums : p.dq) + static_cast<i64>(parcel.piece) * kPieceFloats;
-      add_floats(sums, place, 4 * kPieceFloats * 4);
+      if (kHold && parcel.keys) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          add_floats(sums + i * kTileKeys / 16 * kPieceFloats, smem_address(s.key_place[warpgroup][i]),
+                     4 * kPieceFloats * 4);
+      } else {
+        add_floats(sums, place, 4 * kPieceFloats * 4);
+      }
       bulk_wait_read();
     }
     __syncwarp();
@@ -266,11 +274,13 @@ DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const Operand& a
 
 // The same of an operand in registers.
 template <int kColumns>
-DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const u32 (&a)[kColumns / 4], const Operand& b) {
+DEVICE void issue_transposed_logits(float (&acc)[kQueries / 2], const u32 (&a)[kColumns / 4], const Operand& b,
+                                    const void* ones, const void* stats) {
   wgmma_fence();
+  if (kSplit) Wgmma<T, kQueries>::template ss<0, 0>(acc, narrow_operand(ones), narrow_operand(stats), 0);
 #pragma unroll
   for (int i = 0; i < kColumns / 16; ++i)
-    Wgmma<T, kQueries>::template rs<0>(acc, a + 4 * i, b.at((i / 4) * kQueries * 128 + (i % 4) * 32), i > 0);
+    Wgmma<T, kQueries>::template rs<0>(acc, a + 4 * i, b.at((i / 4) * kQueries * 128 + (i % 4) * 32), kSplit || i > 0);
   wgmma_commit();
 }
 
@@ -349,7 +359,7 @@ struct Consumer {
   DEVICE void issue_logits(float (&x)[32], const Held& held) {
     const Operand block(smem_address(kOfValues ? s.dout[ring.index] : s.q[ring.index]));
     if constexpr (kHold)
-      issue_transposed_logits<kHeadDim>(x, kOfValues ? held.v : held.k, block);
+      issue_transposed_logits<kHeadDim>(x, kOfValues ? held.v : held.k, block, s.ones[kOfValues], s.stats[ring.index]);
     else
       issue_transposed_logits<kHeadDim>(x, Operand(smem_address(kOfValues ? s.v : s.k) + warpgroup * kKeys * 128),
                                         block, s.ones[kOfValues], s.stats[ring.index]);
@@ -426,19 +436,29 @@ struct Consumer {
       store_transposed_x4(base + i * 16 * 128, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
   }
 
-  // Accumulators of half the columns, from kFirst on, go to sums in device memory; kTurned: those of dQ, turned.
+  // Lays down accumulators of half the columns, from kFirst on; kTurned: those of dQ, turned.
   template <int kFirst, bool kTurned = false, int N>
-  DEVICE void hand_over(const float (&acc)[N], const Parcel& parcel) {
-    named_sync(kPlaceFree + warpgroup, 160);
+  DEVICE void put(const float (&acc)[N], const void* to) {
     constexpr u32 kWarpBytes = kTurned ? 1024 : kPieceFloats * 4;
-    const u32 place = smem_address(s.place[warpgroup]) + threadIdx.x % 128 / 32 * kWarpBytes + lane * 16;
+    const u32 place = smem_address(to) + threadIdx.x % 128 / 32 * kWarpBytes + lane * 16;
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
       store_shared_v4(place + (kTurned ? i / 2 * 4096 + i % 2 * 512 : i * 512), acc[kFirst + 4 * i],
                       acc[kFirst + 4 * i + 1], acc[kFirst + 4 * i + 2], acc[kFirst + 4 * i + 3]);
+  }
+
+  // What was laid down goes to sums in device memory.
+  DEVICE void announce(const Parcel& parcel) {
     if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = parcel;
     fence_async_proxy();
     named_arrive(kPlaceFull + warpgroup, 160);
+  }
+
+  template <int kFirst, bool kTurned = false, int N>
+  DEVICE void hand_over(const float (&acc)[N], const Parcel& parcel) {
+    named_sync(kPlaceFree + warpgroup, 160);
+    put<kFirst, kTurned>(acc, s.place[warpgroup]);
+    announce(parcel);
   }
 
   // Until the other warpgroup's dS of the block before is there; then it has also read dS of the block before that.
@@ -468,7 +488,7 @@ struct Consumer {
     if constexpr (kHold) pin(held.k);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
     if (info.piece >= 0) form_probs(x, probs, lse, info);
-    if (kHold) load_values(delta, values + sizeof(Shared::lse));
+    if (kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
     if (!kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
     wgmma_wait<1>();  // dP
@@ -538,6 +558,16 @@ struct Consumer {
     constexpr int kHalf = kDqColumns / 2, kUnits = kTileKeys / 16;
     const int head_kv = item.head / p.group;
     const int piece = (item.tile * p.heads_kv + head_kv) * 4 * kUnits + 4 * warpgroup;
+    if constexpr (kHold) {
+      // Their place is free: dQ of this item was handed over after they had been read.
+      put<0>(dk, s.key_place[warpgroup][0]);
+      put<kHalf>(dk, s.key_place[warpgroup][1]);
+      put<0>(dv, s.key_place[warpgroup][2]);
+      put<kHalf>(dv, s.key_place[warpgroup][3]);
+      named_sync(kPlaceFree + warpgroup, 160);
+      announce({piece, 1});
+      return;
+    }
     hand_over<0>(dk, {piece, 1});
     hand_over<kHalf>(dk, {piece + kUnits, 1});
     hand_over<0>(dv, {piece + 2 * kUnits, 1});
@@ -567,9 +597,9 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
       if (!item.empty()) accumulate(dk, dv);
-      if (item.heads < p.group)
-        add_key_gradients(item, dk, dv);
-      else if (!item.empty() || p.store != kAddFloat)
+      if (item.heads < p.group) {
+        if (!kHold || !item.empty()) add_key_gradients(item, dk, dv);
+      } else if (!item.empty() || p.store != kAddFloat)
         store_key_gradients(item, dk, dv);
       release(s.item_empty[slot.index], lane);
       slot.advance();

@@ -249,7 +249,8 @@ class _Pass:
         self._num_key_sums = self._num_zeroed = numbers = 0
         if whole:
             room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
-            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most_split(choice, problem, room))
+            most = most_split(choice, problem, room)
+            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, dims[0] == 64)
             numbers = plan.fields(schedule=schedule).get("numbers", 0)
             self._keys, self._keys_numbers = keys_launch(
                 inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream

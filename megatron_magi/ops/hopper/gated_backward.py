@@ -112,7 +112,8 @@ class Pass:
         self._num_sums = num_heads * rows * dim if choice.adds_dq else 0
         # Sums of dk and dv lie in dq until it is written, if there is room.
         room = dq.numel() * dq.element_size()
-        schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most_split_at_once(choice, problem, room))
+        most = most_split_at_once(choice, problem, room)
+        schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, dim == 64)
         self._num_key_sums = 2 * schedule.num_split * choice.shape[0] * k.shape[1] * dim
         self._in_dq = self._num_key_sums * 4 <= room
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT

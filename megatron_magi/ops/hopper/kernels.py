@@ -114,7 +114,7 @@ def backward_macros(
 
 def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
     """Whether the backward kernel takes statistics of rows as terms of bf16, 16 bytes a row."""
-    return adds_dq and not softcap and dims == (128, 128) and dtype == torch.bfloat16
+    return adds_dq and not softcap and dims in ((64, 64), (128, 128)) and dtype == torch.bfloat16
 
 
 def queries_macros(
@@ -228,6 +228,7 @@ def backward_kernel(
     defines = backward_macros(dtype, dims, softcap, adds_dq, gated, captured)
     tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
     shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
+    shared += 4 * 2 * 128 * dims[0] if adds_dq and dims[0] == 64 else 0  # dk and dv on their way out
     shared += (_STAGES * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else _SPARE_BYTES
     return _load(device, "backward", defines, 384, shared)
 

@@ -61,6 +61,10 @@ def is_static(bands: np.ndarray) -> TypeGuard[StaticBands]:
     return isinstance(bands, StaticBands) and bands.mask is not None
 
 
+ScheduleKey = tuple[int, int, int, int, bool]
+"""What a schedule depends on: the arguments of `HostPlan.schedule`."""
+
+
 @dataclass(frozen=True, eq=False)
 class HostPlan:
     """A `TilePlan` as it goes to a device.
@@ -110,14 +114,14 @@ class HostPlan:
         """The rest, where the table is on a device."""
         return replace(self, table=self.table[:0].copy())
 
-    def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int) -> Schedule:
+    def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool = False) -> Schedule:
         """Items of the backward in one kernel; see `schedule.make_schedule`."""
         long_tile = self.long_tile
         if group == 1 and max_split:  # head by head no sums of dk and dv are added
             long_tile = min(long_tile, tuning.LONG_BLOCKS_UNEVEN)
         made = hopper_schedule.make_schedule(
             self.starts, self.costs, heads_kv, group, num_sms,
-            max_split=min(max_split, self.num_tiles), long_tile=long_tile,
+            max_split=min(max_split, self.num_tiles), long_tile=long_tile, narrow=narrow,
         )  # fmt: skip
         if self.arriving is None:
             return made
@@ -146,7 +150,7 @@ class DevicePlan:
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
     is_static: ClassVar[bool] = False  # kernels read the mask's numbers from memory, see `static_plan`
 
-    def make_schedule(self, key: tuple[int, int, int, int]) -> DeviceSchedule:
+    def make_schedule(self, key: ScheduleKey) -> DeviceSchedule:
         """The schedule of a `schedule_key`."""
         made = self.host.schedule(*key)
         return DeviceSchedule(*upload([made.items], self.memory.device), made.num_split)
@@ -345,14 +349,16 @@ def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
     return known
 
 
-def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int) -> tuple[int, int, int, int]:
+def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool) -> ScheduleKey:
     """What a schedule depends on: the arguments of `HostPlan.schedule`."""
-    return heads_kv, group, num_sms, min(max_split, plan.num_tiles)
+    return heads_kv, group, num_sms, min(max_split, plan.num_tiles), narrow
 
 
-def schedule_of(plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_split: int) -> DeviceSchedule:
+def schedule_of(
+    plan: DevicePlan, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool
+) -> DeviceSchedule:
     """Items of the backward in one kernel, made unless they are kept; see `HostPlan.schedule`."""
-    key = schedule_key(plan.host, heads_kv, group, num_sms, max_split)
+    key = schedule_key(plan.host, heads_kv, group, num_sms, max_split, narrow)
     if key not in plan.schedules:
         plan.schedules[key] = plan.make_schedule(key)
     return plan.schedules[key]

@@ -51,8 +51,9 @@ def long_tile(starts: float, ends: float) -> int:
 
 
 def make_schedule(
-    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_split: int, long_tile: int
-) -> Schedule:
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, *, max_split: int, long_tile: int,
+    narrow: bool = False,
+) -> Schedule:  # fmt: skip
     """Deals the tiles and heads of a backward pass into items.
 
     Args:
@@ -64,9 +65,10 @@ def make_schedule(
         max_split: most tiles whose query heads may be split; 0 also says that dq is not added in memory, so that less
             is lost where those that share queries are not near each other.
         long_tile: blocks of a tile that is long.
+        narrow: heads of 64, for which a causal mask of one document is not worked on in parts.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
-    near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_split, long_tile)
+    near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_split, long_tile, narrow)
     if max_split or len(near.items) > tuning.FALLING_COST_MOST_ITEMS * num_sms:
         return near
     items = _section(np.arange(len(costs)), range(0, heads_kv * group, group), group)
@@ -91,8 +93,9 @@ def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.nd
 
 
 def _near_schedule(
-    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_split: int, long_tile: int
-) -> Schedule:
+    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_split: int, long_tile: int,
+    narrow: bool,
+) -> Schedule:  # fmt: skip
     """Items in an order in which those that share queries are near each other."""
     width = 1 if max_split or group == 1 else group
     most = max_split if width < group else len(costs)
@@ -101,6 +104,8 @@ def _near_schedule(
         candidates = list(dict.fromkeys([*candidates, tuning.LONG_BLOCKS_UNEVEN, 1]))
     may_have_documents = width < group and long_tile == tuning.LONG_BLOCKS_UNEVEN
     documents = _documents(np.argsort(starts, kind="stable"), starts, costs) if may_have_documents else []
+    if narrow and len(documents) == 1:
+        documents = []
     piece = _piece(costs, heads_kv * group, long_tile, bool(documents)) if width < group else 0
     if piece:
         documents = []

@@ -105,7 +105,7 @@ class _StaticPlan(DevicePlan):
             place = next(self.of_schedule[key] for key, known in self.schedules.items() if known is schedule)
         return self._owner().memory.fields(place, second)
 
-    def make_schedule(self, key: tuple[int, int, int, int]) -> DeviceSchedule:
+    def make_schedule(self, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
         return self._owner().make_schedule(self, key)
 
     def _owner(self) -> StaticMask:
@@ -172,7 +172,7 @@ class StaticMask:
             self._copy(self._tables(made, source))
         return self._plans[tiling]
 
-    def make_schedule(self, plan: _StaticPlan, key: tuple[int, int, int, int]) -> DeviceSchedule:
+    def make_schedule(self, plan: _StaticPlan, key: hopper_plan.ScheduleKey) -> DeviceSchedule:
         """A schedule of a plan with room, for `_StaticPlan`."""
         refuse_capture(self._device)
         assert plan.tiling is not None
