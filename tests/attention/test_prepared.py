@@ -7,6 +7,7 @@ import pickle
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,6 +171,23 @@ def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone,
         assert {"forward", "prepare"} <= set(launched)
 
 
+def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, one_rank_alone):
+    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig("native", verify=False))
+    plan = make_plan(MASKS["causal"], config, 2).for_rank(0)
+    with fake_driver(monkeypatch):
+        batch = pickle.loads(pickle.dumps(prepare_batch({0: plan}, SHAPE, config, {"rows": np.arange(3)})))
+        assert batch.to(CPU)["rows"].tolist() == [0, 1, 2]
+        stages = batch.parts.plans[0].stages
+        for announces in (True, False):
+            with monkeypatch.context() as patch:
+                refuse(patch)
+                if not announces:
+                    patch.setattr(one_launch, "announced_cast", lambda *_: None)
+                attend(batch.plans[0], SHAPE, config, one_rank_alone)
+                assert stages.is_closed == announces
+            batch.plans[0].runtime["calls"].clear()
+
+
 @pytest.mark.parametrize(
     ("mask", "backward"),
     [
@@ -329,9 +347,9 @@ def test_batches_of_equal_masks_and_other_heads_find_the_schedules_of_their_own(
                     attend(batch.plans[0], shape, config)
 
 
-def attend(plan, shape, config):
+def attend(plan, shape, config, group=None):
     q, k, v = tensors(plan.num_rows, shape)
-    out = distributed_attention(q, k, v, plan, None, config=config)[0]
+    out = distributed_attention(q, k, v, plan, group, config=config)[0]
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
 
