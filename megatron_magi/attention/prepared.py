@@ -24,7 +24,7 @@ from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
-from megatron_magi.ops.hopper.plan import mask_facts
+from megatron_magi.ops.hopper.plan import Ready, mask_facts
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, facts_meet, make_gated_tables, make_tables
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
@@ -86,9 +86,7 @@ class _PreparedPlan:
     num_arrays: int = 0
     num_tile_plans: int = 0
 
-    def keep(
-        self, tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event | None, plan_bytes: int
-    ) -> None:
+    def keep(self, tensors: Sequence[Tensor], device: torch.device, ready: Ready | None, plan_bytes: int) -> None:
         """Makes the plan ready to run on ``device``, where its arrays, ``tensors``, are."""
         at, casts = 0, []
         for cast in self.casts:
@@ -157,7 +155,8 @@ class PreparedBatch(Sendable[_Parts]):
         ready = None
         if tensors and tensors[0].is_cuda:
             device = tensors[0].device  # with its number
-            ready = torch.cuda.current_stream(device).record_event()
+            stream = torch.cuda.current_stream(device)
+            ready = Ready(stream.record_event(), stream.cuda_stream)
         # All arrays lie in one block, which lives as long as any of them.
         num_tile_plans = sum(prepared.num_tile_plans for prepared in parts.plans.values())
         plan_bytes = -(-parts.packed.num_bytes // max(num_tile_plans, 1))

@@ -22,7 +22,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
-from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, row_tiling, seen_rows_and_keys
+from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, known_pass, row_tiling, seen_rows_and_keys
 from megatron_magi.ops.hopper.support import LOG2_E, may_overlap, sm_count
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
@@ -67,16 +67,18 @@ def backward_steps(
         remembered: as in `gated.forward_step`.
     """
     q, k, v, _ = inputs
-    key = (
-        hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
-        len(arriving.tensors[0]), grads[1].dtype, arriving_grads[0].dtype, stream, out.stride(), lse.stride(),
-        *(t.stride() for t in inputs),
-    )  # fmt: skip
-    known = _passes.get(key)
-    if known is None:
-        known = Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
-        if remembered:
-            _passes.put(key, known, known.num_bytes)
+
+    def make() -> Pass:
+        return Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
+
+    def key() -> tuple:
+        return (
+            hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
+            len(arriving.tensors[0]), grads[1].dtype, arriving_grads[0].dtype, stream, out.stride(), lse.stride(),
+            *(t.stride() for t in inputs),
+        )  # fmt: skip
+
+    known = known_pass(_passes, key, make) if remembered else make()
     return known, known.steps(inputs, arriving, places, scratch, delta, sends)
 
 
