@@ -455,8 +455,35 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
+    monkeypatch.setattr(gated, "seen_rows", fail)
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
+
+
+def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy(monkeypatch):
+    class Stream:
+        def __init__(self, handle):
+            self.cuda_stream, self.done = handle, []
+
+        def wait_event(self, event):
+            self.done.append(event)
+
+    class Table:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+        def record_stream(self, stream):
+            stream.done.append(self)
+
+    table, items, made_later = Table(), Table(), Table()
+    ready = hopper_plan.Ready("copied", 7)
+    plan = hopper_plan.DevicePlan(None, table, ready, 0)
+    plan.schedules.update(first=hopper_plan.DeviceSchedule(items, 0, ready))
+    plan.schedules.update(later=hopper_plan.DeviceSchedule(made_later, 0))
+    for handle, expected in ((7, [made_later]), (8, ["copied", table, items, made_later])):
+        stream = Stream(handle)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device, stream=stream: stream)
+        plan.hold_for_stream()
+        assert stream.done == expected
 
 
 def tensors(num_rows: int, shape: AttnShape) -> list[torch.Tensor]:
