@@ -120,10 +120,9 @@ class Pass:
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT
         store = STORE_HALF if dk.dtype == q.dtype else STORE_FLOAT
         of_inputs = seen_rows_and_keys(bands, first_arriving(len(k)))
-        dims, seen = problem.dims, (*of_inputs, of_inputs[0])
-        self._keys, self._keys_numbers = keys_launch(
-            inputs, dims, num_stats, options, choice.adds_dq, plan, schedule, seen, store, (dk, dv), stream, keys
-        )
+        seen = *of_inputs, of_inputs[0]
+        common = hopper_parts.Common(inputs, problem.dims, num_stats, seen, options, stream, keys)
+        self._keys, self._keys_numbers = keys_launch(common, choice.adds_dq, plan, schedule, store, (dk, dv))
         self._finish_keys = self._finish_dq = self._queries = None
         if schedule.num_split:
             self._finish_keys = finish_keys_launch(dk, dv, q.dtype, options.softmax_scale, store, gated=True)
@@ -137,9 +136,7 @@ class Pass:
             rows_plan = hopper_plan.device_plan(
                 bands, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0), device
             )
-            self._queries, self._queries_numbers = hopper_parts.queries_launch(
-                inputs, dims, num_stats, options, rows_plan, seen, STORE_HALF, dq, stream, keys
-            )
+            self._queries, self._queries_numbers = hopper_parts.queries_launch(common, rows_plan, STORE_HALF, dq)
             self.num_bytes += rows_plan.num_bytes
         self.num_scratch = 4 * (2 * self._num_stats + self._num_sums + (0 if self._in_dq else self._num_key_sums))
 
