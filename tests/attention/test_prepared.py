@@ -316,20 +316,6 @@ def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_w
             gc.enable()
 
 
-def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypatch):
-    config = MagiConfig(attend=AttendConfig(impl="ffa"))
-    with fake_driver(monkeypatch):
-        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
-        for left in (0, 1):
-            batches = [prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, SHAPE, config) for _ in (0, 1)]
-            for batch in batches:
-                batch.to(CPU)
-            del batch, batches[1 - left]
-            with monkeypatch.context() as patch:
-                refuse(patch)
-                attend(batches[0].plans[0], SHAPE, config)
-
-
 def test_batches_of_equal_masks_and_other_heads_find_the_schedules_of_their_own(monkeypatch):
     config, shapes = MagiConfig(attend=AttendConfig(impl="ffa")), (SHAPE, SHAPE._replace(num_heads_q=8, num_heads_kv=4))
     with fake_driver(monkeypatch):
@@ -460,32 +446,6 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 
 
-def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy(monkeypatch):
-    class Stream:
-        def __init__(self, handle):
-            self.cuda_stream, self.done = handle, []
-
-        def wait_event(self, event):
-            self.done.append(event)
-
-    class Table:
-        is_cuda, device = True, torch.device("cuda", 0)
-
-        def record_stream(self, stream):
-            stream.done.append(self)
-
-    table, items, made_later = Table(), Table(), Table()
-    ready = hopper_plan.Ready("copied", 7)
-    plan = hopper_plan.DevicePlan(None, table, ready, 0)
-    plan.schedules.update(first=hopper_plan.DeviceSchedule(items, 0, ready))
-    plan.schedules.update(later=hopper_plan.DeviceSchedule(made_later, 0))
-    for handle, expected in ((7, [made_later]), (8, ["copied", table, items, made_later])):
-        stream = Stream(handle)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device, stream=stream: stream)
-        plan.hold_for_stream()
-        assert stream.done == expected
-
-
 def tensors(num_rows: int, shape: AttnShape) -> list[torch.Tensor]:
     sizes = (
         (shape.num_heads_q, shape.head_dim),
@@ -532,11 +492,3 @@ def test_a_step_with_a_prepared_batch_does_not_wait_for_the_gpu():
             step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
-    config = MagiConfig(attend=AttendConfig(impl="ffa"))
-    for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
-        batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
-        batch.to(CPU)
-        assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings
