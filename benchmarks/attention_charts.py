@@ -14,7 +14,8 @@ COLORS = {
     "fa4": "#5aa3a0", "magi": "#8a5fb0",
 }  # fmt: skip
 TITLES = {
-    "cudnn": "cuDNN", "cudnn_flex": "cuDNN flex", "flex": "FlexAttention", "ffa": "FFA", "fa3": "FlashAttention-3",
+    "cudnn": "cuDNN", "cudnn_flex": "cuDNN flex", "flex": "FlexAttention", "ffa": "magi (FFA)",
+    "fa3": "FlashAttention-3",
     "fa4": "FA4", "magi": "MagiAttention",
 }  # fmt: skip
 MASK_TITLES = {
@@ -114,7 +115,8 @@ def _draw_panel(panel, rows: Sequence[Row], which: str, masks: Sequence[str], pr
             label = f"{float(ratio):.2f}" if ratio else ""
             weight = "bold" if provider == "ffa" else "normal"
             panel.annotate(label, (left, rate), (0, 2), textcoords="offset points", ha="center", va="bottom",
-                           fontsize=7, rotation=90, weight=weight)  # fmt: skip
+                           fontsize=7, rotation=90, weight=weight, zorder=4,
+                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
         dense = next((r for r in rows if r["mask"] == mask and r["yardstick"] != "same mask"), None)
         if dense and dense[f"{which}_yardstick"]:
             base = float(dense[f"{which}_yardstick"])

@@ -248,28 +248,31 @@ def draw(rows: list[list], path: str) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     panels = sorted({(int(row[2]), int(row[1]), row[3]) for row in rows})
+    colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row[0] for row in rows))}
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 4.6 * lines), squeeze=False)
     for axis, (ranks, size, one_launch) in zip(axes.flat, panels, strict=False):
         here = [row for row in rows if (int(row[2]), int(row[1]), row[3]) == (ranks, size, one_launch)]
-        for color, name in enumerate(dict.fromkeys(row[0] for row in here)):
+        for name, color in colors.items():
             mine = [row for row in here if row[0] == name]
-            axis.scatter([float(r[5]) for r in mine], [float(r[7]) for r in mine], s=24, color=f"C{color}", label=name)
+            label = name.replace("_", " ")
+            axis.scatter([float(r[5]) for r in mine], [float(r[7]) for r in mine], s=24, color=color, label=label)
             best = [r for r in mine if r[10]]
             axis.scatter([float(r[5]) for r in best], [float(r[7]) for r in best], s=110, facecolors="none",
-                         edgecolors=f"C{color}", linewidths=1.5)  # fmt: skip
+                         edgecolors=color, linewidths=1.5)  # fmt: skip
         ends = [f([float(r[c]) for r in here for c in (5, 7)]) for f in (min, max)]
         axis.plot(ends, ends, color="grey", linewidth=1)
         title = f"{ranks} GPUs, {size // 1024}k tokens a GPU" + (", one launch" if one_launch == "1" else "")
         axis.set(xscale="log", yscale="log", title=title, xlabel="measured, ms a layer", ylabel="predicted, ms a layer")
         for ticks in (axis.xaxis, axis.yaxis):
-            ticks.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-            ticks.set_major_formatter(LogFormatter())
-        axis.legend(title="ring: chosen", fontsize=7)
+            ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            ticks.set_minor_formatter(NullFormatter())
+        axis.legend(title="circled: chosen", fontsize=7)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     figure.tight_layout()

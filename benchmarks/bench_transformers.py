@@ -79,7 +79,8 @@ def prepared(attention: str, sizes: dict[str, int], device: torch.device) -> tup
     AcceleratorState._reset_state(True)
     kind = MagiParallelismConfig if attention == "magi" else ParallelismConfig
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    accelerator = Accelerator(parallelism_config=kind(cp_size=num_ranks), fsdp_plugin=plugin)
+    on_cpu = device.type == "cpu"
+    accelerator = Accelerator(cpu=on_cpu, parallelism_config=kind(cp_size=num_ranks), fsdp_plugin=plugin)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     return model, optimizer, accelerator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,12 +16,13 @@ COLORS = {
     "two_levels": "#6a4c93", "two_levels_native": "#a78bc9",
 }  # fmt: skip
 TITLES = {
-    "alone": "magi, keys all there", "magi": "magi", "magi_stages": "magi, in stages",
+    "alone": "magi, all keys local", "magi": "magi", "magi_stages": "magi, in stages",
     "magi_one_launch": "magi, one launch", "magi_zigzag": "magi, zigzag dispatch",
     "magi_zigzag_stages": "magi, zigzag, in stages", "ring": "ring, zigzag",
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
     "two_levels": "magi, two levels", "two_levels_native": "magi, two levels, native",
 }  # fmt: skip
+MASKS = {"documents_8": "8 documents", "documents_64": "64 documents"}
 PASSES = ("forward", "backward")
 
 
@@ -79,16 +81,18 @@ def draw(
             if mask in masks:
                 at = masks.index(mask)
                 axis.plot([at - 0.45, at + 0.45], [rates[PASSES.index(which)]] * 2, color="black", ls="--", lw=1)
-        axis.set_xticks(range(len(masks)), [mask.replace("_", "\n") for mask in masks], fontsize=8)
+        axis.set_xticks(range(len(masks)), [MASKS.get(mask, mask.replace("_", " ")) for mask in masks], fontsize=8)
         axis.set_title(f"{which}, {tokens // 1024}k tokens a GPU, {ranks} GPUs", loc="left", fontsize=9)
         axis.set_ylabel("TFLOP/s a GPU", fontsize=8)
         axis.margins(y=0.16)
         axis.grid(axis="y", lw=0.3)
+        axis.set_axisbelow(True)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[way], label=TITLES[way]) for way in ways]
     if any(set(published.get(panel, {})) & set(masks) for panel in panels):
         label = "MagiAttention, published: 8 H100, 8k"
         handles.append(plt.Line2D([], [], color="black", ls="--", lw=1, label=label))
     figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    figure.supxlabel(f"64:8 heads of 128, bf16; visible pairs. {source}", fontsize=6.5)
+    text = f"64:8 heads of 128, bf16; visible pairs. {source}"
+    figure.supxlabel("\n".join(textwrap.wrap(text, int(15 * figure.get_figwidth()))), fontsize=6.5)
     figure.savefig(path, dpi=120)
     plt.close(figure)

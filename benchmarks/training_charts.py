@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import csv
+import textwrap
 from pathlib import Path
+
+from attention_charts import read_results
+
+COLORS = {"magi": "#c8372d", "te_p2p": "#3b6fb6", "te_a2a": "#5aa3a0", "te_all_gather": "#8c8c8c"}
+TITLES = {"magi": "magi", "te_p2p": "TE p2p", "te_a2a": "TE a2a", "te_all_gather": "TE all-gather"}
 
 
 def draw(table: Path, picture: Path) -> None:
@@ -13,17 +18,16 @@ def draw(table: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with table.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    notes, rows = read_results(table)
     groups = list(dict.fromkeys((row["mask"], row["tokens_per_gpu"]) for row in rows))
-    figure, axes = pyplot.subplots(figsize=(10, 4.2))
+    figure, axes = pyplot.subplots(figsize=(10, 4.4), layout="constrained")
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     width = 0.8 / len(providers)
     for number, provider in enumerate(providers):
         found = {(r["mask"], r["tokens_per_gpu"]): r for r in rows if r["provider"] == provider}
         places = [i + (number - (len(providers) - 1) / 2) * width for i in range(len(groups))]
         heights = [float(found[g]["tokens_per_s_per_gpu"] or 0) / 1e3 if g in found else 0 for g in groups]
-        bars = axes.bar(places, heights, width, label=provider.replace("_", " "))
+        bars = axes.bar(places, heights, width, label=TITLES.get(provider, provider), color=COLORS.get(provider))
         for bar, group in zip(bars, groups, strict=True):
             if group in found and found[group]["ran"] != group[0]:
                 axes.annotate("*", (bar.get_x() + width / 2, bar.get_height()), ha="center")
@@ -31,7 +35,9 @@ def draw(table: Path, picture: Path) -> None:
         range(len(groups)), [f"{mask.replace('_', ' with ')}\n{int(n) // 1024}k a GPU" for mask, n in groups]
     )
     axes.set_ylabel("thousand tokens/s/GPU")
-    axes.set_title("Llama with TE layers, bf16, context parallelism alone (* nearest mask that TE can do)")
-    axes.legend()
-    figure.tight_layout()
+    axes.set_title("Training steps of Llama 1B with TE layers, bf16 (* nearest mask that TE supports)", loc="left")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    shown = " · ".join(notes[name] for name in ("device", "software", "commit", "date") if name in notes)
+    figure.supxlabel("\n".join(textwrap.wrap(shown, 170)), fontsize=7)
     figure.savefig(picture, dpi=120)

@@ -11,24 +11,24 @@ NUM_HEADS, HEAD_DIM = 32, 128
 
 HEAD = """# Masks
 
-Which builder to take, with a picture, the code and the cost of each. The code needs
+All mask builders, with a picture, the code and the cost of each. The code needs
 `from megatron_magi.mask import AttnMask, MaskType, builders`. (This page is made by `python docs/make_masks.py`.)
 
-| tokens are | builder | with `--magi-mask` ([how](megatron.md#other-masks)) |
+| input | builder | with `--magi-mask` ([how](megatron.md#other-masks)) |
 | --- | --- | --- |
 | one sequence | [`full`](#full), [`causal`](#causal) | `causal` |
 | packed documents | [`varlen`](#packed-documents) | `documents` |
 | the same, by EOD tokens | [`from_eod_positions`](#packed-documents-by-end-of-document-tokens) | `documents` |
 | long documents, local attention | [`sliding_window`](#sliding-window) | `sliding_window` |
 | frames of a video, blocks of a diffusion model | [`block_causal`](#block-causal) | `block_causal` |
-| a prompt that sees itself, and an answer | [`prefix_lm`](#prefix-lm) | `prefix_lm` |
+| a prompt with bidirectional attention, and an answer | [`prefix_lm`](#prefix-lm) | `prefix_lm` |
 | shared prompts, [rollouts](rollouts.md) | [`prefix_tree`](#prefix-tree) | `prefix_tree` |
-| blocks that see blocks, known on the host | [`block_sparse`](#block-sparse) | `FILE.py:FUNCTION` |
+| blocks that attend to blocks, known on the host | [`block_sparse`](#block-sparse) | `FILE.py:FUNCTION` |
 | something else | [slices of your own](#slices-of-your-own) | `FILE.py:FUNCTION` |
 
 A mask is a set of slices. A slice is a range of queries, a range of keys and a type:
 
-| type | number | the query in row i of m sees, of n keys |
+| type | number | keys (of n) that the query in row i (of m) sees |
 | --- | --- | --- |
 | full | 0 | all |
 | causal | 1 | those up to i + n - m: the last query sees all |

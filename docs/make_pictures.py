@@ -40,8 +40,8 @@ def plot_tiles(path: Path, mask: AttnMask) -> None:
         axes.set_xlim(0, mask.total_seqlen_k)
         axes.set_xlabel("key")
         axes.set_ylabel("query (dotted: tiles)")
-        axes.legend(handles=[Patch(color=COLOURS[0], alpha=0.45, label="block seen whole: no mask"),
-                             Patch(color=COLOURS[1], alpha=0.45, label="block crossed by an edge of the mask")],
+        axes.legend(handles=[Patch(color=COLOURS[0], alpha=0.45, label="block visible to all rows: no masking"),
+                             Patch(color=COLOURS[1], alpha=0.45, label="block crossed by an edge: masked")],
                     loc="upper right", frameon=False, fontsize=10)  # fmt: skip
         figure.savefig(path, dpi=90)
         plt.close(figure)

@@ -43,7 +43,7 @@ def _is_number(value: float) -> bool:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """How tokens are spread over ranks.
+    """Distribution of tokens over ranks.
 
     Attributes:
         algorithm: ``auto`` takes the one of the others with the shortest step of the slowest rank, predicted by
@@ -143,15 +143,15 @@ class CostModel:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """How communication hides behind compute.
+    """Overlap of communication and computation.
 
     Attributes:
         degree: number of remote stages; 0 fetches all keys before computing (no overlap); chosen by ``cost`` when None.
         max_degree: largest number of stages that is considered.
         hide_tail_reduce: keep the last remote stage's keys from the forward, so that the
             backward ends with local compute and its last reduction hides behind it.
-        one_launch: attend over the keys of all stages in one launch, which waits for fetched keys inside the kernel,
-            where kernels and collectives can; else stage by stage.
+        one_launch: compute attention over the keys of all stages in one launch, which waits for fetched keys inside
+            the kernel, if kernels and collectives support it; else stage by stage.
         cost: the rates.
     """
 
@@ -171,7 +171,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """How a rank computes.
+    """Attention on one rank.
 
     Attributes:
         impl: implementation of `slice_attention`; ``auto`` chooses by device.
@@ -196,17 +196,17 @@ class AttendConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """How rows travel.
+    """Communication of rows between ranks.
 
     Attributes:
         impl: implementation of group_cast and group_reduce; ``auto`` chooses by backend, and ``native`` where GPUs of
-            one host are linked. ``native`` itself is an error where it cannot serve.
-        backward_high_precision_reduce: partial dk and dv travel in fp32, at twice the bytes.
+            one host are linked. An explicit ``native`` is an error where it is not possible.
+        backward_high_precision_reduce: partial dk and dv are sent in fp32, at twice the bytes.
         dsink_all_reduce: reduction of the sink's gradient over the CP group inside the
             operator: ``none`` leaves it to the framework.
-        ranks_per_node: neighbours in the group that share a node: what several of them need of another node crosses
-            between the nodes once, and partial gradients are summed inside the node before they cross. All ranks are
-            alike when None; 1, or all ranks of the group, comes to the same.
+        ranks_per_node: number of consecutive ranks of the group that share a node: rows that several of them need
+            from another node are sent there once, and partial gradients are summed inside a node before they leave
+            it. One level when None; 1, or all ranks of the group, means the same.
         verify: compare plan hashes over the CP group before a plan is first used, and operations, dtypes, widths
             and options of calls where they change; an error on one rank becomes one on all.
     """
@@ -227,7 +227,7 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class MagiConfig:
-    """Everything, in one hashable value."""
+    """The whole configuration, as one hashable value."""
 
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)

@@ -137,7 +137,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
     "Correctness": (
         _toggle(
             "BACKWARD_HIGH_PRECISION_REDUCE",
-            "Partial dk and dv travel between ranks in fp32, at twice the bytes.",
+            "Partial dk and dv are sent between ranks in fp32, at twice the bytes.",
             "comm.backward_high_precision_reduce",
         ),
         _toggle(
@@ -157,7 +157,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _unneeded(
             PREFIX + "FORWARD_HIGH_PRECISION_REDUCE",
-            "Outputs never travel: queries stay where they are, and partial outputs are merged in fp32.",
+            "Outputs are never sent: queries stay on their rank, and partial outputs are merged in fp32.",
         ),
     ),
     "Performance": (
@@ -197,10 +197,10 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         ),
         _toggle(
             "HIERARCHICAL_COMM",
-            "Communication in two levels: what several ranks of a node need of another crosses once. 1 is an error "
+            "Communication in two levels: rows that several ranks of a node need are sent there once. 1 is an error "
             "where nothing says which ranks share a node, 0 treats all ranks alike.",
             default=None,
-            default_text="where --hierarchical-context-parallel-sizes or a mesh of two dimensions tell nodes apart",
+            default_text="on with --hierarchical-context-parallel-sizes or a two-dimensional mesh",
         ),
         _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
         _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),

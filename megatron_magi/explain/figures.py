@@ -99,7 +99,7 @@ def plot_timeline(path: Path, plan: Plan) -> None:
             for rank, spans in enumerate(ranks):
                 for span in spans:
                     _draw_span(axes, rank, span)
-            axes.set_title(f"{name} of one layer, without launches")
+            axes.set_title(f"{name} of one layer, without launch overheads")
             axes.set_xlabel("microseconds")
         panels[0].set_yticks(range(plan.cp_size), [f"rank {rank}" for rank in range(plan.cp_size)])
         panels[0].invert_yaxis()

@@ -130,8 +130,9 @@ class MagiParallelismConfig(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Called by an accelerator when it is made: models that it prepares from here on are context-parallel."""
         if self.total_size != accelerator.num_processes:
+            hint = "; on CPUs pass cpu=True to the accelerator" if accelerator.num_processes == 1 else ""
             raise ValueError(
-                f"cp_size: all sizes together are {self.total_size} ranks, there are {accelerator.num_processes}"
+                f"cp_size: all sizes together are {self.total_size} ranks, there are {accelerator.num_processes}{hint}"
             )
         if self.cp_size == 1:
             return

@@ -61,18 +61,31 @@ def slice_attention(
     sanity_check: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
-    """Computes attention, with gradients for q, k, v and sink; arguments as in `slice_attention_forward`.
+    """Computes attention on one device, with gradients for q, k, v and sink.
 
     Functions that call it can be compiled as a whole (``fullgraph=True``): masks are inputs of the graph, which is
     compiled again for masks of another size class (see `AttnMask.packed`), not for each mask.
 
     Args:
+        q: ``[num_rows, num_heads_q, head_dim]``, fp16, bf16, fp32 or fp64, any strides; finite, hidden rows too.
+        k: ``[num_keys, num_heads_kv, head_dim]``, likewise; num_heads_kv divides num_heads_q.
+        v: ``[num_keys, num_heads_kv, head_dim_v]``, likewise.
         mask_or_bands: an `AttnMask` over ``num_rows`` x ``num_keys`` tokens, or a table of bands.
+        sink: logits without a value that join the softmax's denominator, ``[num_sinks, num_heads_q]`` or
+            ``[num_rows, num_sinks, num_heads_q]``, any float dtype.
+        softmax_scale: factor of the products of queries and keys; ``1 / sqrt(head_dim)`` when None.
+        softcap: 0 for none, else logits become ``softcap * tanh(logit / softcap)``.
+        return_max_logits: fill ``meta.max_logits``, the largest visible logit of each head.
+        deterministic: bitwise repeatable gradients; a forward always is.
+        sm_margin: streaming multiprocessors that the Hopper kernels leave free.
+        impl: ``auto``, ``reference`` (dense), ``torch`` (blocked) or ``ffa`` (Hopper kernels); an explicit choice never
+            falls back to another.
         sanity_check: look for NaN and inf in q, k, v, the sink (NaN alone) and the gradient of the output, hidden rows
             too, in both passes: a pass over memory and a wait for the device each.
 
     Returns:
-        ``(out, meta)``: out ``[num_rows, num_heads_q, head_dim_v]`` in the dtype of q.
+        ``(out, meta)``: out ``[num_rows, num_heads_q, head_dim_v]`` in the dtype of q; ``meta.lse`` ``[num_rows,
+        num_heads_q]``, natural log, without gradient. Rows that see nothing: out 0, lse -inf.
 
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value; with ``sanity_check`` a row

@@ -1,6 +1,7 @@
 """The unmodified Trainer and Accelerator on two ranks: the losses and parameters of one."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,8 @@ def wrong_size():
     fresh_state()
     with pytest.raises(ValueError, match="cp_size: all sizes together are 4 ranks, there are 2"):
         MagiParallelismConfig(cp_size=4)._validate_accelerator(Accelerator(cpu=True))
+    with pytest.raises(ValueError, match=r"cp_size: .* there are 1; on CPUs pass cpu=True"):
+        MagiParallelismConfig(cp_size=2)._validate_accelerator(SimpleNamespace(num_processes=1))
 
 
 def on_two_ranks(rank, _num_ranks, folder):
