@@ -9,7 +9,8 @@ L2 cache was flushed, making lists of a mask included. ``uniform``: random masks
 head, 64:8 heads. ``variable``: blocks of 32 to 512 tokens, one mask for all heads, 64:8, as ranges for
 `flex_flash_attn_func`. ``video``: windows in three dimensions, as tiles of 128 tokens or as ranges, 24:24 heads.
 ``blocks`` and ``index``: one query of 128 heads and one key head for each 64 keys, which sees an eighth of all keys (or
-``top`` so many) at random, listed in rising order. ``dense``: `slice_attention` of everything, 64:8 heads. ``plan_us``:
+``top`` so many) at random, listed in rising order. ``top 64``: blocks of 64 (or 128) queries of 7:7 heads see 64 blocks
+of 64 keys each. ``dense``: `slice_attention` of everything, 64:8 heads. ``plan_us``:
 what a new mask costs on the device; masks as ranges are planned on the host, once, which is not in the times. A peer's
 results are compared with ours before it is timed.
 """

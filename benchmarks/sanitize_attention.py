@@ -1,10 +1,11 @@
 """A small case of each Hopper kernel, to be run under compute-sanitizer.
 
-Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse | keys]
+Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse | keys | blocks]
        compute-sanitizer --tool racecheck --racecheck-report all python benchmarks/sanitize_attention.py keys
 
-With ``sparse`` those of sparse attention alone, with ``keys`` those of single keys. racecheck does not follow
-mbarriers, and finds errors where there are none; its warnings are of lanes of a warp that do not wait for each other.
+With ``sparse`` those of sparse attention alone, with ``keys`` or ``blocks`` a few of single keys or of blocks.
+racecheck does not follow mbarriers, and finds errors where there are none; its warnings are of lanes of a warp that do
+not wait for each other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import torch
 
 from megatron_magi.mask import builders
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
@@ -37,10 +39,13 @@ def main() -> None:
     torch.manual_seed(0)
     if sys.argv[1:] == ["keys"]:
         single_keys()
+    elif sys.argv[1:] == ["blocks"]:
+        blocks()
     else:
         if sys.argv[1:] != ["sparse"]:
             dense()
         sparse()
+        blocks()
     torch.cuda.synchronize()
     print("computed")
 
@@ -89,6 +94,20 @@ def single_keys() -> None:
     indices = torch.rand(6, 1, 900, device="cuda").argsort(-1)[..., :700]
     for deterministic in (False, True):
         out, _ = index_sparse_attention(*leaves, indices, impl="ffa", deterministic=deterministic)
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+
+
+def blocks() -> None:
+    """Lists of blocks, in one kernel and two, with lists of queries that are cut into parts."""
+    tuning.SPARSE_PART_BYTES = 1 << 17
+    leaves = [
+        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((900, 16), (333, 1), (333, 1))
+    ]
+    for k_block, deterministic in ((64, False), (128, False), (128, True)):
+        mask = torch.rand(1, 45, -(-333 // k_block), device="cuda") < 0.7
+        out, _ = block_sparse_attention(
+            *leaves, mask, q_block_size=20, k_block_size=k_block, impl="ffa", deterministic=deterministic
+        )
         torch.autograd.grad(out, leaves, torch.randn_like(out))
 
 

@@ -1,6 +1,6 @@
 """Many steps of attention with a new mask each, prepared ahead by workers: does memory stay flat?
 
-    torchrun --nproc-per-node 2 benchmarks/soak.py [--steps 10000] [--tokens 1024] [--csv FILE]
+    torchrun --nproc-per-node 2 benchmarks/soak.py [--steps 10000] [--tokens 1024] [--stages N] [--csv FILE]
 
 A step is a forward and a backward pass of two layers over packed documents, with new lengths. Memory of the
 device (what tensors have, and what the allocator has taken), of the training process and of its workers is looked at
@@ -26,7 +26,7 @@ from provenance import write_csv
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_magi.attention import AttnShape, PreparedBatch, distributed_attention, prepare_batch
-from megatron_magi.config import MagiConfig
+from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.plan import make_plan
 
 HEADS_Q, HEADS_KV, HEAD_DIM, NUM_LAYERS = 8, 2, 64, 2
@@ -43,6 +43,7 @@ class Masks(Dataset):
         rank, num_ranks, tokens: this one, how many there are, and tokens a rank.
         shape: of the attention.
         num_steps: batches.
+        config: of the attention.
     """
 
     rank: int
@@ -50,14 +51,15 @@ class Masks(Dataset):
     tokens: int
     shape: AttnShape
     num_steps: int
+    config: MagiConfig
 
     def __len__(self) -> int:
         return self.num_steps
 
     def __getitem__(self, step: int) -> PreparedBatch:
         mask = Case(self.tokens * self.num_ranks, 8, self.num_ranks).mask(step)
-        plan = make_plan(mask, MagiConfig(), self.num_ranks).for_rank(self.rank)
-        return prepare_batch({"all": plan}, self.shape, MagiConfig())
+        plan = make_plan(mask, self.config, self.num_ranks).for_rank(self.rank)
+        return prepare_batch({"all": plan}, self.shape, self.config)
 
 
 def memory_mib(device: torch.device) -> list[float]:
@@ -69,13 +71,13 @@ def memory_mib(device: torch.device) -> list[float]:
     return [n / 2**20 for n in (*of_device, process.memory_info().rss, workers)]
 
 
-def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) -> Iterator[list]:
+def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int, config: MagiConfig) -> Iterator[list]:
     """Rows of the table, of this rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = AttnShape(HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, dtype).kernels_for(device)
     loader = DataLoader(
-        Masks(rank, num_ranks, tokens, shape, num_steps), batch_size=None, num_workers=num_workers,
+        Masks(rank, num_ranks, tokens, shape, num_steps, config), batch_size=None, num_workers=num_workers,
         pin_memory=device.type == "cuda", multiprocessing_context="fork" if num_workers else None,
     )  # fmt: skip
     looks = {max(1, num_steps // 100), *(num_steps * i // 10 for i in range(1, 11))}
@@ -88,7 +90,7 @@ def soak(device: torch.device, num_steps: int, tokens: int, num_workers: int) ->
         y = x
         for _ in range(NUM_LAYERS):
             kv = y[:, :HEADS_KV]
-            y = distributed_attention(y, kv, kv, batch.plans["all"], dist.group.WORLD)[0]
+            y = distributed_attention(y, kv, kv, batch.plans["all"], dist.group.WORLD, config=config)[0]
         torch.autograd.grad(y.float().square().sum(), x)
         if step in looks:
             gc.collect()
@@ -115,7 +117,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=1024, help="a rank")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--stages", type=int, help="remote stages, instead of one launch")
     options = parser.parse_args()
+    config = MagiConfig(overlap=OverlapConfig(degree=options.stages, one_launch=options.stages is None))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -123,7 +127,7 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rows: list[list] = []
     dist.all_gather_object([None] * dist.get_world_size(), 0)  # what looks need is there before the first
-    for row in soak(device, options.steps, options.tokens, options.workers):
+    for row in soak(device, options.steps, options.tokens, options.workers, config):
         found: list[list] = [[]] * dist.get_world_size()
         dist.all_gather_object(found, row)
         rows += found

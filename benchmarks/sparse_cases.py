@@ -20,7 +20,8 @@ from megatron_magi.ops.sparse_pattern import SparsePattern
 
 DENSITIES = (0.05, 0.1, 0.25, 0.5)
 TOKENS, LIST_TOKENS = (8192, 32768, 131072), (32768, 65536, 131072, 262144, 524288)
-HEADS, VIDEO_HEADS, LIST_HEADS = (64, 8), (24, 24), (128, 1)
+TOP_TOKENS = (32768, 110592)
+HEADS, VIDEO_HEADS, LIST_HEADS, TOP_HEADS = (64, 8), (24, 24), (128, 1), (7, 7)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,13 @@ def block_case(name: str, mask: Tensor, tokens: int, heads: tuple[int, int], blo
 def uniform(tokens: int, density: float, k_block: int) -> Case:
     mask = torch.rand((HEADS[1], tokens // 128, tokens // k_block), device="cuda") < density
     return block_case(f"uniform {density:.0%}", mask, tokens, HEADS, (128, k_block))
+
+
+def top_blocks(tokens: int, q_block: int) -> Case:
+    """Each block of queries sees 64 blocks of 64 keys, at random, others for each head."""
+    scores = torch.rand((TOP_HEADS[1], tokens // q_block, tokens // 64), device="cuda")
+    mask = torch.zeros(scores.shape, dtype=torch.bool, device="cuda").scatter_(-1, scores.topk(64).indices, True)
+    return block_case("top 64", mask, tokens, TOP_HEADS, (q_block, 64))
 
 
 def video_tiles(tokens: int) -> Case:
@@ -163,6 +171,8 @@ def cases(only: list[str], least: int, most: int) -> Iterator[Case]:
         makers += [(f"variable {density:.0%}", tokens, partial(variable, tokens, density)) for density in DENSITIES]
         makers += [("video tiles", tokens, partial(video_tiles, tokens))]
         makers += [("video windows", tokens, partial(video_windows, tokens))]
+    for tokens, q_block in itertools.product(TOP_TOKENS, (64, 128)):
+        makers.append((f"top 64 {q_block}", tokens, partial(top_blocks, tokens, q_block)))
     for keys in LIST_TOKENS:
         makers += [(f"blocks {k_block}", keys, partial(listed_blocks, keys, k_block)) for k_block in (128, 64)]
         makers += [(f"index top {topk}", keys, partial(listed_keys, keys, topk)) for topk in (512, 2048)]

@@ -33,6 +33,10 @@ DEVICE u32 load_acquire_gpu(const u32* p) {
   return x;
 }
 
+DEVICE void store_release_gpu(u32* p, u32 x) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
 DEVICE u32 load_volatile(const u32* p) {
   u32 x;
   asm volatile("ld.volatile.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");

@@ -41,26 +41,26 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "exchange": Shape(768, 32, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
+    "exchange": Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
     "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
+"""24 blocks of ``exchange``: 16 fill the links to 0.94 of what 128 do; sums take more."""
 
 
-MOST_BESIDE = 24
-"""Blocks of ``exchange`` beside other work. 16 fill the links to 0.94 of what 128 do; sums take more."""
-
-
-def blocks_of(name: str, share: int, beside: bool = False) -> int:
-    """Blocks of a kernel, each on an SM.
+def blocks_of(name: str, share: int) -> int:
+    """Blocks of a kernel, each on an SM; ``exchange`` sends and takes in one, beside other work.
 
     Args:
         share: SMs of the group, see `megatron_magi.comm.sm_budget`.
-        beside: ``exchange`` sends and takes in one kernel, beside other work; else in two, side by side.
     """
-    if beside:
-        return min(MOST_BESIDE, share)
-    return min(SHAPES[name].num_blocks, share // 2 if name == "exchange" else share)
+    return min(SHAPES[name].num_blocks, share)
+
+
+def blocks_apart(share: int, sums: bool) -> tuple[int, int]:
+    """The same of ``exchange`` where one kernel sends and another takes: sums wait for those that take."""
+    sending = max(share * 3 // 8, 1) if sums else share // 2
+    return sending, share - sending
 
 
 class PeerKernel(NamedTuple):
@@ -123,12 +123,12 @@ class Launch:
 
     Args:
         kernel: what is launched.
-        share: see `blocks_of`.
+        num_blocks: its grid.
         params: of the kernel.
         started: see `LaunchConfig`; for what runs beside other work.
     """
 
-    def __init__(self, kernel: PeerKernel, share: int, *params: bytes | int, started: int = 0) -> None:
+    def __init__(self, kernel: PeerKernel, num_blocks: int, *params: bytes | int, started: int = 0) -> None:
         self._kernel = kernel.kernel
         self._params = ctypes.create_string_buffer(kernel.params.pack(*params))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
@@ -136,7 +136,7 @@ class Launch:
             (ctypes.c_uint64 * MOST_TENSORS).from_buffer(self._params, PEERS.size + i * SLOT_ROWS.size)
             for i in range(kernel.num_lists)
         ]
-        self._config = LaunchConfig(self._kernel, blocks_of(kernel.name, share, started > 0), started)
+        self._config = LaunchConfig(self._kernel, num_blocks, started)
 
     def step(self, *lists: Sequence[Place], overlaps: bool = False, num_blocks: int | None = None) -> Step:
         """The launch with parameters of its own.

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import soak
 import torch
 
+from megatron_magi.config import MagiConfig, OverlapConfig
 from megatron_magi.plan import RankPlan
 
 
-def _soak(rank: int, num_ranks: int) -> tuple[list[list], int]:
-    rows = list(soak.soak(torch.device("cpu"), 60, 32, num_workers=0))
+def _soak(rank: int, num_ranks: int, overlap: OverlapConfig) -> tuple[list[list], int]:
+    rows = list(soak.soak(torch.device("cpu"), 60, 32, num_workers=0, config=MagiConfig(overlap=overlap)))
     gc.collect()
     return rows, sum(type(x) is RankPlan for x in gc.get_objects())
 
 
-def test_of_all_masks_the_last_plans_alone_are_kept(ranks) -> None:
-    for rank, (rows, num_plans) in enumerate(ranks(2, _soak)):
+@pytest.mark.parametrize("overlap", [OverlapConfig(), OverlapConfig(degree=2, one_launch=False)])
+def test_of_all_masks_the_last_plans_alone_are_kept(ranks, overlap) -> None:
+    for rank, (rows, num_plans) in enumerate(ranks(2, _soak, overlap)):
         assert [row[:2] for row in rows] == [[rank, step] for step in (1, *range(6, 61, 6))]
         assert num_plans <= 2
 

@@ -365,7 +365,10 @@ def on_gpus(rank, num_ranks, per_node):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-@pytest.mark.ranks(4)
-def test_two_levels_on_gpus_do_what_they_do_on_cpus():
-    found = run_ranks(on_gpus, 4, 2, backend="nccl", timeout_s=120)
-    assert found == [(3 * 3 * 3, 4 * 4)] * 4
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node"),
+    [pytest.param(n, per_node, marks=pytest.mark.ranks(n)) for n, per_node in ((2, 1), (4, 2))],
+)
+def test_two_levels_on_gpus_do_what_they_do_on_cpus(num_ranks, per_node):
+    found = run_ranks(on_gpus, num_ranks, per_node, backend="nccl", timeout_s=120)
+    assert found == [(3 * 3 * 3, 4 * 4)] * num_ranks

@@ -230,10 +230,12 @@ def test_kernels_that_wait_for_other_ranks_have_sms_of_their_own_however_many_gr
     assert sm_budget.most_groups(132) == sm_budget.MOST_GROUPS
     for num_groups in range(1, sm_budget.most_groups(num_sms) + 1):
         share = sm_budget.share_of(num_sms, num_groups)
-        apart = 2 * peer_kernels.blocks_of("exchange", share)  # one kernel sends while another takes
-        others = (peer_kernels.blocks_of("exchange", share, beside=True),
-                  *(peer_kernels.blocks_of(name, share) for name in ("publish_rows", "pull_bulk")))  # fmt: skip
-        assert min(apart // 2, *others) > 0
+        casts, sums = (peer_kernels.blocks_apart(share, is_sum) for is_sum in (False, True))
+        # One kernel sends while another takes, of the same call or the next, but none sends beside one that takes sums.
+        apart = max(sum(casts), sum(sums), sums[0] + casts[1])
+        assert apart <= share and min(*casts, *sums) > 0
+        others = [peer_kernels.blocks_of(name, share) for name in ("exchange", "publish_rows", "pull_bulk")]
+        assert min(others) > 0
         free = num_sms - num_groups * max(apart, *others)
         # NCCL's kernel in clusters, which need SMs of one GPC, wherever the others lie; then one cluster more.
         clusters = (free - 3 * sm_budget.NUM_GPCS) // sm_budget.NCCL_CLUSTER
@@ -250,11 +252,23 @@ on_gpus = pytest.mark.parametrize(
 IMPLS = ("native", "all_to_all", "auto")
 
 
+def extremes(num_ranks: int) -> list[Transfers]:
+    """Nobody needs anything; one rank needs everything, and nobody else anything."""
+    num_rows, nothing = [40] * num_ranks, np.arange(0)
+    return [
+        Transfers(
+            num_rows,
+            [[np.arange(40) if j == taker != i else nothing for j in range(num_ranks)] for i in range(num_ranks)],
+            [None] * num_ranks,
+        )
+        for taker in (None, num_ranks - 1)
+    ]
+
+
 def cast_rows_of_heads(rank, num_ranks, device="cpu", impls=("reference", "all_to_all")):
     """Rows long enough for TMA, in every order, kept or not; returns the number of comparisons."""
     compared = 0
-    for seed in range(8):
-        transfers = many_rows(num_ranks, seed, 300)
+    for transfers in (*(many_rows(num_ranks, seed, 300) for seed in range(8)), *extremes(num_ranks)):
         args = transfers.args(rank, device)
         for kinds in ([((8, 128), torch.bfloat16)] * 2, [((1100,), torch.float32), ((2, 8), torch.bfloat16)]):
             compared += check_casts(transfers, args, rank, kinds, impls, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,6 +89,27 @@ def test_a_capture_is_looked_for_on_the_gpu_of_the_group(monkeypatch):
         mover = object.__new__(native.Native)
         mover._device = torch.device("cuda", index)
         assert mover._captures() == (index == 0) and current == [1]
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_nothing_is_sent_beside_sums_that_are_under_way(monkeypatch, is_waited_for):
+    """They take more SMs than a kernel that sends leaves."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None))
+    mover = object.__new__(native.Native)
+    mover._device, mover._side, mover._streams = torch.device("cuda", 0), Stream(), {7: Stream()}
+    mover._side.cuda_stream = 8
+    mover._last, mover._joins, mover._beside, mover._sends_beside, mover._events = -1, 0, 0, False, []
+    mover._ready, mover._lock = SimpleNamespace(record=lambda _: None), threading.Lock()
+    mover._captures = lambda: False
+    mover._exchanges = lambda *_: [SimpleNamespace(fire=lambda *_: None)] * 2
+    x = [torch.zeros(4, 64)]
+    work, _ = mover._run(native._ADD, x, None, RowLayout.of(x), [], (torch.float32, torch.float32))
+    if is_waited_for:
+        work.wait()
+    following, _ = mover._run(native._CAST, x, None, RowLayout.of(x), [])
+    assert mover._joins == (not is_waited_for) and mover._beside == 1
+    following.wait()
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

@@ -9,7 +9,7 @@ from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.sparse_lists import lists_of, lists_of_mask, lists_of_queries
 from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from megatron_magi.ops.sparse_pattern import SparsePattern
+from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from tests.gpu_memory import needs_gigabytes
 from tests.ops.sparse_cases import (
     check_backward,
@@ -233,11 +233,25 @@ def test_offsets_past_2_to_the_31_reach_their_place(k_block):
 @pytest.mark.parametrize("form", ["mask", "lists"])
 @pytest.mark.parametrize("k_block", [1, 64, 128])
 def test_long_lists_that_sms_begin_together_mean_the_same(monkeypatch, k_block, form):
-    for name in ("L2_BYTES", "SPARSE_QUERY_BYTES"):
-        monkeypatch.setattr(tuning, name, 0)
+    monkeypatch.setattr(tuning, "L2_BYTES", 0)
     single = k_block == 1
     pattern = index_pattern(1, 500, 3205, 900) if single else block_pattern(form, 1, 500, 3205, 1, k_block, False)
     x = make_case(pattern, 500, 3205, (64, 1))
     for _ in range(3):
         check_forward(x)
         check_backward(x)
+
+
+@pytest.mark.parametrize("parts", [2, 7, 90])
+@pytest.mark.parametrize(("k_block", "deterministic"), [(64, False), (128, True)])
+@pytest.mark.parametrize("form", ["mask", "csr", "lists"])
+def test_lists_of_queries_that_are_cut_into_parts_mean_the_same(monkeypatch, form, k_block, deterministic, parts):
+    num_rows, num_keys, q_block = 3000, 1605, 20  # lists of up to 450 steps, some of none
+    monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", num_blocks(num_rows * 6 * 128 * 4, parts))
+    pattern = block_pattern(form, 2, num_rows, num_keys, q_block, k_block, causal=False)
+    x = make_case(pattern, num_rows, num_keys, (12, 2))
+    check_backward(x, deterministic)
+    out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, pattern, x.scale, sink_lse=None, return_max_logits=False)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    runs = [sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, pattern, x.scale, deterministic) for _ in "ab"]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -11,7 +11,7 @@ from megatron_magi.cuda.driver import Kernel
 from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.sparse_attention import block_sparse_attention, index_sparse_attention
-from megatron_magi.ops.sparse_pattern import SparsePattern
+from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 from tests.ops.fake_driver import fake_driver
 
 
@@ -78,21 +78,24 @@ def test_sums_of_dq_that_exceed_the_cache_are_left_to_a_kernel_without_sums(laun
     assert found == [True, False, False]
 
 
-def test_lists_of_queries_begin_together_for_blocks_of_64_keys_and_where_a_key_head_has_many(launched, monkeypatch):
+def test_lists_of_queries_are_cut_into_parts_by_the_bytes_that_a_key_head_reads(launched, monkeypatch):
     q, k, v = tensors(128)
     found, make = [], sparse_backward.Launch
 
     def keep(kernel, num_blocks, params, maps=()):
-        found.extend([params.tiles.long_list] if kernel.handle == "sparse_backward_keys" else [])
+        found.extend([(params.parts, params.tiles.num_items)] if kernel.handle == "sparse_backward_keys" else [])
         return make(kernel, num_blocks, params, maps)
 
     monkeypatch.setattr(sparse_backward, "Launch", keep)
-    for k_block, q_block, most in ((64, 1, 4 * 100 * 4 * 128 - 1), (64, 2, 4 * 100 * 4 * 128), (128, 1, 0)):
-        monkeypatch.setattr(tuning, "SPARSE_QUERY_BYTES", most)
-        lists = torch.zeros(100 // q_block, 3, dtype=torch.int32)
-        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=q_block, k_block_size=k_block, impl="ffa")
+    monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", 0)
+    read = 2 * 100 * 4 * 128 * 2  # q and dout
+    lists = torch.zeros(100, 3, dtype=torch.int32)
+    for k_block, most in ((64, read), (64, read - 1), (128, read // 3)):
+        monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", most)
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, impl="ffa")
         out.sum().backward()
-    assert found == [100 // 64, sparse_kernels.BEHIND_ALL, sparse_kernels.BEHIND_ALL]
+    blocks = [num_blocks(k.shape[0], size) for size in (64, 128)]
+    assert found == [(1, 2 * blocks[0]), (2, 4 * blocks[0]), (4, 8 * blocks[1])]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])

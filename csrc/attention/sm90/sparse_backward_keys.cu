@@ -1,5 +1,7 @@
 // Sparse attention backward for sm_90a, dK and dV by lists of the blocks of queries that see a block of keys: one work
-// item is such a block of keys of one key head.
+// item is such a block of keys of one key head, and a part of its list where lists are cut. SMs go over the first parts
+// of all lists, then over the second, so that they read the same queries at about the same time; sums wait in device
+// memory for the next part of their list.
 //
 // K and V of the item stay in shared memory, dK and dV in registers. A step is 64 places (sparse_tiles.cuh) of a listed
 // block of queries, on transposed logits as in backward.cu. Of blocks of 128 keys each consumer warpgroup owns 64, and
@@ -24,6 +26,8 @@ constexpr int kHalf = kHeadDim / 2;
 constexpr u32 kPieceFloats = kHalf * 16;       // sums of 16 places and half the columns, as a warp's accumulators lie
 constexpr bool kShares = kTileKeys > kStep;    // steps are of both warpgroups
 constexpr int kTurns = kShares ? 1 : kGroups;  // warpgroups that take steps in turn
+constexpr int kLeastSteps = 64;                // of a part
+constexpr int kSums = kShares ? 4 : 2;         // of an item: dK and dV, of each warpgroup or of one
 static_assert(kShares || !ADD_DQ);
 using T = DTYPE;
 
@@ -45,6 +49,9 @@ struct SparseKeysParams {
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
+  float4* part_sums;  // [blocks of keys of all heads, sums of one, head_dim / 8, 128 threads]
+  u32* parts_done;    // [these, these, 4 warps] of zeros; both null of one part
+  int parts;          // of a long list, without ADD_DQ
   int stats_block, units, block_units;
   float scale, scale_log2;
 };
@@ -59,7 +66,8 @@ struct Shared {
   float lse[kStages][kPlaces], delta[kStages][kPlaces];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
-  int4 info[kStages];         // flags, first query, past-the-last query of the block, number of the keys
+  int4 info[kStages];         // flags, first query, past-the-last query of the block, number of the keys;
+                              // at the end: flags, part, parts, number of the keys
   int sums[kStages];          // piece of dq_sums, the first half
   int handed_piece[kGroups];  // -1: no more
   int next_item;              // this and the next are the producer's alone
@@ -119,9 +127,9 @@ struct Loader {
   }
 
   // Both warpgroups are told.
-  DEVICE void say(int flags, int piece) {
+  DEVICE void say(int flags, int part, int parts, int piece) {
     for (int w = 0; w < kTurns; ++w) {
-      barrier_arrive(announce(flags, 0, 0, piece));
+      barrier_arrive(announce(flags, part, parts, piece));
       ring.advance();
     }
   }
@@ -130,18 +138,26 @@ struct Loader {
 DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   const SparseTiles& t = p.tiles;
   Loader loader{p, s};
+  const int most_parts = ADD_DQ ? 1 : p.parts;
+  const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
   for (int item = blockIdx.x; item < t.num_items;) {
     s.next_item = gridDim.x + atomicAdd(t.counter, 1);  // there, for registers are scarce
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
-    const int head_kv = item / pieces, piece = item - head_kv * pieces, first_key = piece * kTileKeys;
+    const int row = item / pieces, piece = item - row * pieces, first_key = piece * kTileKeys;
+    const int head_kv = row / most_parts, part = row - head_kv * most_parts;
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
     const i64 begin = t.offsets ? offset_at(t, list) : list * t.list_step;
-    const int* at = t.entries + begin;
-    int left = t.offsets ? offset_at(t, list + 1) - static_cast<int>(begin) : __ldg(t.counts + list);
+    const int count = t.offsets ? offset_at(t, list + 1) - static_cast<int>(begin) : __ldg(t.counts + list);
+    const int parts = ADD_DQ ? 1 : max(1, min(most_parts, count * steps / kLeastSteps));
+    if (part >= parts) {
+      item = s.next_item;
+      continue;
+    }
+    const int most = (count + parts - 1) / parts, before = most * part;
+    const int* at = t.entries + begin + before;
+    int left = min(most, count - before);
     loader.keys(piece, head_kv);
     s.item = make_int2(piece, head_kv);
-    if (left >= t.long_list)  // for at most a tenth of the time that they take
-      keep_together(t.counter, item, t.num_items, left * t.packs * (t.query_block << t.log2_heads) / (kPlaces / 4));
     for (; left > 0; --left) {
       const int block = __ldg(at++);
       const int rows = min(t.num_rows - block * t.query_block, t.query_block);
@@ -150,10 +166,10 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
       for (int pack = 0; pack < t.packs; ++pack)
         for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
     }
-    loader.say(kLastStep | s.item.y << 3, s.item.x);
+    loader.say(kLastStep | s.item.y << 3, part, parts, s.item.x);
     item = s.next_item;
   }
-  loader.say(kNoMoreSteps, 0);
+  loader.say(kNoMoreSteps, 0, 0, 0);
   leave(t.counter);
 }
 
@@ -331,6 +347,31 @@ struct Consumer {
     }
   }
 
+  // Adds what the parts before have summed up; of the last part the sum is whole, else it is left for the next.
+  DEVICE bool whole(float (&acc)[kHeadDim / 2], int head_kv, const int4& item, int sum) const {
+    const int part = item.y, parts = item.z;
+    if (ADD_DQ || parts == 1) return true;
+    const int pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys, thread = threadIdx.x % 128;
+    const i64 place = static_cast<i64>(head_kv * pieces + item.w) * kSums + sum;
+    float4* sums = p.part_sums + place * (kHeadDim / 8 * 128) + thread;
+    u32* done = p.parts_done + place * 4 + thread / 32;
+    if (part > 0) {
+      while (load_acquire_gpu(done) < part) sleep_ns(100);
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        const float4 other = __ldcg(sums + 128 * i);
+        acc[4 * i] += other.x, acc[4 * i + 1] += other.y, acc[4 * i + 2] += other.z, acc[4 * i + 3] += other.w;
+      }
+    }
+    if (part + 1 == parts) return true;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 8; ++i)
+      __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+    __syncwarp();
+    if (lane == 0) store_release_gpu(done, part + 1);
+    return false;
+  }
+
   DEVICE void store(const float (&acc)[kHeadDim / 2], void* to, i64 row_stride, i64 head_stride, float factor,
                     int head_kv, int first_key) const {
     const i64 first = first_key + key;
@@ -345,7 +386,8 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
       bool waited = false;
-      int flags, first_key;
+      int flags;
+      int4 item;
       while (true) {
         barrier_wait(smem_address(&s.full[stage]), parity);
         flags = uniform(s.info[stage].x);
@@ -353,7 +395,7 @@ struct Consumer {
         if (!waited) barrier_wait(smem_address(&s.kv_full), kv_parity);
         waited = true;
         if (flags & kLastStep)
-          first_key = s.info[stage].w * kTileKeys;
+          item = s.info[stage];
         else
           step(dk, dv, flags);
         release(s.empty[stage], lane);
@@ -378,8 +420,11 @@ struct Consumer {
         else
           take_over(dk);
       }
-      if (kShares || !warpgroup) store(dk, p.dk, p.dk_row, p.dk_head, p.scale, flags >> 3, first_key);
-      if (kShares || warpgroup) store(dv, p.dv, p.dv_row, p.dv_head, 1.f, flags >> 3, first_key);
+      const int head_kv = flags >> 3, sum = kShares ? 2 * warpgroup : 0;
+      if ((kShares || !warpgroup) && whole(dk, head_kv, item, sum))
+        store(dk, p.dk, p.dk_row, p.dk_head, p.scale, head_kv, item.w * kTileKeys);
+      if ((kShares || warpgroup) && whole(dv, head_kv, item, sum + 1))
+        store(dv, p.dv, p.dv_row, p.dv_head, 1.f, head_kv, item.w * kTileKeys);
     }
     if (!ADD_DQ) return;
     named_sync(kPlaceFree + warpgroup, 160);

@@ -23,7 +23,15 @@ import torch.distributed as dist
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import SHAPES, SUM_LOADS, Launch, exchange_defines, kernel_of
+from megatron_magi.comm.peer_kernels import (
+    SHAPES,
+    SUM_LOADS,
+    Launch,
+    blocks_apart,
+    blocks_of,
+    exchange_defines,
+    kernel_of,
+)
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
@@ -69,7 +77,7 @@ class Native:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
-        self._sends_beside = False  # some of them send there
+        self._sends_beside = False  # some of them send there, or leave too few SMs to a kernel that sends
         self._joins = 0  # how often it has been made to wait for all of them
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -284,13 +292,13 @@ class Native:
             self._ready.record(current)
             self._side.wait_event(self._ready)
             if not kept:
-                if self._sends_beside:
+                if self._beside and self._sends_beside:
                     self._join(current)
                 launches[0].fire(raw, rows, results)
             launches[-1].fire(self._side.cuda_stream, rows, results)
             if kept:  # what comes next on the current stream may take all SMs until it ends
                 current.wait_event(self._started)
-                self._sends_beside = True
+            self._sends_beside = self._sends_beside or kept or bool(types)
             self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
@@ -380,8 +388,11 @@ class Native:
             *pointers,
             sent_shift(row_bytes, most),
         )
-        started = self._started.cuda_event if roles == _BOTH else 0
-        return tuple(Launch(kernel, share, *parts, role, started=started) for role in roles)
+        if roles == _BOTH:
+            num_blocks = blocks_of("exchange", share)
+            return (Launch(kernel, num_blocks, *parts, *roles, started=self._started.cuda_event),)
+        blocks = zip(blocks_apart(share, bool(types)), roles, strict=True)
+        return tuple(Launch(kernel, num_blocks, *parts, role) for num_blocks, role in blocks)
 
     def _prepare_announced(
         self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
@@ -401,8 +412,8 @@ class Native:
             for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
         )
         return (
-            Launch(publish, share, packed, of_rows, *published, shift),
-            Launch(pull, share, packed, of_results, *pulled, shift, *after),
+            Launch(publish, blocks_of("publish_rows", share), packed, of_rows, *published, shift),
+            Launch(pull, blocks_of("pull_bulk", share), packed, of_results, *pulled, shift, *after),
         )
 
     def _stream(self, raw: int) -> torch.cuda.Stream:

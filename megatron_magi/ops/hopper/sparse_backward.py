@@ -131,18 +131,21 @@ def backward_by_keys(
     block_units = num_blocks(pattern.q_block * heads, _UNIT)
     units = blocks * block_units + kernels.PIECE // _UNIT  # the last tile may add zeros behind its own
     packs = num_heads // heads
-    sums = torch.empty(packs * units * _UNIT * dim if adds_dq else 0, dtype=torch.float32, device=q.device)
+    lists_kv = heads_kv * num_blocks(num_keys, pattern.k_block)
+    parts = 1 if adds_dq else max(1, num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES))
+    waiting = 2 * lists_kv * pattern.k_block // kernels.PIECE if parts > 1 else 0  # sums of a warpgroup
+    part_sums = torch.empty(waiting * kernels.PIECE * dim, device=q.device)
+    num_sums = packs * units * _UNIT * dim if adds_dq else 4 * waiting
+    sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else the parts that are done
     stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block, sums, stream)
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern, stream)
-        tiles.num_items = heads_kv * num_blocks(num_keys, pattern.k_block)
-        together = pattern.k_block == kernels.PIECE and 4 * q.numel() // heads_kv > tuning.SPARSE_QUERY_BYTES
-        tiles.long_list = blocks // 64 if together else kernels.BEHIND_ALL
+        tiles.num_items = parts * lists_kv
         params = SparseKeysParams(
             tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+            parts=parts, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
         maps = (
             kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
@@ -150,13 +153,14 @@ def backward_by_keys(
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
         return Launch(kernel, grid_size(q.device, tiles.num_items, 0), params, maps)
 
-    launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq), make)
+    launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq, parts), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
         lists.point(params.tiles)
         params.lse, params.delta, params.dq_sums = stats[0].data_ptr(), stats[1].data_ptr(), sums.data_ptr()
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        params.part_sums, params.parts_done = part_sums.data_ptr(), sums.data_ptr()
         launch.fire(stream)
     dq = _finished_dq(sums, q, (heads, pattern.q_block, units, block_units), softmax_scale, stream) if adds_dq else None
     return dq, dk, dv

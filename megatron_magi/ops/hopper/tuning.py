@@ -98,6 +98,7 @@ MOST_SPARSE_DQ_BYTES, MOST_SPARSE_DQ_BYTES_OF_HEAD = 112 << 20, 48 << 20
 than two: 1.10 times as fast at 34 MB of one key head, 0.94 at 67, 0.67 at 268; 1.15 times at 101 MB of 24 key heads.
 Masks with 268 MB of eight: 0.69 to 0.83, before dq alone became faster."""
 
-SPARSE_QUERY_BYTES = 192 << 20
-"""Bytes of q and dout of a key head from which on SMs begin their lists of queries together, in the backward of blocks
-of 64 keys: at 134, 268 and 537 MB 0.97, 1.08 and 1.24 times as fast; of 128 keys 0.96 to 0.98."""
+SPARSE_PART_BYTES = 24 << 20
+"""Bytes of q and dout of a key head from which on lists of queries are cut into parts, one for so many bytes: dk and dv
+of blocks of 64 keys at 134 and 268 MB 1.10 to 1.12 and 1.12 to 1.14 times as fast, of 128 keys 1.00 to 1.03 and 1.03 to
+1.06."""
