@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,8 @@ class PackedArrays:
         offset, dtype, shape = self.places[index]
         return self.buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def to(self, device: torch.device | str) -> list[torch.Tensor]:
-        """The arrays as tensors on ``device``: views of one block of memory.
+    def to(self, device: torch.device | str) -> Views:
+        """The arrays as tensors on ``device``: views of one block of memory, made when they are asked for.
 
         To a GPU it is one copy from page-locked memory, queued on the current stream. The host does not wait for it.
         """
@@ -59,13 +59,24 @@ class PackedArrays:
             memory = (memory if memory.is_pinned() else memory.pin_memory()).to(device, non_blocking=True)
         elif device.type != "cpu":
             memory = memory.to(device)
-        # One call an array: layers wait for this.
-        of_dtype = {dtype: memory.view(dtype) for dtype in {place.dtype for place in self.places}}
-        begin = memory.storage_offset()
-        return [
-            of_dtype[dtype].as_strided(shape, _strides(shape), (begin + offset) // dtype.itemsize)
-            for offset, dtype, shape in self.places
-        ]
+        return Views({dtype: memory.view(dtype) for dtype in {place.dtype for place in self.places}}, self.places)
+
+
+class Views(Sequence[torch.Tensor]):
+    """Tensors in one block of memory; a slice is likewise."""
+
+    def __init__(self, memory: Mapping[torch.dtype, torch.Tensor], places: Sequence[_Place]) -> None:
+        self._memory, self._places = memory, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Views(self._memory, self._places[index])
+        offset, dtype, shape = self._places[index]
+        memory = self._memory[dtype]  # one call a tensor: layers wait for this
+        return memory.as_strided(shape, _strides(shape), memory.storage_offset() + offset // dtype.itemsize)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -94,7 +105,7 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
+def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> Sequence[torch.Tensor]:
     """Copies of the arrays on ``device``, there when this returns: whatever stream uses them first.
 
     The host waits for what is queued on the current stream. What is not to wait goes through `PackedArrays.to`.

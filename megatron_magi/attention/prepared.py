@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
-from megatron_magi.ops.hopper.plan import mask_facts
+from megatron_magi.ops.hopper.plan import Ready, mask_facts
 from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, facts_meet, make_gated_tables, make_tables
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
@@ -58,6 +58,13 @@ class AttnShape(NamedTuple):
         return self._replace(num_sms=hopper.sm_count(device) if takes else None)
 
 
+class _Closed(Sendable[tuple[MaskTables, ...]]):
+    """Tables that are not taken apart where they arrive."""
+
+    def _pinned(self, parts: tuple[MaskTables, ...]) -> tuple[MaskTables, ...]:
+        return parts  # what goes to the device is elsewhere
+
+
 @dataclass(frozen=True, eq=False)
 class _PreparedPlan:
     """A `RankPlan` with what its collectives and its stages need besides arrays.
@@ -65,37 +72,43 @@ class _PreparedPlan:
     Attributes:
         plan: of this rank.
         casts: of the stages, and of all at once if that is prepared and they are several.
-        tables: of the bands of each stage, and of all at once if that is prepared; or none at all.
-        joined: the bands of all at once, likewise.
+        tables: of the bands of each stage; or of all at once, if that is prepared; or none at all.
+        stages: of the bands of each stage, where ``tables`` are of all at once: they are seldom asked for.
+        joined: the bands of all at once, if that is prepared.
+        num_arrays, num_tile_plans: arrays of all these, and tile plans.
     """
 
     plan: RankPlan
     casts: tuple[CastFacts | LevelFacts, ...]
     tables: tuple[MaskTables, ...] = ()
+    stages: _Closed | None = None
     joined: np.ndarray | None = None
+    num_arrays: int = 0
+    num_tile_plans: int = 0
 
-    def keep(
-        self, left: Iterator[Tensor], device: torch.device, ready: torch.cuda.Event | None, plan_bytes: int
-    ) -> None:
-        """Makes the plan ready to run on ``device``; takes its arrays, which are there, from ``left``."""
-        casts = [uploaded_args(cast, list(islice(left, cast.num_arrays))) for cast in self.casts]
+    def keep(self, tensors: Sequence[Tensor], device: torch.device, ready: Ready | None, plan_bytes: int) -> None:
+        """Makes the plan ready to run on ``device``, where its arrays, ``tensors``, are."""
+        at, casts = 0, []
+        for cast in self.casts:
+            casts.append(uploaded_args(cast, tensors[at : at + cast.num_arrays]))
+            at += cast.num_arrays
         self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
         if len(casts) > self.plan.degree:
             self.plan.runtime[joined_key(device)] = casts[-1]
-        masks = self.plan.bands if self.joined is None else (*self.plan.bands, joined_bands(self.plan, self.joined))
-        arrived = [
-            (bands, tables, list(islice(left, tables.num_arrays)))
-            for bands, tables in zip(masks, self.tables, strict=False)
-        ]
-        kept = self.plan.runtime.setdefault("tables", [])
+        joined = () if self.joined is None else (joined_bands(self.plan, self.joined),)
+        kept, left = self.plan.runtime.setdefault("tables", []), iter(tensors[at:])
 
-        def keep(some: Sequence[tuple[np.ndarray, MaskTables, list[Tensor]]]) -> None:
-            kept.extend(tables.keep(bands, tensors, ready, plan_bytes) for bands, tables, tensors in some)
+        def keep(masks: Sequence[np.ndarray], tables: Sequence[MaskTables], left: Iterator[Tensor]) -> None:
+            for bands, table in zip(masks, tables, strict=True):
+                kept.extend(table.keep(bands, list(islice(left, table.num_arrays)), ready, plan_bytes))
 
-        is_whole = self.joined is not None and bool(self.tables[-1].plans)
-        keep(arrived[-1:] if is_whole else arrived)
-        if is_whole:  # those of stages are seldom asked for
-            self.plan.runtime["stage tables"] = cache(partial(keep, arrived[:-1]))
+        stages = self.stages
+        if stages is None:
+            keep((*self.plan.bands, *joined) if self.tables else (), self.tables, left)
+            return
+        keep(joined, self.tables, left)
+        bands = self.plan.bands
+        self.plan.runtime["stage tables"] = cache(lambda: keep(bands, stages.parts, left))
 
 
 class _Parts(NamedTuple):
@@ -142,14 +155,16 @@ class PreparedBatch(Sendable[_Parts]):
         ready = None
         if tensors and tensors[0].is_cuda:
             device = tensors[0].device  # with its number
-            ready = torch.cuda.current_stream(device).record_event()
+            stream = torch.cuda.current_stream(device)
+            ready = Ready(stream.record_event(), stream.cuda_stream)
         # All arrays lie in one block, which lives as long as any of them.
-        num_plans = sum(len(tables.plans) for prepared in parts.plans.values() for tables in prepared.tables)
-        plan_bytes = -(-parts.packed.num_bytes // max(num_plans, 1))
-        left = iter(tensors)
-        named = {name: next(left) for name in parts.names}
+        num_tile_plans = sum(prepared.num_tile_plans for prepared in parts.plans.values())
+        plan_bytes = -(-parts.packed.num_bytes // max(num_tile_plans, 1))
+        at = len(parts.names)
+        named = dict(zip(parts.names, tensors[:at], strict=True))
         for prepared in parts.plans.values():
-            prepared.keep(left, device, ready, plan_bytes)
+            prepared.keep(tensors[at : at + prepared.num_arrays], device, ready, plan_bytes)
+            at += prepared.num_arrays
         for name, plan in self.plans.items():
             if like is not None and name in like:
                 make_calls_ready(plan, like[name])
@@ -243,7 +258,7 @@ def _prepare_plan(
     like: Sequence[MaskFacts] | None,
 ) -> _PreparedPlan:
     """Appends the arrays that the plan needs to ``arrays``, in the order in which `_PreparedPlan.keep` takes them."""
-    casts = []
+    casts, before = [], len(arrays)
     dims = shape.head_dim, shape.head_dim_v
     one_launch = shape.num_sms is not None and pays(plan, dims, config.comm.impl)
     for transfer in (*plan.transfers, *([plan.joined] if one_launch and plan.joined is not None else ())):
@@ -251,15 +266,15 @@ def _prepare_plan(
         casts.append(facts)
         arrays += made
     if shape.num_sms is None:
-        return _PreparedPlan(plan, tuple(casts))
+        return _PreparedPlan(plan, tuple(casts), num_arrays=len(arrays) - before)
     first = next(step.stage for step in plan.schedule.backward if step.kind is StepKind.ATTEND)
-    tables = []
+    tables, of_tables = [], []
     num_keys = [plan.num_rows, *(transfer.num_recv for transfer in plan.transfers)]
     facts = [mask_facts(bands) for bands in plan.bands] if like is None else like[: len(plan.bands)]
     heads = shape.num_heads_q, shape.num_heads_kv
     problems = [make_problem(plan.num_rows, count, *heads, dims) for count in num_keys]
     sums_meet = needs_backward and facts_meet(facts, problems, _is_deterministic(config))
-    at_once = joined = None
+    at_once = None
     if one_launch and needs_backward and backward_pays(dims):
         at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
@@ -269,7 +284,8 @@ def _prepare_plan(
             use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
         table, made = make_tables(bands, problem, use, config.dispatch.planner, facts[stage])
         tables.append(table)
-        arrays += made
+        of_tables += made
+    stages = joined = None
     if one_launch:
         num_arriving = joined_transfer(plan).num_recv
         problem = problems[0]._replace(num_keys=plan.num_rows + num_arriving)
@@ -277,9 +293,14 @@ def _prepare_plan(
         table, made = make_gated_tables(
             joined, problem, num_arriving, shape.num_sms, at_once, config.dispatch.planner
         )  # fmt: skip
-        tables.append(table)
-        arrays += made
-    return _PreparedPlan(plan, tuple(casts), tuple(tables), joined)
+        if table.plans:
+            stages, tables, of_tables = _Closed(tuple(tables)), [table], [*made, *of_tables]
+        else:
+            tables.append(table)
+    arrays += of_tables
+    num_tile_plans = sum(len(table.plans) for table in (*tables, *(stages.parts if stages else ())))
+    num_arrays = len(arrays) - before
+    return _PreparedPlan(plan, tuple(casts), tuple(tables), stages, joined, num_arrays, num_tile_plans)
 
 
 def _is_deterministic(config: MagiConfig) -> bool:

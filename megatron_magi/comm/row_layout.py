@@ -33,11 +33,12 @@ class RowLayout:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> RowLayout:
         """The layout for tensors ``[n, ...]``."""
-        return _layout(tuple(x.shape[1:] for x in tensors), tuple(x.dtype for x in tensors))
+        return cls.make(tuple(x.shape[1:] for x in tensors), tuple(x.dtype for x in tensors))
 
     @classmethod
+    @lru_cache(maxsize=64)
     def make(cls, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> RowLayout:
-        """The layout for tensors of trailing shapes and dtypes."""
+        """The layout for tensors of trailing shapes and dtypes; equal ones are one object."""
         offsets, end, largest = [], 0, 1
         for shape, dtype in zip(shapes, dtypes, strict=True):
             start = _round_up(end, dtype.itemsize)
@@ -86,9 +87,6 @@ class RowLayout:
             strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
             places.append((offset // dtype.itemsize, (self.row_bytes // dtype.itemsize, *strides)))
         return places
-
-
-_layout = lru_cache(maxsize=64)(RowLayout.make)
 
 
 def _round_up(value: int, multiple: int) -> int:

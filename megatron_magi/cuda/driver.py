@@ -177,6 +177,10 @@ def _stream_of(config: int) -> int | None:
     return LaunchConfig.from_address(config).stream
 
 
+_Sizes, _Strides, _Box = ctypes.c_uint64 * 3, ctypes.c_uint64 * 2, ctypes.c_uint32 * 3
+_ALL = _Box(1, 1, 1)  # elements
+
+
 def tensor_map(t: Tensor, box_rows: int, box_heads: int = 1) -> bytes:
     """A tensor map of ``[rows, heads, columns]``, boxes of so many rows and heads, and `PANEL` columns.
 
@@ -194,18 +198,17 @@ def tensor_map(t: Tensor, box_rows: int, box_heads: int = 1) -> bytes:
         _MAP_DTYPES[t.dtype],
         3,
         ctypes.c_void_p(t.data_ptr()),
-        (ctypes.c_uint64 * 3)(columns, heads, rows),
-        (ctypes.c_uint64 * 2)(
-            (head_stride if heads > 1 else columns) * size, (row_stride if rows > 1 else heads * columns) * size
-        ),
-        (ctypes.c_uint32 * 3)(PANEL, box_heads, box_rows),
-        (ctypes.c_uint32 * 3)(1, 1, 1),
+        _Sizes(columns, heads, rows),
+        _Strides((head_stride if heads > 1 else columns) * size, (row_stride if rows > 1 else heads * columns) * size),
+        _Box(PANEL, box_heads, box_rows),
+        _ALL,
         0,
         _SWIZZLE_128B,
         _PROMOTE_256B,
         0,
     )
-    check(status, f"tensor map of a {rows} x {heads} x {columns} tensor, strides {row_stride}, {head_stride}")
+    if status:
+        check(status, f"tensor map of a {rows} x {heads} x {columns} tensor, strides {row_stride}, {head_stride}")
     return ctypes.string_at(at, 128)
 
 

@@ -7,6 +7,7 @@ import pickle
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,6 +171,23 @@ def test_layers_find_all_tables_of_a_prepared_batch(monkeypatch, one_rank_alone,
         assert {"forward", "prepare"} <= set(launched)
 
 
+def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, one_rank_alone):
+    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig("native", verify=False))
+    plan = make_plan(MASKS["causal"], config, 2).for_rank(0)
+    with fake_driver(monkeypatch):
+        batch = pickle.loads(pickle.dumps(prepare_batch({0: plan}, SHAPE, config, {"rows": np.arange(3)})))
+        assert batch.to(CPU)["rows"].tolist() == [0, 1, 2]
+        stages = batch.parts.plans[0].stages
+        for announces in (True, False):
+            with monkeypatch.context() as patch:
+                refuse(patch)
+                if not announces:
+                    patch.setattr(one_launch, "announced_cast", lambda *_: None)
+                attend(batch.plans[0], SHAPE, config, one_rank_alone)
+                assert stages.is_closed == announces
+            batch.plans[0].runtime["calls"].clear()
+
+
 @pytest.mark.parametrize(
     ("mask", "backward"),
     [
@@ -233,7 +251,7 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
 
         monkeypatch.setattr(driver.Kernel, "launch", note)
         q, k, v = tensors(plan.num_rows, shape)
-        for call, (version, asked) in enumerate([(0, 2), (0, 2), (1, 4), (1, 4)]):
+        for call, (version, asked) in enumerate([(0, 1), (0, 1), (1, 2), (1, 2)]):
             native.number = version
             launched.clear()
             out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
@@ -298,20 +316,6 @@ def test_tables_of_batches_under_way_are_there_whatever_came_after_them_and_go_w
             gc.enable()
 
 
-def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypatch):
-    config = MagiConfig(attend=AttendConfig(impl="ffa"))
-    with fake_driver(monkeypatch):
-        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
-        for left in (0, 1):
-            batches = [prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, SHAPE, config) for _ in (0, 1)]
-            for batch in batches:
-                batch.to(CPU)
-            del batch, batches[1 - left]
-            with monkeypatch.context() as patch:
-                refuse(patch)
-                attend(batches[0].plans[0], SHAPE, config)
-
-
 def test_batches_of_equal_masks_and_other_heads_find_the_schedules_of_their_own(monkeypatch):
     config, shapes = MagiConfig(attend=AttendConfig(impl="ffa")), (SHAPE, SHAPE._replace(num_heads_q=8, num_heads_kv=4))
     with fake_driver(monkeypatch):
@@ -329,9 +333,9 @@ def test_batches_of_equal_masks_and_other_heads_find_the_schedules_of_their_own(
                     attend(batch.plans[0], shape, config)
 
 
-def attend(plan, shape, config):
+def attend(plan, shape, config, group=None):
     q, k, v = tensors(plan.num_rows, shape)
-    out = distributed_attention(q, k, v, plan, None, config=config)[0]
+    out = distributed_attention(q, k, v, plan, group, config=config)[0]
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
 
@@ -437,6 +441,7 @@ def refuse(monkeypatch) -> None:
     monkeypatch.setattr(hopper_plan, "make_host_plan", fail)
     monkeypatch.setattr(hopper_plan.hashlib, "blake2b", fail)
     monkeypatch.setattr(hopper_plan.HostPlan, "schedule", fail)
+    monkeypatch.setattr(gated, "seen_rows", fail)
     monkeypatch.setattr(PackedArrays, "to", fail)
     monkeypatch.setattr(cast_args, "arrival_arrays", fail)
 
@@ -487,11 +492,3 @@ def test_a_step_with_a_prepared_batch_does_not_wait_for_the_gpu():
             step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
-    config = MagiConfig(attend=AttendConfig(impl="ffa"))
-    for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
-        batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
-        batch.to(CPU)
-        assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings

@@ -24,7 +24,7 @@ from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
-from megatron_magi.ops.hopper.choices import WHOLE_TILE, backward_choice, most_split, query_tiles
+from megatron_magi.ops.hopper.choices import WHOLE_TILE, RowTiles, backward_choice, most_split, query_tiles
 from megatron_magi.ops.hopper.params import BackwardParams, CapturedBackwardParams, GatedBackwardParams
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
@@ -243,6 +243,7 @@ class _Pass:
         self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole, num_stats = False, whole, rows * packed
+        common = hopper_parts.Common(inputs, dims, num_stats, seen, options, stream)
         # Statistics of rows, and sums: one block of memory, in this order.
         self._num_stats = -(-problem.num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
         self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
@@ -252,17 +253,13 @@ class _Pass:
             most = most_split(choice, problem, room)
             schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, dims[0] == 64)
             numbers = plan.fields(schedule=schedule).get("numbers", 0)
-            self._keys, self._keys_numbers = keys_launch(
-                inputs, dims, num_stats, options, adds_dq, plan, schedule, seen, store, (dk, dv), stream
-            )
+            self._keys, self._keys_numbers = keys_launch(common, adds_dq, plan, schedule, store, (dk, dv))
             self._split(schedule.num_split, plan, 2 * shape[0] * k.shape[1] * dims[0], room)
             if schedule.num_split:
                 self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store, numbers=numbers)
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
         else:
-            self._keys, self._keys_numbers = hopper_parts.keys_launch(
-                inputs, dims, num_stats, options, plan, seen, splits, store, (dk, dv), stream
-            )
+            self._keys, self._keys_numbers = hopper_parts.keys_launch(common, plan, splits, store, (dk, dv))
         self._stats = stats_launch(
             lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E,
             of_delta=None if out is None else (dout, out), numbers=numbers,
@@ -272,7 +269,7 @@ class _Pass:
             self._finish_dq = finish_dq_launch(*self._of_dq)
         else:
             self._queries, self._queries_numbers = self._queries_of(
-                inputs, dims, num_stats, options, bands, query_tiles(problem, packed), seen, dq_store, dq
+                common, bands, query_tiles(problem, packed), dq_store, dq
             )
         own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
         self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
@@ -285,15 +282,13 @@ class _Pass:
         self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
 
     def _queries_of(
-        self, inputs: hopper_parts.Inputs, dims, num_stats: int, options, bands, tiles, seen, store: int, dq
+        self, common: hopper_parts.Common, bands: np.ndarray, tiles: RowTiles, store: int, dq: Like
     ) -> tuple[Launch, Numbers]:
         """The kernel for dq."""
-        q = inputs[0]
+        q = common.inputs[0]
         plan = hopper_plan.device_plan(bands, Tiling(False, q.shape[0], *tiles), q.device)
         self.num_bytes += plan.num_bytes
-        return hopper_parts.queries_launch(
-            inputs, dims, num_stats, options, plan, seen, store, dq, self._stream
-        )  # fmt: skip
+        return hopper_parts.queries_launch(common, plan, store, dq)
 
     def run(
         self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None
@@ -419,23 +414,15 @@ def _room_bytes(dq: Tensor) -> int | None:
 
 
 def keys_launch(
-    inputs: hopper_parts.Inputs,
-    dims: tuple[int, int],
-    stats_row: int,
-    options: AttnOptions,
+    common: hopper_parts.Common,
     adds_dq: bool,
     plan: DevicePlan,
     schedule: DeviceSchedule,
-    seen: tuple[int, ...],
     store: int,
     grads: tuple[Tensor, Tensor],
-    stream: int,
-    arriving: Sequence[Tensor] = (),
 ) -> tuple[Launch, Numbers]:
-    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out.
-
-    ``arriving``: keys and values that arrive while it runs, if there are any; ``seen`` has them behind v.
-    """
+    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
+    inputs, dims, stats_row, seen, options, stream, arriving = common
     (q, k, v, dout), (dk, dv) = inputs, grads
     keys, queries = WHOLE_TILE
 

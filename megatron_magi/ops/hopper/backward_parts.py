@@ -43,77 +43,76 @@ class Steps(NamedTuple):
     rest_is_apart: bool
 
 
+class Common(NamedTuple):
+    """What the kernels of a pass have in common.
+
+    Attributes:
+        inputs: q, k, v, dout.
+        dims: head dims of the kernels; those of ``inputs`` may be less.
+        stats_row: from the row statistics of a head to those of the next.
+        seen: rows of the inputs that the mask uses, see `seen_rows`; those of ``arriving`` behind v.
+        options: of the call.
+        stream: raw handle.
+        arriving: keys and values that arrive while the kernels run, if there are any.
+    """
+
+    inputs: Inputs
+    dims: tuple[int, int]
+    stats_row: int
+    seen: tuple[int, ...]
+    options: AttnOptions
+    stream: int
+    arriving: Sequence[Tensor] = ()
+
+
 def keys_launch(
-    inputs: Inputs,
-    dims: tuple[int, int],
-    stats_row: int,
-    options: AttnOptions,
-    plan: DevicePlan,
-    seen: tuple[int, ...],
-    splits: int,
-    store: int,
-    grads: tuple[Tensor, Tensor],
-    stream: int,
+    common: Common, plan: DevicePlan, splits: int, store: int, grads: tuple[Tensor, Tensor]
 ) -> tuple[Launch, Numbers]:
     """Writes dk and dv, or adds to them.
 
     Args:
-        dims: head dims of the kernel; those of ``inputs`` may be less.
-        stats_row: from the row statistics of a head to those of the next.
+        common: without keys that arrive.
         plan: of the transposed mask, tiles as in `PART_TILES`.
-        seen: rows of the inputs that the mask uses, see `seen_rows`.
         splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
             ``store`` adds.
         store: how gradients are written, as the kernels number it.
     """
-    q, k, v, dout = inputs
-    dk, dv = grads
-    keys, block = hopper_kernels.PART_TILES[dims]
+    (q, k, v, dout), (dk, dv), options = common.inputs, grads, common.options
+    keys, block = hopper_kernels.PART_TILES[common.dims]
 
     def make() -> Launch:
         num_heads = q.shape[1] // plan.packed
-        params = _params(inputs, stats_row, options, store, stream, captured=plan.is_static)
+        params = _params(common, store, plan.is_static)
         params.num_heads, params.group, params.log2_packed = num_heads, num_heads // k.shape[1], plan.log2_packed
         params.dk_row, params.dk_head = dk.stride()[:2]
         params.dv_row, params.dv_head = dv.stride()[:2]
-        kernel = hopper_kernels.backward_keys_kernel(q.device, q.dtype, dims, options.softcap > 0, plan.is_static)
+        kernel = hopper_kernels.backward_keys_kernel(
+            q.device, q.dtype, common.dims, options.softcap > 0, plan.is_static
+        )
         maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
         return Launch(kernel, 1, params, maps)
 
     grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-    numbers = _numbers(plan, grid, seen, splits=splits, heads_inner=int(plan.host.heads_inner), **plan.fields())
-    return prepared(_key("backward_keys", inputs, options, plan, store, grads, stream), make), numbers
+    numbers = _numbers(plan, grid, common.seen, splits=splits, heads_inner=int(plan.host.heads_inner), **plan.fields())
+    return prepared(_key("backward_keys", common, plan, store, grads), make), numbers
 
 
-def queries_launch(
-    inputs: Inputs,
-    dims: tuple[int, int],
-    stats_row: int,
-    options: AttnOptions,
-    plan: DevicePlan,
-    seen: tuple[int, ...],
-    store: int,
-    grad: Tensor,
-    stream: int,
-    arriving: Sequence[Tensor] = (),
-) -> tuple[Launch, Numbers]:
+def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -> tuple[Launch, Numbers]:
     """Writes dq, or adds to it; arguments as in `keys_launch`, ``plan``: tiles as in `query_tiles`.
-
-    ``arriving``: keys and values that arrive while it runs, if there are any; ``seen`` has them behind v.
 
     Hold `stream_lock` from the kernel for dk and dv on: this one begins before that is complete, and takes it that the
     kernels before that are.
     """
-    q, k, v, dout = inputs
-    block = hopper_kernels.QUERIES_WIDTH[dims]
+    (q, k, v, dout), options, arriving = common.inputs, common.options, common.arriving
+    block = hopper_kernels.QUERIES_WIDTH[common.dims]
 
     def make() -> Launch:
-        params = _params(inputs, stats_row, options, store, stream, bool(arriving), plan.is_static)
+        params = _params(common, store, plan.is_static)
         if not plan.is_static:
             params.counter += COUNTER_BYTES  # the kernel before may not have left its own
         params.dq_row, params.dq_head = grad.stride()[:2]
         kernel = hopper_kernels.backward_queries_kernel(
-            q.device, q.dtype, dims, options.softcap > 0, bool(arriving), plan.is_static
+            q.device, q.dtype, common.dims, options.softcap > 0, bool(arriving), plan.is_static
         )
         of_keys = ((t, block) for t in (k, v, *arriving))
         stored = query_box(grad if grad.dtype == q.dtype else q, 16, plan)
@@ -122,26 +121,23 @@ def queries_launch(
 
     work = row_work(plan, q.shape[1], block, k, v, len(arriving[0]) if arriving else 0)
     grid = grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin)
-    numbers = _numbers(plan, grid, seen, **work, **plan.fields(second=True))
+    numbers = _numbers(plan, grid, common.seen, **work, **plan.fields(second=True))
     name = "gated backward_queries" if arriving else "backward_queries"
-    return prepared(_key(name, inputs, options, plan, store, (grad,), stream), make), numbers
+    return prepared(_key(name, common, plan, store, (grad,)), make), numbers
 
 
 def _params(
-    inputs: Inputs,
-    stats_row: int,
-    options: AttnOptions,
-    store: int,
-    stream: int,
-    gated: bool = False,
-    captured: bool = False,
+    common: Common, store: int, captured: bool
 ) -> BackwardPartParams | CapturedBackwardPartParams | GatedBackwardPartParams:
     """What both kernels are told beside a mask's numbers; addresses of tensors come with the launch."""
-    softcap, scale = options.softcap, options.softmax_scale
-    kind = GatedBackwardPartParams if gated else CapturedBackwardPartParams if captured else BackwardPartParams
+    softcap, scale = common.options.softcap, common.options.softmax_scale
+    kind = (
+        GatedBackwardPartParams if common.arriving else CapturedBackwardPartParams if captured else BackwardPartParams
+    )
     return kind(
-        counter=0 if captured else work_counter(inputs[0].device, stream).data_ptr(), stats_row=stats_row, store=store,
-        scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
+        counter=0 if captured else work_counter(common.inputs[0].device, common.stream).data_ptr(),
+        stats_row=common.stats_row, store=store, scale=scale,
+        scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
     )  # fmt: skip
 
 
@@ -152,8 +148,8 @@ def _numbers(plan: DevicePlan, num_blocks: int, seen: tuple[int, ...], **work: i
     )  # fmt: skip
 
 
-def _key(name: str, inputs: Inputs, options: AttnOptions, plan: DevicePlan, store: int, grads, stream: int) -> tuple:
-    q, k, v, _ = inputs
-    strides = tuple(t.stride() for t in (*inputs, *grads))
+def _key(name: str, common: Common, plan: DevicePlan, store: int, grads: Sequence[Tensor]) -> tuple:
+    q, k, v, _ = common.inputs
+    strides = tuple(t.stride() for t in (*common.inputs, *grads))
     shapes = q.shape, k.shape[1:], v.shape[1:]
-    return name, plan.is_static, q.device, stream, q.dtype, options, plan.packed, store, *shapes, *strides
+    return name, plan.is_static, q.device, common.stream, q.dtype, common.options, plan.packed, store, *shapes, *strides

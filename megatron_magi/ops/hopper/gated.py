@@ -7,6 +7,7 @@ The gap keeps tiles from blocks of both.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,6 +69,11 @@ def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, in
     return seen
 
 
+def remember_seen(bands: np.ndarray, seen: tuple[int, int, int, int, int]) -> None:
+    """Keeps what `seen_rows_and_keys` answers for a table that cannot be written to."""
+    _seen.put(bands, seen)
+
+
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
     """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
     late = late_blocks(problem, num_arriving, tiles.shape, products)
@@ -120,17 +126,29 @@ def forward_step(
     Returns:
         The step, and what keeps the tables it reads.
     """
-    key = (
-        hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
-        len(arriving.tensors[0]), stream, q.stride(), k.stride(), v.stride(),
-        None if sink_lse is None else sink_lse.stride(),
-    )  # fmt: skip
-    known = _passes.get(key)
-    if known is None:
-        known = Pass(q, k, v, arriving, bands, options, out, lse, sink_lse, stream)
-        if remembered:
-            _passes.put(key, known, known.num_bytes)
+
+    def make() -> Pass:
+        return Pass(q, k, v, arriving, bands, options, out, lse, sink_lse, stream)
+
+    def key() -> tuple:
+        return (
+            hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
+            len(arriving.tensors[0]), stream, q.stride(), k.stride(), v.stride(),
+            None if sink_lse is None else sink_lse.stride(),
+        )  # fmt: skip
+
+    known = known_pass(_passes, key, make) if remembered else make()
     return known, known.step((q, k, v), arriving, sink_lse is not None, max_logits)
+
+
+def known_pass[P: Any](passes: LruCache[tuple, P], key: Callable[[], tuple], make: Callable[[], P]) -> P:
+    """The pass that is remembered under a key, made when it is first asked for."""
+    name = key()
+    known = passes.get(name)
+    if known is None:
+        known = make()
+        passes.put(name, known, known.num_bytes)
+    return known
 
 
 class Pass:

@@ -22,7 +22,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
-from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, row_tiling, seen_rows_and_keys
+from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, known_pass, row_tiling, seen_rows_and_keys
 from megatron_magi.ops.hopper.support import LOG2_E, may_overlap, sm_count
 from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
@@ -67,16 +67,18 @@ def backward_steps(
         remembered: as in `gated.forward_step`.
     """
     q, k, v, _ = inputs
-    key = (
-        hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
-        len(arriving.tensors[0]), grads[1].dtype, arriving_grads[0].dtype, stream, out.stride(), lse.stride(),
-        *(t.stride() for t in inputs),
-    )  # fmt: skip
-    known = _passes.get(key)
-    if known is None:
-        known = Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
-        if remembered:
-            _passes.put(key, known, known.num_bytes)
+
+    def make() -> Pass:
+        return Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
+
+    def key() -> tuple:
+        return (
+            hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
+            len(arriving.tensors[0]), grads[1].dtype, arriving_grads[0].dtype, stream, out.stride(), lse.stride(),
+            *(t.stride() for t in inputs),
+        )  # fmt: skip
+
+    known = known_pass(_passes, key, make) if remembered else make()
     return known, known.steps(inputs, arriving, places, scratch, delta, sends)
 
 
@@ -119,10 +121,9 @@ class Pass:
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT
         store = STORE_HALF if dk.dtype == q.dtype else STORE_FLOAT
         of_inputs = seen_rows_and_keys(bands, first_arriving(len(k)))
-        dims, seen = problem.dims, (*of_inputs, of_inputs[0])
-        self._keys, self._keys_numbers = keys_launch(
-            inputs, dims, num_stats, options, choice.adds_dq, plan, schedule, seen, store, (dk, dv), stream, keys
-        )
+        seen = *of_inputs, of_inputs[0]
+        common = hopper_parts.Common(inputs, problem.dims, num_stats, seen, options, stream, keys)
+        self._keys, self._keys_numbers = keys_launch(common, choice.adds_dq, plan, schedule, store, (dk, dv))
         self._finish_keys = self._finish_dq = self._queries = None
         if schedule.num_split:
             self._finish_keys = finish_keys_launch(dk, dv, q.dtype, options.softmax_scale, store, gated=True)
@@ -136,9 +137,7 @@ class Pass:
             rows_plan = hopper_plan.device_plan(
                 bands, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0), device
             )
-            self._queries, self._queries_numbers = hopper_parts.queries_launch(
-                inputs, dims, num_stats, options, rows_plan, seen, STORE_HALF, dq, stream, keys
-            )
+            self._queries, self._queries_numbers = hopper_parts.queries_launch(common, rows_plan, STORE_HALF, dq)
             self.num_bytes += rows_plan.num_bytes
         self.num_scratch = 4 * (2 * self._num_stats + self._num_sums + (0 if self._in_dq else self._num_key_sums))
 

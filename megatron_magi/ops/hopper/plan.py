@@ -129,6 +129,18 @@ class HostPlan:
         return hopper_schedule.local_first(made, self.costs, group, self.starts < first, lead)
 
 
+class Ready(NamedTuple):
+    """When tables are in memory that was taken on a stream.
+
+    Attributes:
+        event: recorded there when the copy was queued.
+        stream: raw handle; what is queued there needs neither event nor a hold on the memory.
+    """
+
+    event: torch.cuda.Event
+    stream: int
+
+
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
     """A `HostPlan` in device memory.
@@ -144,7 +156,7 @@ class DevicePlan:
 
     host: HostPlan
     memory: Tensor
-    ready: torch.cuda.Event | None = None
+    ready: Ready | None = None
     charged_bytes: int | None = None
     splits: dict[tuple[int, int, int], int] = field(default_factory=dict)
     schedules: dict[tuple, DeviceSchedule] = field(default_factory=dict)
@@ -173,12 +185,15 @@ class DevicePlan:
 
         The host may be masks ahead of the device, on several streams.
         """
+        if not self.memory.is_cuda:
+            return
+        current = torch.cuda.current_stream(self.memory.device)
         tables = [(self.memory, self.ready), *((s.items, s.ready) for s in tuple(self.schedules.values()))]
-        for ready in {ready for _, ready in tables} - {None}:
-            torch.cuda.current_stream(self.memory.device).wait_event(ready)
+        tables = [(table, ready) for table, ready in tables if ready is None or ready.stream != current.cuda_stream]
+        for event in {ready.event for _, ready in tables if ready is not None}:
+            current.wait_event(event)
         for table, _ in tables:
-            if table.is_cuda:
-                table.record_stream(torch.cuda.current_stream(table.device))
+            table.record_stream(current)
 
     @property
     def num_bytes(self) -> int:
@@ -228,7 +243,7 @@ class DeviceSchedule:
 
     items: Tensor
     num_split: int
-    ready: torch.cuda.Event | None = None
+    ready: Ready | None = None
 
 
 class Tiling(NamedTuple):

@@ -7,10 +7,9 @@ the same name. A call that needs another table than was prepared makes it itself
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_magi.ops.hopper import plan as hopper_plan
@@ -25,8 +24,8 @@ from megatron_magi.ops.hopper.choices import (
     query_tiles,
     sums_meet,
 )
-from megatron_magi.ops.hopper.gated import key_tiling, row_tiling
-from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Tiling
+from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, remember_seen, row_tiling, seen_rows_and_keys
+from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Ready, Tiling
 from megatron_magi.ops.hopper.schedule import Schedule
 
 
@@ -54,12 +53,14 @@ class MaskTables:
         digest, facts: of the mask.
         plans: by what they are tiles of, without their tables.
         schedules: of the backward in one kernel: tiling of the plan, `hopper_plan.schedule_key`, and `num_split`.
+        seen: `gated.seen_rows_and_keys`, where keys arrive.
     """
 
     digest: bytes
     facts: MaskFacts
     plans: tuple[tuple[Tiling, HostPlan], ...]
     schedules: tuple[tuple[Tiling, tuple, int], ...]
+    seen: tuple[int, int, int, int, int] | None = None
 
     @property
     def num_arrays(self) -> int:
@@ -67,7 +68,7 @@ class MaskTables:
         return len(self.plans) + len(self.schedules)
 
     def keep(
-        self, bands: np.ndarray, tensors: Sequence[Tensor], ready: torch.cuda.Event | None, plan_bytes: int
+        self, bands: np.ndarray, tensors: Sequence[Tensor], ready: Ready | None, plan_bytes: int
     ) -> list[DevicePlan]:
         """Makes the tables known to the calls that will need them, and returns what must live as long as those come.
 
@@ -78,6 +79,8 @@ class MaskTables:
             plan_bytes: of device memory that each plan keeps alive.
         """
         hopper_plan.remember(bands, self.digest, self.facts)
+        if self.seen is not None:
+            remember_seen(bands, self.seen)
         left = iter(tensors)
         plans = {tiling: DevicePlan(host, next(left), ready, plan_bytes) for tiling, host in self.plans}
         for tiling, key, num_split in self.schedules:
@@ -166,7 +169,8 @@ def make_gated_tables(
         if not choice.adds_dq:
             tiles = query_tiles(problem, choice.packed)
             _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
-    return _as_tables(digest, facts, plans, schedules)
+    tables, arrays = _as_tables(digest, facts, plans, schedules)
+    return replace(tables, seen=seen_rows_and_keys(bands, first_arriving(problem.num_keys - num_arriving))), arrays
 
 
 def _schedules(

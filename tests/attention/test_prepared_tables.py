@@ -1,0 +1,61 @@
+"""Tables of prepared batches on their device: who finds them, who waits for them, and how long they stay."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_magi.attention import one_launch, prepare_batch
+from megatron_magi.config import AttendConfig, MagiConfig
+from megatron_magi.lru import LruCache
+from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.plan import make_plan
+from tests.attention.test_prepared import CPU, MASKS, SHAPE, attend, refuse
+from tests.ops.fake_driver import fake_driver
+
+
+def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy(monkeypatch):
+    class Stream:
+        def __init__(self, handle):
+            self.cuda_stream, self.done = handle, []
+
+        def wait_event(self, event):
+            self.done.append(event)
+
+    class Table:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+        def record_stream(self, stream):
+            stream.done.append(self)
+
+    table, items, made_later = Table(), Table(), Table()
+    ready = hopper_plan.Ready("copied", 7)
+    plan = hopper_plan.DevicePlan(None, table, ready, 0)
+    plan.schedules.update(first=hopper_plan.DeviceSchedule(items, 0, ready))
+    plan.schedules.update(later=hopper_plan.DeviceSchedule(made_later, 0))
+    for handle, expected in ((7, [made_later]), (8, ["copied", table, items, made_later])):
+        stream = Stream(handle)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device, stream=stream: stream)
+        plan.hold_for_stream()
+        assert stream.done == expected
+
+
+def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypatch):
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    with fake_driver(monkeypatch):
+        monkeypatch.setattr(hopper_plan, "_plans", LruCache(1 << 30))
+        for left in (0, 1):
+            batches = [prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, SHAPE, config) for _ in (0, 1)]
+            for batch in batches:
+                batch.to(CPU)
+            del batch, batches[1 - left]
+            with monkeypatch.context() as patch:
+                refuse(patch)
+                attend(batches[0].plans[0], SHAPE, config)
+
+
+def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
+    config = MagiConfig(attend=AttendConfig(impl="ffa"))
+    for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
+        batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
+        batch.to(CPU)
+        assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings
