@@ -68,8 +68,8 @@ def plan_tiles(
     library = _library()
     assert library is not None
     pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)
-    masked_cost = tuning.MASKED_COST if hide_tail else 0.0
-    shape = _Shape(num_rows, block_m, block_n, align, hide_tail, parts, tuning.TILE_COST_COLUMNS, pass_cost, masked_cost)
+    costs = tuning.TILE_COST_COLUMNS, pass_cost, tuning.MASKED_COST if hide_tail else 0.0
+    shape = _Shape(num_rows, block_m, block_n, align, hide_tail, parts, *costs)
     bands = np.ascontiguousarray(bands, dtype=np.int64)
     counts = (_Int * 3)()
     handle = library.magi_tiles_begin(bands.ctypes.data, len(bands), ctypes.byref(shape), counts)
