@@ -161,8 +161,9 @@ def _schedule(
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
     unsplit = place[(place >= num_split) & (place < num_long)]
-    num_last = -(-tuning.LAST_ITEMS * num_sms // heads_kv)
-    ends_short = not num_long or (width == group and len(short) >= num_last)
+    are_many = width == group and len(place) * heads_kv > tuning.FALLING_COST_MOST_ITEMS * num_sms
+    num_last = -(-(tuning.LAST_OF_MANY_ITEMS if are_many else tuning.LAST_ITEMS) * num_sms // heads_kv)
+    ends_short = not num_long or (are_many and len(short) >= num_last)
     if ends_short:
         last = short >= len(place) - num_last
         short = np.concatenate([short[~last], np.sort(short[last])])

@@ -78,8 +78,8 @@ SECTION_TILES = 56
 """Most tiles of a causal document of which all query heads are worked on before those of others: what these read and
 add to stays in the L2 cache."""
 
-LAST_ITEMS = 3
-"""Items an SM that go by decreasing cost at the end."""
+LAST_ITEMS, LAST_OF_MANY_ITEMS = 2, 4
+"""Items an SM that go by decreasing cost at the end; of many whole ones, the shortest."""
 
 LEAST_PIECE_BLOCKS = 8
 """Blocks of a piece of an item."""
