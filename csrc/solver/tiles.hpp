@@ -141,8 +141,7 @@ inline Columns segment_columns(const Bands& bands, const Ints& breaks) {
 }
 
 // First rows of the tiles.
-inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_cost_columns,
-                        double masked_cost) {
+inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_cost_columns, double masked_cost) {
   Ints breaks{0, num_rows};
   for (const Band& band : bands) breaks.push_back(band.q0), breaks.push_back(band.q1);
   std::sort(breaks.begin(), breaks.end());

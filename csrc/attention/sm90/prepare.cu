@@ -13,12 +13,9 @@
 #include "row_dots.cuh"
 #endif
 
-// Of a block. Where it computes delta few, for then many blocks wait for memory at different times.
-#ifndef LOG2_ROWS
-#define LOG2_ROWS 5
-#define TILE_HEADS (DELTA ? 8 : 32)
-#endif
-constexpr int kLog2Rows = LOG2_ROWS, kTileRows = 1 << kLog2Rows, kTileHeads = TILE_HEADS;
+// Of a block. Where it computes delta heads are few: so there are many blocks, which wait for memory at different
+// times.
+constexpr int kLog2Rows = 5, kTileRows = 1 << kLog2Rows, kTileHeads = DELTA ? 8 : 32;
 
 struct PrepareParams {
   const float* lse;
@@ -116,8 +113,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
   const int tiles = p.stats_row >> kLog2Rows + p.log2_packed;
   const int sections = (p.num_heads + kTileHeads - 1) / kTileHeads;
   const int block = blockIdx.x;
-  if (block < tiles * sections)
-    transpose_stats(p, block / sections * kTileRows, block % sections * kTileHeads);
+  if (block < tiles * sections) transpose_stats(p, block / sections * kTileRows, block % sections * kTileHeads);
   fill_zeros(p.sums, p.num_sums);
 #if CAPTURED
   fill_zeros(p.key_sums, p.num_key_sums * __ldg(&p.numbers->num_split));
