@@ -22,6 +22,9 @@ pads nothing. Where TE cannot do a mask its nearest equivalent runs, and the col
 `--further "--te-rng-tracker --no-check-for-nan-in-loss-and-grad"`, which holds for the others too. TE's ways are not
 captured: Megatron copies each batch to tensors of the first one's shapes, in which other documents' bounds do not fit.
 
+`no_attention` is magi with an attention that does nothing: how fast a step would be if attention cost no time. It
+trains nothing, and runs where it is named.
+
 `--profile` adds one step under torch's profiler to runs, after those that are timed: where its time goes, and how
 long the device has nothing to do; rank 0 keeps its trace.
 """
@@ -42,6 +45,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from no_attention import no_attention
 from provenance import write_csv
 from training_charts import draw
 from training_session import Training, TrainingSession
@@ -50,8 +54,8 @@ NUM_LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 16, 2048, 8192, 1
 WINDOW = 1024
 MASKS = ("causal", "documents", "window_sink")
 GRAPH = ("--cuda-graph-impl", "full_iteration")
-PROVIDERS = {"magi": (), "magi_graph": GRAPH, "te_p2p": ("p2p",), "te_a2a": ("a2a",), "te_all_gather": ("all_gather",),
-             "te_a2a_p2p": ("a2a+p2p",)}  # fmt: skip
+PROVIDERS = {"magi": (), "magi_graph": GRAPH, "no_attention": (), "te_p2p": ("p2p",), "te_a2a": ("a2a",),
+             "te_all_gather": ("all_gather",), "te_a2a_p2p": ("a2a+p2p",)}  # fmt: skip
 WINDOW_ARGS = ("--window-size", f"{WINDOW - 1},0", "--window-attn-skip-freq", "2")
 SINK_ARGS = ("--softmax-type", "learnable")
 NEAREST = {
@@ -368,10 +372,11 @@ def bench(options: argparse.Namespace) -> list[Run]:
         trace = options.out / f"trace_{run.mask}_{run.tokens_per_gpu}_{run.provider}.json.gz" if _main_rank() else None
         profile = Profile(steps + 1, trace) if profiles else None
         try:
-            run.training = session.run(
-                [*args, *run_args(run), *options.further],
-                around_step=profile.around if profile else lambda step: nullcontext(),
-            )
+            with no_attention() if provider == "no_attention" else nullcontext():
+                run.training = session.run(
+                    [*args, *run_args(run), *options.further],
+                    around_step=profile.around if profile else lambda step: nullcontext(),
+                )
             del run.training.step_ms[steps:]
             run.training.losses.pop(steps + 1, None)
             run.kernels = profile.by_group() if profile else {}
@@ -425,9 +430,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens of a sequence a GPU")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
-    parser.add_argument(
-        "--providers", nargs="+", choices=list(PROVIDERS), default=[p for p in PROVIDERS if p != "magi_graph"]
-    )
+    usual = [p for p in PROVIDERS if p not in ("magi_graph", "no_attention")]
+    parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=usual)
     parser.add_argument(
         "--runs",
         type=_run,

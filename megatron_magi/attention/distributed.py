@@ -8,7 +8,6 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
 from megatron_magi.attention.kinds import Call, Kind
@@ -20,6 +19,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -87,6 +87,7 @@ def distributed_attention(
         raise ValueError(f"rank_plan: expected a RankPlan, as plan.for_rank(cp_rank) returns it, got {found}")
     group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
+        refuse_tangents(q, k, v, sink)
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.setdefault("calls", {})
         call = known.get(key)

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_magi.ops.derivatives import once_differentiable
 from megatron_magi.ops.merge import merge_sink_, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.options import check_tensor
 

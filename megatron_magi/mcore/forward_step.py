@@ -26,7 +26,7 @@ from megatron_magi.mcore.graphs import ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.kernels import compile_ahead
 from megatron_magi.mcore.look_ahead import look_ahead_of
-from megatron_magi.mcore.loss import microbatch_loss
+from megatron_magi.mcore.loss import averages_reports, microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
 from megatron_magi.mcore.settings import captures, layer_masks, magi_config, with_nodes
@@ -184,6 +184,7 @@ class MagiForwardStep:
             batch.loss_mask,
             num_loss_tokens=batch.params.num_loss_tokens,
             cp_size=args.context_parallel_size,
+            reports_mean=averages_reports(model),
             meanwhile=None if ahead is None else ahead.look,
         )
         return output, loss

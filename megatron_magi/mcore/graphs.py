@@ -27,6 +27,7 @@ from megatron_magi.mcore import seams
 from megatron_magi.mcore.arguments import is_magi
 from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.carrier import Window
+from megatron_magi.mcore.look_ahead import look_ahead_of
 from megatron_magi.plan import RankPlan
 
 Plans = Mapping[str, RankPlan]
@@ -157,6 +158,7 @@ class GraphedIterations(FullCudaGraphWrapper):
                 "cuda_graph_impl: full_iteration needs the forward step of pretrain_scripts/pretrain_gpt.py"
             )
         model, iterator = (x[0] if isinstance(x, list) else x for x in (kwargs["model"], kwargs["data_iterator"]))
+        ahead = look_ahead_of(iterator)
         batches = [step.read(iterator, model) for _ in range(kwargs["num_microbatches"])]
         places = self._places_for(stage, batches, step.group)
         reason = None
@@ -179,6 +181,8 @@ class GraphedIterations(FullCudaGraphWrapper):
                 place.has_run = True
             return self.forward_backward_func(**static)
         graph.replay()
+        if ahead is not None:
+            ahead.look()
         return FullCudaGraphWrapper.result[stage]
 
     def _places_for(self, stage: str, batches: Sequence[LocalBatch], group: dist.ProcessGroup) -> list[StaticBatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ def microbatch_loss(
     *,
     num_loss_tokens: float | torch.Tensor | None = None,
     cp_size: int = 1,
+    reports_mean: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses that count.
@@ -36,6 +37,7 @@ def microbatch_loss(
         num_loss_tokens: sum of the loss mask over all context-parallel ranks, a number or fp32 ``[]``; None for no
             scaling.
         cp_size: number of these ranks.
+        reports_mean: Megatron takes the mean over ranks of what is reported, as `averages_reports` says.
         meanwhile: called before the host waits for the loss.
 
     Returns:
@@ -51,11 +53,32 @@ def microbatch_loss(
     if meanwhile is not None:
         meanwhile()
     _check(args, total)
-    if num_loss_tokens is None or args.calculate_per_token_loss:
+    if num_loss_tokens is None:
         return total, num_tokens, report
     is_tensor = isinstance(num_loss_tokens, torch.Tensor)
     counted = num_loss_tokens.clamp(min=1.0) if is_tensor else max(num_loss_tokens, 1.0)
+    if reports_mean:
+        report = mean_report(report, cp_size / counted)
+    if args.calculate_per_token_loss:
+        return total, num_tokens, report
     return total * (num_tokens.clamp(min=1) * (cp_size / counted)), num_tokens, report
+
+
+def averages_reports(model: torch.nn.Module) -> bool:
+    """Does Megatron make a mean of each rank's mean of what is reported? It does in evaluations with ``--sft``."""
+    return get_args().sft and not model.training
+
+
+def mean_report(report: Mapping[str, torch.Tensor], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
+    """A report whose means over ranks are those over the microbatch, however its tokens are divided among them.
+
+    Args:
+        report: by name a sum and a number of tokens of this rank, ``[2]``; others stay as they are.
+        scale: number of ranks over the number of tokens that all of them have.
+    """
+    return {
+        name: torch.stack([x[0] * scale, torch.ones_like(x[1])]) if x.numel() == 2 else x for name, x in report.items()
+    }
 
 
 def make_distillation_loss(args: Namespace) -> Callable:

@@ -25,6 +25,8 @@ from megatron_magi.plan import Dispatch, PlanSet, PlanStats, RankPlan, make_plan
 
 SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
 """Fields of a microbatch that are dispatched, ``[batch_size, seqlen]``."""
+_BOUNDS = ("cu_seqlens_padded", "cu_seqlens")
+"""Fields with bounds of documents; the first that there is counts."""
 FAILED = (1 << 63) - 1
 """Compared in place of a fingerprint by a rank that could not plan."""
 
@@ -110,14 +112,17 @@ class Planner:
             ValueError: they do not have the shape for which Megatron has been set up, or a mask does not fit them.
         """
         microbatch, masks = self.masks_of(fields)
+        # A data set may have another dtype; the loss of multi-token prediction knows a loss mask by its own.
+        fields = {**fields, "loss_mask": fields["loss_mask"].float()}
         made = self._planned(masks, needs_backward)
         dispatched = made.dispatch
         self._check_length(fields, dispatched)
         shape, index = fields["tokens"].shape, dispatched.global_index(self.cp_rank)
         rows = torch.from_numpy(index)
         arrays = {name: dispatch(fields[name].reshape(-1), rows).numpy() for name in SEQUENCES}
-        # Rotary positions and rolling follow stock: they know documents only from cu_seqlens.
-        segments = microbatch.cu_seqlens if "cu_seqlens" in fields else sequence_bounds(*shape)
+        # Rotary positions and rolling follow stock: they know no documents by eod.
+        has_bounds = any(name in fields for name in _BOUNDS)
+        segments = microbatch.cu_seqlens if has_bounds else sequence_bounds(*shape)
         arrays["positions"], arrays["roll_keeps"] = _layout(index, segments)
         num_positions = shape[1]
         if self.own_positions:
@@ -126,7 +131,7 @@ class Planner:
         # Whether there is padding must not depend on the rank: layers reduce over what it leaves.
         if dispatched.padded_seqlen > dispatched.total_seqlen:
             arrays["padding"] = index >= dispatched.total_seqlen
-        if "cu_seqlens" in fields or self.eod is not None:
+        if has_bounds or self.eod is not None:
             arrays["documents"] = microbatch.cu_seqlens
         arrays |= {f"roll{i}": table for i, table in enumerate(made.roll_tables)}
         return PlannedBatch(
@@ -199,7 +204,7 @@ class Planner:
                 raise ValueError(f"{name}: expected shape {list(tokens.shape)}, got {list(fields[name].shape)}")
         if self.own_positions and fields["position_ids"].min() < 0:
             raise ValueError(f"position_ids: must not be negative, got {int(fields['position_ids'].min())}")
-        bounds = fields.get("cu_seqlens_padded", fields.get("cu_seqlens"))
+        bounds = next((fields[name] for name in _BOUNDS if name in fields), None)
         return Microbatch(tokens, document_bounds(tokens, bounds, self.eod), fields)
 
     def _fingerprint(self, fields: Fields, of_plans: int) -> int:

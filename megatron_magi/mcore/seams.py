@@ -75,6 +75,8 @@ SEAMS = (
     Seam(f"{_TRAINING}:dummy_train_step", "replaced", ("data_iterator",), "trainer", "every rank reads the data"),
     Seam(f"{_TRAINING}:training_log", "wrapped", ("loss_dict", "iteration", "skipped_iter", "grad_norm",
          "max_attention_logit"), "loss_log", "exact losses"),
+    Seam(f"{_TRAINING}:evaluate", "relied on", ("forward_step_func", "data_iterator", "model"), "loss",
+         "with --sft, means of ranks' means", fragment="val = val[:, 0] / val[:, 1].clamp(min=1)"),
     # Data
     Seam(f"{_TRAINING}:build_pretraining_data_loader", "wrapped", ("dataset", "consumed_samples"), "loader",
          "workers plan what they load"),

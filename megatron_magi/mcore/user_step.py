@@ -17,6 +17,7 @@ from megatron_magi.mcore import seams
 from megatron_magi.mcore.arguments import buffer_length, is_magi
 from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.forward_step import MagiForwardStep, make_dispatcher
+from megatron_magi.mcore.loss import averages_reports, mean_report
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.stock_step import StockForwardStep
 
@@ -64,7 +65,7 @@ class UserForwardStep(MagiForwardStep):
         options = {"return_schedule_plan": True} if return_schedule_plan else {}
         with _chunk(model).given(batch):
             output, loss = self._step(iter([_fields(batch)]), model, **options)
-        return output, functools.partial(_microbatch_mean, loss)
+        return output, functools.partial(_microbatch_mean, loss, averages_reports(model))
 
 
 def _fields(batch: LocalBatch) -> dict[str, torch.Tensor]:
@@ -82,7 +83,7 @@ def _chunk(model: torch.nn.Module) -> Any:
         ) from None
 
 
-def _microbatch_mean(loss: Callable, output: torch.Tensor, **kwargs: Any) -> tuple:
+def _microbatch_mean(loss: Callable, reports_mean: bool, output: torch.Tensor, **kwargs: Any) -> tuple:
     """What ``loss`` gives, scaled so that Megatron's mean over ranks is the mean over the microbatch.
 
     Megatron divides a rank's sum by that rank's number of tokens, of which ranks have different ones.
@@ -96,13 +97,16 @@ def _microbatch_mean(loss: Callable, output: torch.Tensor, **kwargs: Any) -> tup
             "as a mean over this rank's tokens cannot become one over all ranks'"
         )
     total, num_tokens, report = result
-    if get_args().calculate_per_token_loss:
+    per_token = get_args().calculate_per_token_loss
+    if per_token and not reports_mean:
         return result
     group = get_context_parallel_group()
     everyone = num_tokens.detach().clone()
     dist.all_reduce(everyone, group=group)
-    scale = num_tokens.clamp(min=1) * (group.size() / everyone.clamp(min=1))
-    return total * scale, num_tokens, report
+    scale = group.size() / everyone.clamp(min=1)
+    if reports_mean:
+        report = mean_report(report, scale)
+    return total if per_token else total * num_tokens.clamp(min=1) * scale, num_tokens, report
 
 
 def _install_pretrain() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_magi.mask import AttnMask
+from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import describe_by_bands, require_finite
 from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -116,6 +116,7 @@ def attend(
     return_max_logits: bool,
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`slice_attention` of q, k, v and bands that are known to fit together."""
+    refuse_tangents(q, k, v, sink)
     if options.sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)

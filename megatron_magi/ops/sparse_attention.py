@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.checks import flag
+from megatron_magi.ops.derivatives import refuse_tangents
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
@@ -141,6 +142,7 @@ def attend_pattern(
     if torch.compiler.is_compiling():
         scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     else:
+        refuse_tangents(q, k, v, sink)
         options = make_options(q, softmax_scale, 0.0, deterministic, 0)
         scale, deterministic = options.softmax_scale, options.deterministic
     out, lse, max_logits = _forward_operator(

@@ -8,7 +8,9 @@ import bench_training as bench
 import pytest
 import run_gpu_te as te
 import run_gpu_training as parity
+import torch
 import training_session
+from no_attention import no_attention
 from training_session import Training
 
 
@@ -185,3 +187,15 @@ def test_largest_number_of_gpus_runs_the_long_batch_and_one_gpu_the_references()
 def test_idle_time_is_what_no_kernel_covers() -> None:
     assert bench.idle([]) == 0.0
     assert bench.idle([(5.0, 7.0), (0.0, 4.0), (1.0, 2.0), (10.0, 11.0)]) == 4.0
+
+
+def test_steps_without_attention_call_none_and_give_every_input_a_gradient() -> None:
+    core_attention = pytest.importorskip("megatron_magi.mcore.core_attention", exc_type=ImportError)
+    stock = core_attention.distributed_attention
+    q, k, v = (torch.ones(5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    sink = torch.zeros(1, 4, requires_grad=True)
+    with no_attention():
+        out, _ = core_attention.distributed_attention(q, k, v, "plan", "group", config=None, sink=sink)
+    assert core_attention.distributed_attention is stock
+    out.backward(torch.full_like(q, 3.0))
+    assert [x.grad.unique().tolist() for x in (q, k, v, sink)] == [[3.0], [0.0], [0.0], [0.0]]

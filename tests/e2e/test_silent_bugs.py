@@ -27,6 +27,16 @@ def test_losses_of_few_tokens_weigh_the_same_on_whatever_rank_they_are(mode: str
             assert record[name] == pytest.approx(want[name], rel=1e-5), name
 
 
+def test_evaluations_of_conversations_are_means_over_tokens_not_over_ranks(runs: Runs) -> None:
+    model = ("--sft", "--attention-backend", "magi", "--eval-iters", "3", "--split", "80,20,0", "--eval-interval", "5")
+    found = []
+    for size in (1, 2):
+        run = runs.magi(Case(model, num_ranks=size, cp_size=size, before=f"{FEW_TOKENS}_of_conversations"))
+        (line,) = [line for line in run.stdout.splitlines() if "validation loss at iteration 5" in line]
+        found.append(float(line.split("lm loss value:")[1].split()[0]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_padding_is_no_token_to_any_loss_of_the_router(runs: Runs) -> None:
     """Neither in load balancing per token, nor in the bias, nor in layers of multi-token prediction."""
     losses = ("aux_loss", "seq_aux_loss", "global_aux_loss")

@@ -94,11 +94,24 @@ def test_without_eod_only_sequences_confine() -> None:
     assert _documents(_batch(2, 40), eod=None) == [(0, 40), (40, 80)]
 
 
-def test_documents_of_the_data_loader_win_and_restart_positions() -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16])
+def test_a_loss_mask_of_any_dtype_is_floating_point_to_the_model(dtype: torch.dtype) -> None:
+    """So multi-token prediction, which tells it from token ids by that, counts its tokens over all ranks."""
+    batch = _batch(1, 600)
+    batch["loss_mask"][:, :400] = 1
+    for got, want in zip(
+        _shards({**batch, "loss_mask": batch["loss_mask"].to(dtype)}, 2), _shards(batch, 2), strict=True
+    ):
+        assert got.loss_mask.dtype == torch.float32 and torch.equal(got.loss_mask, want.loss_mask)
+        assert got.params.num_loss_tokens == want.params.num_loss_tokens
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_padded"])
+def test_documents_of_the_data_loader_win_and_restart_positions(name: str) -> None:
     cu_seqlens = torch.full((2, 41), 40, dtype=torch.int32)
     cu_seqlens[0, :4] = torch.tensor([0, 10, 25, 40])
     cu_seqlens[1, :2] = torch.tensor([0, 40])
-    batch = _batch(2, 40, cu_seqlens=cu_seqlens)
+    batch = _batch(2, 40, **{name: cu_seqlens})
     shards = _shards(batch, 2)
     assert _documents(batch) == [(0, 10), (10, 25), (25, 40), (40, 80)]
     positions = np.empty(80, dtype=np.int64)

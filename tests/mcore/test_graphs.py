@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import rerun_state_machine
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
 from megatron_magi.attention import AttnShape
 from megatron_magi.mcore import forward_step, graphs
 from megatron_magi.mcore.forward_step import MagiForwardStep, check_captures
 from megatron_magi.mcore.graphs import GraphedIterations, ReadBatches
+from megatron_magi.mcore.loader import LoadedBatch
 from megatron_magi.mcore.loss import microbatch_loss
 
 
@@ -87,7 +91,7 @@ def iterations(monkeypatch):
     monkeypatch.setattr(GraphedIterations, "_growths", {})
     run = lambda: wrapper(forward_step_func=step, **named)  # noqa: E731
     return SimpleNamespace(
-        run=run, seen=seen, wrapper=wrapper, named=named, left=left, forgotten=forgotten, ranks=ranks
+        run=run, step=step, seen=seen, wrapper=wrapper, named=named, left=left, forgotten=forgotten, ranks=ranks
     )
 
 
@@ -96,6 +100,24 @@ def test_iterations_are_replayed_on_what_was_read(iterations):
     assert iterations.seen == [[[3], [4]], [[3], [4]]], "places of the microbatches"
     assert iterations.run() == [11] and len(iterations.seen) == 2, "captured, and replayed"
     assert iterations.run() == [15] and len(iterations.seen) == 2
+
+
+def test_the_next_microbatch_is_fetched_while_an_iteration_is_replayed(iterations, monkeypatch):
+    taken = []
+
+    def source():
+        for number in range(1, 9):
+            taken.append(number)
+            # As a worker sends it: what the process itself plans is not fetched ahead.
+            yield pickle.loads(pickle.dumps(LoadedBatch({"number": number}, ValueError("not planned"))))
+
+    machine = SimpleNamespace(get_mode=lambda: RerunMode.DISABLED)
+    monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(iterations.step, "read", lambda iterator, _: next(iterator).fields["number"])
+    iterations.named["data_iterator"] = [RerunDataIterator(source())]
+    assert [iterations.run()[0] for _ in range(2)] == [3, 7] and taken == [1, 2, 3, 4], "not captured yet"
+    assert iterations.run() == [11] and taken == [1, 2, 3, 4, 5, 6, 7]
+    assert iterations.run() == [15] and taken == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_microbatch_without_room_gets_a_larger_place_and_the_graph_is_captured_again(iterations, caplog):

@@ -1,0 +1,70 @@
+"""Losses and reports of microbatches whose tokens are divided unevenly among ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_magi.mcore import loss as loss_module
+from megatron_magi.mcore import user_step
+from megatron_magi.mcore.loss import averages_reports, microbatch_loss
+
+LOSSES = torch.tensor([[1.0, 2.0, 4.0, 8.0, 3.0, 7.0, 5.0, 9.0]])
+MASK = torch.tensor([[1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]])
+MEAN = float((LOSSES * MASK).sum() / MASK.sum())
+
+
+@pytest.fixture(params=[False, True], ids=["mean", "per_token"])
+def args(monkeypatch, request) -> SimpleNamespace:
+    found = SimpleNamespace(
+        sft=True,
+        calculate_per_token_loss=request.param,
+        check_for_nan_in_loss_and_grad=False,
+        check_for_spiky_loss=False,
+    )
+    monkeypatch.setattr(loss_module, "get_args", lambda: found)
+    monkeypatch.setattr(user_step, "get_args", lambda: found)
+    return found
+
+
+def _as_megatron_evaluates_sft(reports: list[dict[str, torch.Tensor]]) -> float:
+    """The mean over ranks of each one's mean."""
+    return sum(float(x[0] / x[1].clamp(min=1)) for x in (report["lm loss"] for report in reports)) / len(reports)
+
+
+def test_means_of_ranks_become_the_mean_of_the_microbatch(args) -> None:
+    halves = [slice(0, 4), slice(4, 8)]
+    for count in (float(MASK.sum()), MASK.sum()):
+        reports = [
+            microbatch_loss(MASK[:, x], LOSSES[:, x], num_loss_tokens=count, cp_size=2, reports_mean=True)[2]
+            for x in halves
+        ]
+        assert _as_megatron_evaluates_sft(reports) == pytest.approx(MEAN)
+    plain = [microbatch_loss(MASK[:, x], LOSSES[:, x], num_loss_tokens=4.0, cp_size=2)[2]["lm loss"] for x in halves]
+    assert torch.stack(plain).tolist() == [[1.0, 1.0], [15.0, 3.0]]
+
+
+def test_reports_of_a_users_loss_too_and_figures_without_a_count_stay(args, monkeypatch) -> None:
+    monkeypatch.setattr(user_step, "get_context_parallel_group", lambda: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(user_step.dist, "all_reduce", lambda x, group: x.fill_(4))
+    reports, totals = [], []
+    for part in (slice(0, 4), slice(4, 8)):
+        total, num_tokens = (LOSSES * MASK)[:, part].sum(), MASK[:, part].sum().int()
+        result = (total, num_tokens, {"lm loss": torch.stack([total, num_tokens]), "other": torch.ones(1)})
+        found = user_step._microbatch_mean(lambda _, result=result: result, True, torch.empty(0))
+        reports.append(found[2])
+        totals.append(float(found[0]) if args.calculate_per_token_loss else float(found[0] / num_tokens))
+        assert found[2]["other"].tolist() == [1.0]
+    assert _as_megatron_evaluates_sft(reports) == pytest.approx(MEAN)
+    assert sum(totals) / (4 if args.calculate_per_token_loss else 2) == pytest.approx(MEAN)
+
+
+@pytest.mark.parametrize(
+    ("sft", "training", "averages"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_megatron_takes_means_of_ranks_in_evaluations_of_conversations(args, sft, training, averages) -> None:
+    args.sft = sft
+    model = torch.nn.Identity().train(training)
+    assert averages_reports(model) is averages
