@@ -149,7 +149,8 @@ def check_distributed(file: Path, rates: Rates) -> Iterator[list]:
         gpus, way = int(r["ranks"]), r.get("way", r.get("dispatch", ""))
         is_old, total = "tokens" in r, int(r["tokens"]) if "tokens" in r else int(r["tokens_a_gpu"]) * gpus
         algorithm = "zigzag" if "zigzag" in way else "auto" if way.startswith("magi") else way
-        if not r["forward_ms"] or algorithm not in ("zigzag", "min_heap", "affinity", "auto"):
+        is_alone = way.startswith("alone")  # keys are all there
+        if not r["forward_ms"] or is_alone or algorithm not in ("zigzag", "min_heap", "affinity", "auto"):
             continue
         if is_old:
             documents = r["mask"].partition("_")[2]
@@ -253,8 +254,11 @@ def _checked(file: Path, case: str, gpus: int, measured: float, predicted: float
 CHECKS: dict[str, Callable[[Path, Rates], Iterator[list]]] = {
     "predict_*gpu*.csv": check_dispatches,
     "distributed_*gpu*.csv": check_distributed,
+    "launch_*gpu*.csv": check_distributed,
+    "exchange_blocks_*gpu*.csv": check_distributed,
     "one_launch_*gpu*.csv": check_one_launch,
     "steps*.csv": check_steps,
+    "new_masks_*.csv": check_steps,
     "training_speed_2gpu*.csv": check_training,
 }
 """What is checked against, by the names of its files."""

@@ -141,7 +141,7 @@ inline Columns segment_columns(const Bands& bands, const Ints& breaks) {
 }
 
 // First rows of the tiles.
-inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_cost_columns) {
+inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_cost_columns, double masked_cost) {
   Ints breaks{0, num_rows};
   for (const Band& band : bands) breaks.push_back(band.q0), breaks.push_back(band.q1);
   std::sort(breaks.begin(), breaks.end());
@@ -168,7 +168,8 @@ inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_
       const double saved =
           goes_on ? static_cast<double>(room) / static_cast<double>(block_m) : static_cast<double>(whole);
       const double cost = saved * static_cast<double>(columns + tile_cost_columns);
-      if (static_cast<double>(seen) + cost <= static_cast<double>(both)) {
+      const double masked = of.shared[i] || goes_on ? 0 : masked_cost * static_cast<double>(columns);
+      if (static_cast<double>(seen) + cost <= static_cast<double>(both) + masked) {
         first = begin, seen = columns;
         starts.push_back(begin);
       } else {
@@ -186,7 +187,7 @@ inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_
 
 struct TileShape {
   Int num_rows, block_m, block_n, align, hide_tail, parts, tile_cost_columns;
-  double pass_cost;
+  double pass_cost, masked_cost;
 };
 
 // The plan of a mask, step by step.
@@ -204,7 +205,7 @@ struct Tiles {
       if (band.tighten()) tight.push_back(band);
     }
     tight = join_columns(tight);
-    starts = tile_starts(tight, shape.num_rows, shape.block_m, shape.tile_cost_columns);
+    starts = tile_starts(tight, shape.num_rows, shape.block_m, shape.tile_cost_columns, shape.masked_cost);
     Ints bounds = starts;
     bounds.push_back(shape.num_rows);
     cut_rows(tight, bounds, [&](const Band& piece, Int i) { pieces.push_back(piece), tile.push_back(i); });

@@ -80,6 +80,7 @@ def test_measurements_are_read_in_both_forms_and_compared(tmp_path):
     rows = [
         ["causal", 8192, 2, "magi", 1.0, 2.0],
         ["causal", 8192, 2, "ring", 1.0, 2.0],
+        ["causal", 8192, 2, "alone_zigzag", 1.0, 2.0],
         ["full", 8192, 2, "magi", "", ""],
     ]
     write_csv(tmp_path / "distributed_2gpu_x.csv", new, rows)

@@ -134,7 +134,7 @@ def test_tiles_of_unlike_length_are_worked_on_section_by_section(mask):
         places, heads = zip(*((i, head) for i, (other, head) in enumerate(work) if other == tile), strict=True)
         assert places[-1] - places[0] < 64 * SECTION_TILES and list(heads) == list(range(64))
     longest, mean = length_of_work(schedule.items, plan)
-    assert longest <= 1.02 * mean
+    assert longest <= 1.03 * mean
 
 
 def test_with_heads_of_64_causal_documents_are_sections_and_one_alone_is_not():
@@ -166,7 +166,7 @@ def test_the_longest_tiles_are_worked_on_in_pieces_of_all_tiles_the_first_before
         unpack(schedule.items), blocks_of(schedule.items, plan), strict=True) if head == 0 and heads == 1]  # fmt: skip
     assert of_first == sorted(of_first) and set(of_first) == {PIECE_BLOCKS * i for i in range(count)}
     longest, mean = length_of_work(schedule.items, plan)
-    assert longest <= 1.02 * mean
+    assert longest <= 1.03 * mean
 
 
 def test_tiles_of_which_there_are_few_pieces_are_not_cut_and_there_are_never_too_many():
@@ -207,7 +207,20 @@ def test_tiles_that_stay_whole_end_together(length, group, packed, causal):
     plan = plan_tiles(transpose(mask.bands), length, 128, 64 // packed, align=UNIT // packed, hide_tail=True)
     schedule = schedule_of(plan, 8, group, SMS, max_split=0, long_tile=packed * long_tile(*drift(plan)))
     longest, mean = length_of_work(schedule.items, plan)
-    assert longest <= max(1.1 * mean, 1.05 * group * int(plan.costs[0]))
+    falling = length_of_work(schedule.items[np.argsort(schedule.items[:, 0], kind="stable")], plan)[0]
+    assert longest <= max(1.07 * mean, falling)
+
+
+@pytest.mark.parametrize("length", [32768, 65536])
+def test_many_tiles_that_stay_whole_end_with_the_shortest(length):
+    ends = np.cumsum(np.random.default_rng(0).integers(64, 640, length // 64))
+    mask = builders.varlen(doc_lengths=np.diff(ends[ends < length], prepend=0, append=length).tolist(), causal=True)
+    plan = plan_tiles(transpose(mask.bands), length, 128, 8, align=2, hide_tail=True)
+    schedule = schedule_of(plan, 8, 1, SMS, max_split=0, long_tile=8 * long_tile(*drift(plan)))
+    longest, mean = length_of_work(schedule.items, plan)
+    assert longest <= 1.03 * mean
+    begins = plan.tiles[schedule.items[: -4 * SMS, 0], 0]
+    assert (np.diff(begins) < 0).mean() < 0.01, "all but the last few for each SM are near what they share queries with"
 
 
 @pytest.mark.parametrize(("length", "limit"), [(4096, 1.04), (8192, 1.005), (16384, 1.003), (32768, 1.003)])

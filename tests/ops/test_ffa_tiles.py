@@ -317,6 +317,25 @@ def test_tiles_begin_with_documents_and_blocks_with_what_they_see():
     assert plan.num_blocks == 2 * 8 * 8
 
 
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_tiles_of_keys_end_with_a_document_though_that_makes_one_more(is_backward):
+    # 50, 10 and 176 keys that 328, 80 and 984 queries see.
+    bands = np.array([[0, 50, 0, 328], [50, 60, 600, 680], [60, 236, 1000, 1984]])
+    bands = np.column_stack([bands, np.full(3, -bd.NO_DIAGONAL), np.full(3, bd.NO_DIAGONAL)])
+    plan = plan_tiles(bands, 236, 128, 8, hide_tail=is_backward)
+    assert sorted(plan.tiles[:, 0].tolist()) == ([0, 60, 188] if is_backward else [0, 128])
+    assert plan.num_blocks == 41 + 10 + 2 * 123
+    if is_backward:  # no block of the longest document needs a mask for the sake of another
+        (first,) = plan.tiles[plan.tiles[:, 0] == 60, 1]
+        assert plan.passes[first, 2:6].tolist() == [0, 123, 0, 123]
+
+
+def test_tiles_of_keys_are_not_cut_where_rows_on_both_sides_see_the_same():
+    bands = np.array([[0, 60, 0, 1000], [60, 236, 0, 1100]])
+    bands = np.column_stack([bands, np.full(2, -bd.NO_DIAGONAL), np.full(2, bd.NO_DIAGONAL)])
+    assert sorted(plan_tiles(bands, 236, 128, 8, hide_tail=True).tiles[:, 0].tolist()) == [0, 128]
+
+
 def test_small_blocks_of_a_long_video_are_not_cut_apart():
     # Rows of one block of 80 see all earlier ones: cutting at 80 rows would cost 128 / 80 of the work.
     table = np.array([[i, i + 80, 0, i + 80, -bd.NO_DIAGONAL, bd.NO_DIAGONAL] for i in range(0, 8000, 80)])

@@ -13,6 +13,10 @@
 #include "row_dots.cuh"
 #endif
 
+// Of a block. Where it computes delta heads are few: so there are many blocks, which wait for memory at different
+// times.
+constexpr int kLog2Rows = 5, kTileRows = 1 << kLog2Rows, kTileHeads = DELTA ? 8 : 32;
+
 struct PrepareParams {
   const float* lse;
   float* delta;             // with DELTA written, if it is there
@@ -52,12 +56,11 @@ DEVICE void fill_zeros(float4* to, i64 count) {
     to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// 32 rows of 32 heads.
+// kTileRows rows of kTileHeads heads.
 DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
-  __shared__ float2 tile[32][33];
-  const int x = threadIdx.x % 32, y = threadIdx.x / 32;
-  for (int i = y; i < 32; i += 8) {
-    const int row = row0 + i, head = head0 + x;
+  __shared__ float2 tile[kTileRows][kTileHeads + 1];
+  for (int i = threadIdx.x; i < kTileRows * kTileHeads; i += 256) {
+    const int row = row0 + i / kTileHeads, head = head0 + i % kTileHeads;
     float2 v = make_float2(0.f, 0.f);
     if (row < p.num_rows && head < p.num_heads) {
       const float lse = p.lse[row * p.lse_row + head * p.lse_head];
@@ -68,11 +71,12 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
       v.y = -p.delta[row * p.delta_row + head * p.delta_head];
 #endif
     }
-    tile[i][x] = v;
+    tile[i / kTileHeads][i % kTileHeads] = v;
   }
 #if DELTA
   __syncthreads();
-  const u32 heads = min(32, p.num_heads - head0), count = min(32, max(p.num_rows - row0, 0)) * heads;
+  const u32 heads = min(kTileHeads, p.num_heads - head0);
+  const u32 count = min(kTileRows, max(p.num_rows - row0, 0)) * heads;
   for (u32 begin = 0; begin < count; begin += kRowsAtOnce * kStride)
     dot_rows(
         {p.dout, p.out, p.dout_row, p.dout_head, p.out_row, p.out_head}, begin, count,
@@ -84,8 +88,8 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
         });
 #endif
   __syncthreads();
-  for (int i = y; i < 32; i += 8) {
-    const int index = 32 * i + x, pack = index >> 5 + p.log2_packed, in_pack = index - (pack << 5 + p.log2_packed);
+  for (int i = threadIdx.x; i < kTileRows * kTileHeads; i += 256) {
+    const int pack = i >> kLog2Rows + p.log2_packed, in_pack = i - (pack << kLog2Rows + p.log2_packed);
     const int row = in_pack >> p.log2_packed, head = (pack << p.log2_packed) + in_pack - (row << p.log2_packed);
     if (head0 + head >= p.num_heads) continue;
     const i64 at = static_cast<i64>((head0 >> p.log2_packed) + pack) * p.stats_row + (row0 << p.log2_packed) + in_pack;
@@ -106,8 +110,10 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
     await_earlier_kernels();
     let_next_kernel_start();
   }
-  const int tiles_row = p.stats_row >> 5 + p.log2_packed, block = blockIdx.x;
-  if (block < tiles_row * ((p.num_heads + 31) / 32)) transpose_stats(p, block % tiles_row * 32, block / tiles_row * 32);
+  const int tiles = p.stats_row >> kLog2Rows + p.log2_packed;
+  const int sections = (p.num_heads + kTileHeads - 1) / kTileHeads;
+  const int block = blockIdx.x;
+  if (block < tiles * sections) transpose_stats(p, block / sections * kTileRows, block % sections * kTileHeads);
   fill_zeros(p.sums, p.num_sums);
 #if CAPTURED
   fill_zeros(p.key_sums, p.num_key_sums * __ldg(&p.numbers->num_split));

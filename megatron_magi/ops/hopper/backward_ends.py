@@ -25,6 +25,7 @@ from megatron_magi.ops.merge import row_products
 
 _FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
+_STATS_HEADS, _DELTA_HEADS = 32, 8  # of 32 rows, of a block of the kernel that prepares rows; where it computes delta
 _DELTA_ELEMENTS = 8 * 256 * 4  # of out, of a block of the kernel for delta
 
 
@@ -117,7 +118,8 @@ def stats_launch(
             split=-1.0 / split if split else 0.0,
             **strides,
         )  # fmt: skip
-        blocks = max(rows // 32 * -(-num_heads // 32), _ZEROING_BLOCKS if zeroes else 1)
+        blocks = rows // 32 * -(-num_heads // (_STATS_HEADS if of_delta is None else _DELTA_HEADS))
+        blocks = max(blocks, _ZEROING_BLOCKS if zeroes else 1)
         return Launch(hopper_kernels.small_kernel(lse.device, "prepare", macros), blocks, params)
 
     key = (

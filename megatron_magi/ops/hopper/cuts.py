@@ -8,12 +8,13 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
 
 
-def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int) -> bd.IntArray:
+def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int, masked_cost: float = 0.0) -> bd.IntArray:
     """First rows of the tiles, ascending from 0; a tile ends where the next begins and has at most ``block_m`` rows.
 
     A tile whose rows lie in two documents computes the columns of both for all of them. So a tile is
     closed at a row where the mask changes, unless the rows behind it fit whole, or see so much of the same columns
-    that a further tile would cost more.
+    that a further tile would cost more. ``masked_cost``: of a column that only part of a tile sees, beside others;
+    counted where the rows behind the border see nothing of what those before it see.
     """
     breaks = np.unique(np.concatenate([bands[:, bd.Q0], bands[:, bd.Q1], [0, num_rows]]))
     if len(breaks) <= 2:
@@ -35,7 +36,8 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int) -> bd.IntArray:
             left = rows - room
             whole = -(-rows // block_m) + -left // block_m
             saved = room / block_m if open_ended else whole
-            if seen + saved * (columns + tuning.TILE_COST_COLUMNS) <= both:
+            masked = 0.0 if common or open_ended else masked_cost * columns
+            if seen + saved * (columns + tuning.TILE_COST_COLUMNS) <= both + masked:
                 first, seen = begin, columns
                 starts.append(begin)
             else:

@@ -17,7 +17,7 @@ from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.passes import assign_passes
 from megatron_magi.ops.hopper.tiles import TilePlan
 
-_VERSION = 1
+_VERSION = 2
 """Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -26,6 +26,7 @@ class _Shape(ctypes.Structure):
     _fields_ = [
         *((name, _Int) for name in ("num_rows", "block_m", "block_n", "align", "hide_tail", "parts", "tile_cost")),
         ("pass_cost", ctypes.c_double),
+        ("masked_cost", ctypes.c_double),
     ]
 
 
@@ -67,7 +68,8 @@ def plan_tiles(
     library = _library()
     assert library is not None
     pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)
-    shape = _Shape(num_rows, block_m, block_n, align, hide_tail, parts, tuning.TILE_COST_COLUMNS, pass_cost)
+    costs = tuning.TILE_COST_COLUMNS, pass_cost, tuning.MASKED_COST if hide_tail else 0.0
+    shape = _Shape(num_rows, block_m, block_n, align, hide_tail, parts, *costs)
     bands = np.ascontiguousarray(bands, dtype=np.int64)
     counts = (_Int * 3)()
     handle = library.magi_tiles_begin(bands.ctypes.data, len(bands), ctypes.byref(shape), counts)

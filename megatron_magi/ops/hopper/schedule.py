@@ -166,18 +166,22 @@ def _schedule(
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
     unsplit = place[(place >= num_split) & (place < num_long)]
-    if not num_long:
-        last = short >= len(place) - -(-tuning.LAST_ITEMS * num_sms // heads_kv)
+    are_many = width == group and len(place) * heads_kv > tuning.FALLING_COST_MOST_ITEMS * num_sms
+    num_last = -(-(tuning.LAST_OF_MANY_ITEMS if are_many else tuning.LAST_ITEMS) * num_sms // heads_kv)
+    ends_short = not num_long or (are_many and len(short) >= num_last)
+    if ends_short:
+        last = short >= len(place) - num_last
         short = np.concatenate([short[~last], np.sort(short[last])])
     heads = range(0, heads_kv * group, width)
     *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
-    parts = [_section(short, range(0, heads_kv * group, group), group)]
-    parts += [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
+    parts = [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
     parts += [_section(tiles, [head], width) for tiles in sections for head in heads]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
     parts.append(_section(np.sort(split), heads[alone:], width))
+    of_short = _section(short, range(0, heads_kv * group, group), group)
+    parts = [*parts, of_short] if ends_short else [of_short, *parts]
     items = np.concatenate(parts)
     if width < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)

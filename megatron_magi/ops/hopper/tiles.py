@@ -99,7 +99,7 @@ def plan_tiles(
         packed: heads that a block is of, and takes as many times longer; see `pack_columns`.
     """
     bands = _join_columns(bd.tighten(bands))
-    starts = tile_starts(bands, num_rows, block_m)
+    starts = tile_starts(bands, num_rows, block_m, tuning.MASKED_COST if hide_tail else 0.0)
     pieces, tile = _pieces(bands, starts, num_rows)
     pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)
     pieces, pass_of_piece, pass_tile = assign_passes(pieces, tile, block_n, align, pass_cost)

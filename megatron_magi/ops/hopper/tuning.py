@@ -11,6 +11,9 @@ from __future__ import annotations
 TILE_COST_COLUMNS = 48
 """Cost of a tile beside the columns that it sees, in columns."""
 
+MASKED_COST = 0.5
+"""Cost of a column that a tile of keys sees in part, beside one that all its keys see."""
+
 PASS_COST_BLOCKS = 0.35
 """Cost of a pass beside its blocks, in blocks of 128 columns."""
 
@@ -75,8 +78,8 @@ SECTION_TILES = 56
 """Most tiles of a causal document of which all query heads are worked on before those of others: what these read and
 add to stays in the L2 cache."""
 
-LAST_ITEMS = 2
-"""Items an SM that go by decreasing cost at the end."""
+LAST_ITEMS, LAST_OF_MANY_ITEMS = 2, 4
+"""Items an SM that go by decreasing cost at the end; of many whole ones, the shortest."""
 
 LEAST_PIECE_BLOCKS = 8
 """Blocks of a piece of an item."""
