@@ -20,18 +20,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import (
-    SHAPES,
-    SUM_LOADS,
-    Launch,
-    blocks_apart,
-    blocks_of,
-    exchange_defines,
-    kernel_of,
-)
+from megatron_magi.comm.peer_kernels import Launch, blocks_apart, blocks_of, exchange_defines, kernel_of
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
@@ -98,8 +91,7 @@ class Native:
         Raises:
             RuntimeError: a rank did not come to an earlier call in time.
         """
-        failure = self.failure()
-        if failure is not None:
+        if (failure := self.failure()) is not None:
             raise RuntimeError(failure)
         return self._room.refusal(layout, most_rows)
 
@@ -338,9 +330,7 @@ class Native:
         forms = [(address % WIDEST, stride, size) for address, stride, size in (*rows, *results)]
         share = share_of(self._num_sms, len(_of_device(self._device)))
         key = (self._memory.generation, share, *kind, *forms)
-        known = args.launches.get(self)
-        if known is None:
-            known = args.launches[self] = {}
+        known = args.launches.setdefault(self, {})
         launches = known.get(key)
         if launches is None:
             launches = known[key] = prepare(share)
@@ -375,11 +365,11 @@ class Native:
         if types:
             pointers[2:] = [x.data_ptr() for x in (args.arrivals.rows, args.arrivals.starts, args.arrivals.sources)]
             vector = vector_of(results, *types)
-            unit_to, loads_to = vector * types[1].itemsize, SUM_LOADS
+            unit_to, loads_to = vector * types[1].itemsize, peer_kernels.SUM_LOADS
             defines = exchange_defines(unit, row_bytes, types, vector)
         else:
             unit = unit_to = min(unit, widest(results))
-            loads_to, defines = SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
+            loads_to, defines = peer_kernels.SHAPES["exchange"].loads, exchange_defines(unit, row_bytes)
         kernel = kernel_of("exchange", defines, self._device)
         parts = (
             self._memory.packed,
@@ -389,8 +379,7 @@ class Native:
             sent_shift(row_bytes, most),
         )
         if roles == _BOTH:
-            num_blocks = blocks_of("exchange", share)
-            return (Launch(kernel, num_blocks, *parts, *roles, started=self._started.cuda_event),)
+            return (Launch(kernel, blocks_of("exchange", share), *parts, *roles, started=self._started.cuda_event),)
         blocks = zip(blocks_apart(share, bool(types)), roles, strict=True)
         return tuple(Launch(kernel, num_blocks, *parts, role) for num_blocks, role in blocks)
 
