@@ -136,3 +136,33 @@ def test_numbers_that_32_bits_do_not_hold_stay_out_of_range():
     entries = torch.tensor([[[3, -1, 2**32 + 1, 2**31, -(2**40)]]])
     found = sparse_lists.lists_of(SparsePattern((entries,), 16, 64, False)).entries
     assert found.dtype == torch.int32 and found.flatten().tolist() == [3, -1, 2**31 - 1, 2**31 - 1, -1]
+
+
+@pytest.mark.parametrize(("k_block", "deterministic"), [(64, False), (128, True), (128, False), (1, False)])
+def test_what_kernels_are_given_is_as_large_whatever_dtype_torch_gives_by_default(
+    launched, monkeypatch, k_block, deterministic
+):
+    monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", 100 * 4 * 128)
+    lists = torch.zeros(100, 3, dtype=torch.int32)
+    sizes, empty = [], torch.empty
+
+    def keep(*args, **given):
+        made = empty(*args, **given)
+        sizes[-1].append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", keep)
+    for default in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            sizes.append([])
+            if k_block == 1:
+                out, _ = index_sparse_attention(*tensors(128), lists[:, None].long(), impl="ffa")
+            else:
+                out, _ = block_sparse_attention(
+                    *tensors(128), lists, q_block_size=1, k_block_size=k_block, impl="ffa", deterministic=deterministic
+                )
+            out.sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert len(sizes[0]) > 2 and sizes[0] == sizes[1]

@@ -134,7 +134,7 @@ def backward_by_keys(
     lists_kv = heads_kv * num_blocks(num_keys, pattern.k_block)
     parts = 1 if adds_dq else max(1, num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES))
     waiting = 2 * lists_kv * pattern.k_block // kernels.PIECE if parts > 1 else 0  # sums of a warpgroup
-    part_sums = torch.empty(waiting * kernels.PIECE * dim, device=q.device)
+    part_sums = torch.empty(waiting * kernels.PIECE * dim, dtype=torch.float32, device=q.device)
     num_sums = packs * units * _UNIT * dim if adds_dq else 4 * waiting
     sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else the parts that are done
     stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block, sums, stream)
@@ -183,7 +183,7 @@ def _packed_stats(
     """
     num_rows, num_heads = lse.shape
     rows = num_blocks(num_rows, q_block) * block + kernels.PIECE
-    stats = torch.empty((2, num_heads // heads, rows, heads), device=lse.device)
+    stats = torch.empty((2, num_heads // heads, rows, heads), dtype=torch.float32, device=lse.device)
 
     def make() -> Launch:
         params = SparseStatsParams(
