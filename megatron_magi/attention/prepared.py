@@ -7,7 +7,7 @@ collectives, tile plans of both passes and every stage. Nothing of that needs a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -96,19 +96,20 @@ class _PreparedPlan:
         if len(casts) > self.plan.degree:
             self.plan.runtime[joined_key(device)] = casts[-1]
         joined = () if self.joined is None else (joined_bands(self.plan, self.joined),)
-        kept, left = self.plan.runtime.setdefault("tables", []), iter(tensors[at:])
+        kept, bands = self.plan.runtime.setdefault("tables", []), self.plan.bands
 
-        def keep(masks: Sequence[np.ndarray], tables: Sequence[MaskTables], left: Iterator[Tensor]) -> None:
-            for bands, table in zip(masks, tables, strict=True):
-                kept.extend(table.keep(bands, list(islice(left, table.num_arrays)), ready, plan_bytes))
+        def keep(masks: Sequence[np.ndarray], tables: Sequence[MaskTables], tensors: Sequence[Tensor]) -> None:
+            left = iter(tensors)
+            for mask, table in zip(masks, tables, strict=True):
+                kept.extend(table.keep(mask, list(islice(left, table.num_arrays)), ready, plan_bytes))
 
-        stages = self.stages
+        stages, of_tables = self.stages, tensors[at:]
         if stages is None:
-            keep((*self.plan.bands, *joined) if self.tables else (), self.tables, left)
+            keep((*bands, *joined) if self.tables else (), self.tables, of_tables)
             return
-        keep(joined, self.tables, left)
-        bands = self.plan.bands
-        self.plan.runtime["stage tables"] = cache(lambda: keep(bands, stages.parts, left))
+        keep(joined, self.tables, of_tables)
+        of_stages = of_tables[sum(table.num_arrays for table in self.tables) :]
+        self.plan.runtime["stage tables"] = cache(lambda: keep(bands, stages.parts, of_stages))
 
 
 class _Parts(NamedTuple):

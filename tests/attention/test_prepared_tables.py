@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from megatron_magi.attention import one_launch, prepare_batch
-from megatron_magi.config import AttendConfig, MagiConfig
+from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import plan as hopper_plan
+from megatron_magi.ops.hopper.prepare import MaskTables
 from megatron_magi.plan import make_plan
 from tests.attention.test_prepared import CPU, MASKS, SHAPE, attend, refuse
 from tests.ops.fake_driver import fake_driver
@@ -59,3 +63,23 @@ def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
         batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
         batch.to(CPU)
         assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings
+
+
+def test_threads_that_ask_for_tables_of_stages_at_once_find_the_same(monkeypatch):
+    config = MagiConfig(attend=AttendConfig(impl="ffa"), comm=CommConfig("native", verify=False))
+    batch = prepare_batch({0: make_plan(MASKS["causal"], config, 2).for_rank(0)}, SHAPE, config)
+    batch.to(CPU)
+    found, keep, both = {}, MaskTables.keep, threading.Barrier(2, timeout=60)
+
+    def note(self, bands, tensors, *rest):
+        both.wait()
+        kept = keep(self, bands, tensors, *rest)
+        found.setdefault(threading.get_ident(), []).append([plan.memory.data_ptr() for plan in kept])
+        return kept
+
+    monkeypatch.setattr(MaskTables, "keep", note)
+    with ThreadPoolExecutor(2) as threads:
+        for asked in [threads.submit(batch.plans[0].runtime["stage tables"]) for _ in (0, 1)]:
+            asked.result()
+    first, second = found.values()
+    assert first == second and all(first)
