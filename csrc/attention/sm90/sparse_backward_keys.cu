@@ -40,8 +40,7 @@ constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
 struct SparseKeysParams {
   TensorMap q, k, v, dout;
-  SparseTiles
-      tiles;  // lists, and long_list, are of blocks of queries, [lists of heads, blocks of keys]; offsets: one array
+  SparseTiles tiles;  // lists are of blocks of queries, [lists of heads, blocks of keys]; offsets: one array
   // [packs, stats_rows, heads of a tile]: lse times log2 e. A block of queries has stats_block rows, so that it begins
   // at a multiple of 16 bytes.
   const float *lse, *delta;
@@ -50,7 +49,7 @@ struct SparseKeysParams {
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
   float4* part_sums;  // [blocks of keys of all heads, sums of one, head_dim / 8, 128 threads]
-  u32* parts_done;    // [these, these, 4 warps] of zeros; both null of one part
+  u32* parts_done;    // [these, these, 4 warps] of zeros; neither is read of one part
   int parts;          // of a long list, without ADD_DQ
   int stats_block, units, block_units;
   float scale, scale_log2;

@@ -1,5 +1,6 @@
 // What the kernel for dK and dV needs of each query and head: lse and delta, pack of heads by pack, a query's heads
-// together, each block of queries from a multiple of 16 bytes on. And zeros where dQ will be added.
+// together, each block of queries from a multiple of 16 bytes on. And zeros where dQ will be added, or where parts
+// of lists will be counted.
 
 #include "../../common/ptx.cuh"
 
