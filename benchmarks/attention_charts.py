@@ -27,7 +27,7 @@ MASK_TITLES = {
 
 
 def read_results(path: str | Path) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """``(provenance, rows)`` of a results file: its leading ``# name: value`` lines, those of a name joined, and its table."""
+    """``(provenance, rows)`` of a results file: its leading ``# name: value`` lines, joined by name, and its table."""
     lines = Path(path).read_text().splitlines()
     notes: dict[str, str] = {}
     for name, value in (line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line):
