@@ -27,9 +27,11 @@ MASK_TITLES = {
 
 
 def read_results(path: str | Path) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """``(provenance, rows)`` of a results file: its leading ``# name: value`` lines, and its table."""
+    """``(provenance, rows)`` of a results file: its leading ``# name: value`` lines, joined by name, and its table."""
     lines = Path(path).read_text().splitlines()
-    notes = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    notes: dict[str, str] = {}
+    for name, value in (line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line):
+        notes[name] = f"{notes[name]}; {value}" if name in notes else value
     return notes, list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from attention_charts import Row, read_results
 
 PASSES = ("forward", "backward")
+SOURCE = ("device", "software", "commit", "date")
 PEER_STYLES = {
     "ffa": ("FFA", "#c8372d"),
     "flex": ("FlexAttention", "#b8a13c"),
@@ -33,8 +34,8 @@ def draw(paths: Sequence[str]) -> None:
     read = [read_results(path) for path in paths]
     names = "case", "k_block", "queries", "keys", "provider"
     rows = list({tuple(row[name] for name in names): row for _, table in read for row in table}.values())
-    notes = read[0][0]
-    source = " · ".join(notes[name] for name in ("device", "software", "commit", "date") if name in notes)
+    said = {name: dict.fromkeys(notes[name] for notes, _ in read if name in notes) for name in SOURCE}
+    source = " · ".join(", ".join(values) for values in said.values() if values)
     folder = Path(paths[0]).parent
     lists = [row for row in rows if (row["case"], row["k_block"]) in LINES]
     masks = [row for row in rows if row["case"].startswith(("uniform", "variable", "video"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,16 +97,26 @@ def _microbatch_mean(loss: Callable, reports_mean: bool, output: torch.Tensor, *
             "as a mean over this rank's tokens cannot become one over all ranks'"
         )
     total, num_tokens, report = result
-    per_token = get_args().calculate_per_token_loss
-    if per_token and not reports_mean:
-        return result
     group = get_context_parallel_group()
-    everyone = num_tokens.detach().clone()
-    dist.all_reduce(everyone, group=group)
-    scale = group.size() / everyone.clamp(min=1)
     if reports_mean:
-        report = mean_report(report, scale)
-    return total if per_token else total * num_tokens.clamp(min=1) * scale, num_tokens, report
+        report = _mean_reports(report, group)
+    if not get_args().calculate_per_token_loss:
+        everyone = num_tokens.detach().clone()
+        dist.all_reduce(everyone, group=group)
+        total = total * num_tokens.clamp(min=1) * (group.size() / everyone.clamp(min=1))
+    return total, num_tokens, report
+
+
+def _mean_reports(report: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """`mean_report` of a loss of the user's, each of whose sums may have a number of tokens of its own."""
+    report = dict(report)
+    names = [name for name, x in report.items() if x.numel() == 2]
+    if names:
+        counts = torch.stack([report[name].detach()[1].float() for name in names])
+        dist.all_reduce(counts, group=group)
+        for name, count in zip(names, counts.clamp(min=1), strict=True):
+            report |= mean_report({name: report[name]}, group.size() / count)
+    return report
 
 
 def _install_pretrain() -> None:

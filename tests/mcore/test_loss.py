@@ -48,16 +48,22 @@ def test_means_of_ranks_become_the_mean_of_the_microbatch(args) -> None:
 
 def test_reports_of_a_users_loss_too_and_figures_without_a_count_stay(args, monkeypatch) -> None:
     monkeypatch.setattr(user_step, "get_context_parallel_group", lambda: SimpleNamespace(size=lambda: 2))
-    monkeypatch.setattr(user_step.dist, "all_reduce", lambda x, group: x.fill_(4))
+    # Of all ranks: tokens of the loss, and of a figure over other ones.
+    monkeypatch.setattr(
+        user_step.dist, "all_reduce", lambda x, group: x.copy_(torch.tensor([4.0, 8.0])[: x.numel()].view_as(x))
+    )
     reports, totals = [], []
     for part in (slice(0, 4), slice(4, 8)):
         total, num_tokens = (LOSSES * MASK)[:, part].sum(), MASK[:, part].sum().int()
         result = (total, num_tokens, {"lm loss": torch.stack([total, num_tokens]), "other": torch.ones(1)})
+        result[2]["every token"] = torch.stack([LOSSES[:, part].sum(), torch.tensor(4.0)])
         found = user_step._microbatch_mean(lambda _, result=result: result, True, torch.empty(0))
         reports.append(found[2])
         totals.append(float(found[0]) if args.calculate_per_token_loss else float(found[0] / num_tokens))
         assert found[2]["other"].tolist() == [1.0]
     assert _as_megatron_evaluates_sft(reports) == pytest.approx(MEAN)
+    every = [{"lm loss": report["every token"]} for report in reports]
+    assert _as_megatron_evaluates_sft(every) == pytest.approx(float(LOSSES.mean()))
     assert sum(totals) / (4 if args.calculate_per_token_loss else 2) == pytest.approx(MEAN)
 
 
