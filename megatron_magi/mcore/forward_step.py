@@ -184,7 +184,7 @@ class MagiForwardStep:
             batch.loss_mask,
             num_loss_tokens=batch.params.num_loss_tokens,
             cp_size=args.context_parallel_size,
-            reports_mean=averages_reports(model),
+            reports_mean=averages_reports(args, model),
             meanwhile=None if ahead is None else ahead.look,
         )
         return output, loss

@@ -64,9 +64,9 @@ def microbatch_loss(
     return total * (num_tokens.clamp(min=1) * (cp_size / counted)), num_tokens, report
 
 
-def averages_reports(model: torch.nn.Module) -> bool:
+def averages_reports(args: Namespace, model: torch.nn.Module) -> bool:
     """Does Megatron make a mean of each rank's mean of what is reported? It does in evaluations with ``--sft``."""
-    return get_args().sft and not model.training
+    return args.sft and not model.training
 
 
 def mean_report(report: Mapping[str, torch.Tensor], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:

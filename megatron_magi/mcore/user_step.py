@@ -65,7 +65,7 @@ class UserForwardStep(MagiForwardStep):
         options = {"return_schedule_plan": True} if return_schedule_plan else {}
         with _chunk(model).given(batch):
             output, loss = self._step(iter([_fields(batch)]), model, **options)
-        return output, functools.partial(_microbatch_mean, loss, averages_reports(model))
+        return output, functools.partial(_microbatch_mean, loss, averages_reports(get_args(), model))
 
 
 def _fields(batch: LocalBatch) -> dict[str, torch.Tensor]:

@@ -73,4 +73,4 @@ def test_reports_of_a_users_loss_too_and_figures_without_a_count_stay(args, monk
 def test_megatron_takes_means_of_ranks_in_evaluations_of_conversations(args, sft, training, averages) -> None:
     args.sft = sft
     model = torch.nn.Identity().train(training)
-    assert averages_reports(model) is averages
+    assert averages_reports(args, model) is averages

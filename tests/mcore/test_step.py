@@ -76,7 +76,7 @@ def _magi_step(events: list[str], monkeypatch: pytest.MonkeyPatch, loss_log: Any
     params = SimpleNamespace(plans=SimpleNamespace(stats="plan"), num_loss_tokens=1.0)
     fields = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "documents"))
     dispatcher = SimpleNamespace(planner=None, next=lambda it: _load(events, SimpleNamespace(**fields, params=params)))
-    args = SimpleNamespace(num_experts=None, context_parallel_size=2)
+    args = SimpleNamespace(num_experts=None, context_parallel_size=2, sft=False)
     monkeypatch.setattr(forward_step_module, "get_args", lambda: args)
     monkeypatch.setattr(forward_step_module, "get_context_parallel_group", lambda: "group")
     monkeypatch.setattr(loader, "install", lambda planner: None)
