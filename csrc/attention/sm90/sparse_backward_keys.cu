@@ -139,11 +139,8 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   Loader loader{p, s};
   const int most_parts = ADD_DQ ? 1 : p.parts;
   const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
-  // A part waits for those before it: no block that has no SM yet may have been left one of them.
-  if (!ADD_DQ) s.next_item = atomicAdd(t.counter, 1);
-  const volatile int& first = s.next_item;  // in memory, for registers are scarce
-  for (int item = ADD_DQ ? blockIdx.x : first; item < t.num_items;) {
-    s.next_item = (ADD_DQ ? gridDim.x : 0) + atomicAdd(t.counter, 1);  // likewise
+  for (int item = blockIdx.x; item < t.num_items;) {
+    s.next_item = gridDim.x + atomicAdd(t.counter, 1);  // there, for registers are scarce
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int row = item / pieces, piece = item - row * pieces, first_key = piece * kTileKeys;
     const int head_kv = row / most_parts, part = row - head_kv * most_parts;
