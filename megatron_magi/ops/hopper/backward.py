@@ -251,7 +251,7 @@ class _Pass:
         if whole:
             room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
             most = most_split(choice, problem, room)
-            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, dims[0] == 64)
+            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, problem.is_narrow)
             numbers = plan.fields(schedule=schedule).get("numbers", 0)
             self._keys, self._keys_numbers = keys_launch(common, adds_dq, plan, schedule, store, (dk, dv))
             self._split(schedule.num_split, plan, 2 * shape[0] * k.shape[1] * dims[0], room)

@@ -50,6 +50,11 @@ class Problem(NamedTuple):
         """Query heads of a key head."""
         return self.num_heads // self.num_heads_kv
 
+    @property
+    def is_narrow(self) -> bool:
+        """Heads of 64 in the backward, whose items are in another order; see `schedule.make_schedule`."""
+        return self.dims[0] == 64
+
 
 def make_problem(num_rows: int, num_keys: int, num_heads: int, num_heads_kv: int, dims: tuple[int, int]) -> Problem:
     """Shape of a pass over tensors of head dims ``dims``, for which there are kernels."""

@@ -115,7 +115,7 @@ class Pass:
         # Sums of dk and dv lie in dq until it is written, if there is room.
         room = dq.numel() * dq.element_size()
         most = most_split_at_once(choice, problem, room)
-        schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, dim == 64)
+        schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, problem.is_narrow)
         self._num_key_sums = 2 * schedule.num_split * choice.shape[0] * k.shape[1] * dim
         self._in_dq = self._num_key_sums * 4 <= room
         self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT

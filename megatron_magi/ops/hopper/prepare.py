@@ -183,8 +183,10 @@ def _schedules(
 ) -> list[tuple[Tiling, tuple, Schedule]]:
     """Of the kernel that computes dk and dv, one for each of ``splits`` (`most_split`) that has another."""
     group = problem.group // choice.packed
-    narrow = problem.dims[0] == 64
-    keys = [hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, split, narrow) for split in splits]
+    keys = [
+        hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, split, problem.is_narrow)
+        for split in splits
+    ]
     return [(tiling, key, plan.schedule(*key)) for key in dict.fromkeys(keys)]
 
 
