@@ -66,7 +66,6 @@ def blocks_apart(share: int, sums: bool) -> tuple[int, int]:
 class PeerKernel(NamedTuple):
     """A kernel on one device."""
 
-    name: str
     kernel: Kernel
     params: struct.Struct
     loads: int
@@ -115,7 +114,7 @@ def kernel_of(name: str, defines: tuple[str, ...], device: torch.device) -> Peer
     image = build(_source(name), defines)
     kernel = load_kernel(image, f"magi_{name}", shape.threads, shape.shared_bytes, device)
     lists = f"{SLOT_ROWS.size}s" * shape.num_lists
-    return PeerKernel(name, kernel, struct.Struct(f"{PEERS.size}s{lists}{shape.rest}"), shape.loads, shape.num_lists)
+    return PeerKernel(kernel, struct.Struct(f"{PEERS.size}s{lists}{shape.rest}"), shape.loads, shape.num_lists)
 
 
 class Launch:

@@ -202,13 +202,12 @@ class Native:
         Raises:
             RuntimeError: a rank did not come to an earlier call in time.
         """
-        failure = self.failure()
-        if failure is not None:
+        if (failure := self.failure()) is not None:
             raise RuntimeError(failure)
         with self._lock:
             captures, beside = self._captures(), self._beside or self._sends_beside
             if captures or beside or self._last != raw:
-                current = self._take_turn(raw)
+                current = self._take_turn(raw, captures)
                 if beside and not captures:
                     self._join(current)
             calls.queue(*addresses)
@@ -273,14 +272,15 @@ class Native:
         Returns:
             The end of the call, and what must live until then.
         """
-        kept = kept and not self._captures()  # what a graph replays takes turns by its streams
+        captures = self._captures()
+        kept = kept and not captures  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
         exchange = _Exchange(kind, types, _BOTH if kept else _APART, _address(index))
         launches = self._exchanges(exchange, args, layout, rows, results)
         with self._lock:
             raw = torch._C._cuda_getCurrentRawStream(self._device.index)
-            current = self._take_turn(raw)
+            current = self._take_turn(raw, captures)
             self._ready.record(current)
             self._side.wait_event(self._ready)
             if not kept:
@@ -307,10 +307,10 @@ class Native:
         current.wait_stream(self._side)
         self._beside, self._sends_beside, self._joins = 0, False, self._joins + 1
 
-    def _take_turn(self, raw: int) -> torch.cuda.Stream:
+    def _take_turn(self, raw: int, captures: bool) -> torch.cuda.Stream:
         """The current stream, of which this is the handle: calls are published one after the other."""
         current = self._stream(raw)
-        if self._captures():  # who replays the graph does so in turn
+        if captures:  # who replays the graph does so in turn
             self._room.stays = True
             return current
         if self._last not in (-1, raw):
