@@ -230,8 +230,8 @@ def _pass[F: Callable](name: str, tensors: Callable[..., tuple]) -> Callable[[F]
     return decorate
 
 
-profiled_forward = _pass("forward", lambda q, k, v, bands, *_: (q, v, bands))
-profiled_backward = _pass("backward", lambda dout, qkv, lse, delta, bands, *_: (qkv[0], qkv[2], bands))
+profiled_forward = _pass("forward", lambda qkv, bands, *_: (qkv[0], qkv[2], bands))
+profiled_backward = _pass("backward", lambda inputs, bands, *_: (inputs.q, inputs.v, bands))
 
 profiled_forward_calls = _pass("forward", lambda queue, addresses, q, v, bands: (q, v, bands))
 profiled_backward_calls = _pass("backward", lambda queue, addresses, q, v, bands: (q, v, bands))

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.merge import accumulate_dtype
+from megatron_magi.ops.operands import BackwardInputs
 from megatron_magi.ops.options import make_options
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl
 from megatron_magi.plan.partition import shift
@@ -151,15 +152,16 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``, merged with those before; a new out has ``dtype``."""
         options, module, hints = self._kernels(q, v, False)
-        return forward_pass(q, k, v, self.bands, options, module, None, False, dtype, into, **hints)[:2]
+        return forward_pass((q, k, v), self.bands, options, module, None, False, dtype, into, **hints)[:2]
 
     def backward(
-        self, dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor], lse: Tensor, delta: Tensor, dq: Tensor | None, **parts
+        self, dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor], lse: Tensor, delta: Tensor, dq: Tensor | None, **shared
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``(dq, dk, dv)``; dq is added to where it is given, the others are new, in the dtype of q."""
         options, module, hints = self._kernels(qkv[0], qkv[2], True)
         given, dtype = (dq, None, None), qkv[0].dtype
-        return backward_pass(dout, qkv, lse, delta, self.bands, options, module, given, dtype, **hints, **parts)
+        inputs = BackwardInputs(*qkv, dout, lse, delta)
+        return backward_pass(inputs, self.bands, options, module, given, dtype, **hints, **shared)
 
 
 def start_dq(
@@ -174,7 +176,7 @@ def start_dq(
         return None, {}
     module, options = resolve_impl(impl, q, v), make_options(q, None, 0.0, False, 0)
     if getattr(module, "TAKES_MEMO", False) and module.sums_meet(*qkv, [b.bands for b in blocks], num_keys, options):
-        return torch.empty_like(q, memory_format=torch.contiguous_format), {"parts": module.Parts(len(blocks))}
+        return torch.empty_like(q, memory_format=torch.contiguous_format), {"shared": module.SharedSums(len(blocks))}
     return torch.zeros_like(q, dtype=accumulate_dtype(q.dtype), memory_format=torch.contiguous_format), {}
 
 

@@ -23,6 +23,7 @@ from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.operands import BackwardInputs
 from megatron_magi.ops.options import make_options
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
@@ -333,7 +334,7 @@ class _Forward:
             self.saved_keys = [k, v]
         call = self._call
         self._out, self._lse, max_logits = forward_pass(
-            self._q, k, v, self._call.bands[stage], call.forward_options, call.module,
+            (self._q, k, v), self._call.bands[stage], call.forward_options, call.module,
             self._sink if stage == 0 else None,  # once: it is one term of the denominator
             call.return_max_logits,
             accumulate_dtype(self._q.dtype) if call.accumulates else self._q.dtype,
@@ -372,9 +373,9 @@ class _Backward:
         # Partial sums meet in these gradients, if there are any, so they are kept wide until the end.
         self._wide = accumulate_dtype(q.dtype) if call.accumulates else q.dtype
         self._is_local_done = False  # then only reductions add to dk and dv
-        self._parts: dict[str, Any] = {}
+        self._shared: dict[str, Any] = {}
         if call.sums_meet:
-            self._parts["parts"] = call.module.Parts(len(call.bands))
+            self._shared["shared"] = call.module.SharedSums(len(call.bands))
             self._dq = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -408,8 +409,8 @@ class _Backward:
         if not is_first and self._dq is None:
             self._dq = _zeros(self._q, self._wide)
         self._dq, dk, dv = backward_pass(
-            self._dout, (self._q, k, v), self._lse, self._delta, call.bands[stage], call.backward_options, call.module,
-            (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._parts,
+            BackwardInputs(self._q, k, v, self._dout, self._lse, self._delta), call.bands[stage],
+            call.backward_options, call.module, (self._dq, *into), grad_dtype, **call.hints[stage][1], **self._shared,
         )  # fmt: skip
         if stage:
             self._partial[stage] = (dk, dv)

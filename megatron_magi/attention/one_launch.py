@@ -27,11 +27,13 @@ from megatron_magi.cuda.call_list import CallList, Place, Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated, gated_backward
+from megatron_magi.ops.hopper.backward_kernels import StepOptions
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS, kernel_dims
 from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable, stream_lock
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_passes import forward_pass
 from megatron_magi.plan import RankPlan
@@ -169,7 +171,7 @@ class OneLaunch:
         scratch = torch.empty(walk.num_scratch, dtype=torch.uint8, device=device)
         if walk.is_empty:
             walk.queue(rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr())
-            return forward_pass(q, k, v, self.bands, options, hopper, given, return_max_logits, q.dtype)
+            return forward_pass((q, k, v), self.bands, options, hopper, given, return_max_logits, q.dtype)
         max_logits, more = None, []
         if sink is not None:
             more.append(sink.data_ptr())
@@ -225,7 +227,9 @@ class OneLaunch:
         if walk.is_empty:
             delta = hopper.row_delta(dout, out)
             walk.queue(*addresses)
-            hopper.backward(dout, q, k, v, lse, delta, self.bands, options, grads=(dq, dk, dv), accumulate=False)
+            hopper.backward(
+                BackwardInputs(q, k, v, dout, lse, delta), self.bands, options, Gradients(dq, dk, dv)
+            )  # fmt: skip
         else:
             rest = (t.data_ptr() for t in (q, k, v, dout, out, lse, dq, *(() if delta is None else (delta,))))
             _attend_back(walk.queue, (*addresses, *rest), q, v, self.bands)
@@ -276,12 +280,14 @@ class OneLaunch:
         if not q.shape[0]:
             slots = "k_rows", "v_rows", "scratch"
             return _Walk(native, [moving], slots, stream, q.device, num_scratch, is_empty=True), None
-        given = {"out": out, "lse": lse, "sink_lse": sink, "max_logits": max_logits, "stream": stream,
-                 "remembered": not self.is_prepared}  # fmt: skip
+        given = {"max_logits": max_logits, "stream": stream, "remembered": not self.is_prepared}
         if self.num_recv:
-            keeper, step = gated.forward_step(q, k, v, arriving, self.bands, options, **given)
+            keeper, step = gated.forward_step(
+                q, k, v, arriving, self.bands, options, out=out, lse=lse, sink_lse=sink, **given
+            )
         else:
-            keeper, step = hopper.forward_step(q, k, v, self.bands, options, **given)
+            inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse)
+            keeper, step = hopper.forward_step(inputs, self.bands, options, output, **given)
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
         slots = ("k_rows", "v_rows", "scratch", "q", "k", "v", "out", "lse", *more)
         return _Walk(native, [(*moving, step)], slots, stream, q.device, num_scratch), keeper
@@ -304,17 +310,17 @@ class OneLaunch:
         slots: tuple[str, ...] = ("k_rows", "v_rows", "scratch", "dk", "dv")
         if not q.shape[0]:
             return _Walk(native, [moving, back], slots, stream, device, num_scratch, left, is_empty=True), None
-        given = {"grads": (dq, dk, dv), "scratch": ("scratch", num_scratch), "delta": delta, "sends": bool(back),
-                 "remembered": not self.is_prepared}  # fmt: skip
-        inputs = q, k, v, dout
+        scratch, sends, inputs = ("scratch", num_scratch), bool(back), (q, k, v, dout)
+        given = {"stream": stream, "remembered": not self.is_prepared}
         if count:
             keeper, steps = gated_backward.backward_steps(
-                inputs, out, lse, arriving, self.bands, options,
-                arriving_grads=later, places=of_gradients, stream=stream, **given,
+                inputs, out, lse, arriving, self.bands, options, grads=(dq, dk, dv), arriving_grads=later,
+                places=of_gradients, scratch=scratch, delta=delta, sends=sends, **given,
             )  # fmt: skip
         else:
             keeper, steps = hopper.backward_steps(
-                inputs, out, lse, self.bands, options, published=bool(moving), stream=stream, **given
+                inputs, ForwardOutput(out, lse), self.bands, options, Gradients(dq, dk, dv),
+                wanted=StepOptions(scratch, delta, sends, bool(moving)), **given,
             )  # fmt: skip
         ends = [*back, *steps.rest]
         if steps.rest_is_apart and back:

@@ -11,6 +11,7 @@ from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import describe_by_bands, require_finite
 from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
+from megatron_magi.ops.operands import BackwardInputs
 from megatron_magi.ops.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
@@ -20,7 +21,7 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, bands, options: AttnOptions, impl: str, return_max_logits: bool):
         module = resolve_impl(impl, q, v, options.deterministic)
-        out, lse, max_logits = forward_pass(q, k, v, bands, options, module, sink, return_max_logits)
+        out, lse, max_logits = forward_pass((q, k, v), bands, options, module, sink, return_max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.bands, ctx.options, ctx.impl = bands, options, impl
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
@@ -39,8 +40,8 @@ class _SliceAttention(torch.autograd.Function):
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
             module = resolve_impl(ctx.impl, q, v, ctx.options.deterministic)
-            given = (None, None, None)
-            dq, dk, dv = backward_pass(dout, (q, k, v), lse, delta, ctx.bands, ctx.options, module, given, q.dtype)
+            inputs = BackwardInputs(q, k, v, dout, lse, delta)
+            dq, dk, dv = backward_pass(inputs, ctx.bands, ctx.options, module, (None, None, None), q.dtype)
         if ctx.needs_input_grad[3]:
             dsink = sink_gradient(sink, lse, delta)
         return dq, dk, dv, dsink, None, None, None, None
@@ -137,5 +138,5 @@ def attend(
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
     else:
         module = resolve_impl(impl, q, v, options.deterministic)
-        out, lse, max_logits = forward_pass(q, k, v, bands, options, module, sink, return_max_logits)
+        out, lse, max_logits = forward_pass((q, k, v), bands, options, module, sink, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)

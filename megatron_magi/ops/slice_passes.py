@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_magi.ops.impl import blocked, hopper, reference
 from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_lse
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import (
     FLOAT_DTYPES,
     AttnOptions,
@@ -53,14 +54,6 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     if not isinstance(impl, str) or impl not in IMPLS:
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
     return IMPLS[impl]
-
-
-def _checked(q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl) -> tuple[AttnOptions, ModuleType]:
-    """Checks what both passes are given; their options, and the implementation."""
-    check_qkv(q, k, v)
-    check_bands(bands, q.shape[0], k.shape[0])
-    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    return options, resolve_impl(impl, q, v, deterministic)
 
 
 @torch.no_grad()
@@ -105,26 +98,27 @@ def slice_attention_forward(
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
-    options, module = _checked(q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl)
+    check_qkv(q, k, v)
+    check_bands(bands, q.shape[0], k.shape[0])
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    module = resolve_impl(impl, q, v, deterministic)
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
     if out is None or lse is None:
         if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
             raise ValueError(f"out_dtype: expected a floating-point dtype of 16 to 64 bits, got {out_dtype}")
-        return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, out_dtype)
+        return forward_pass((q, k, v), bands, options, module, sink, return_max_logits, out_dtype)
     shape = (*q.shape[:2], v.shape[2])
     check_like("out", out, shape, q.device)
     check_like("lse", lse, shape[:2], q.device)
     if out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype: out is given and has dtype {out.dtype}, got {out_dtype}")
-    return forward_pass(q, k, v, bands, options, module, sink, return_max_logits, into=(out, lse))
+    return forward_pass((q, k, v), bands, options, module, sink, return_max_logits, into=(out, lse))
 
 
 @profiled_forward
 def forward_pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     bands: np.ndarray,
     options: AttnOptions,
     module: ModuleType,
@@ -135,21 +129,20 @@ def forward_pass(
     **hints: object,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`slice_attention_forward` of checked arguments, where no gradients are recorded; ``hints``: the module's own."""
+    q, k, v = qkv
     dtype = accumulate_dtype(q.dtype)
     if into is None:
-        shape = (*q.shape[:2], v.shape[2])
-        out, lse = q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:2], dtype=dtype)
+        num_rows, num_heads, _ = q.shape
+        out = q.new_empty((num_rows, num_heads, v.shape[2]), dtype=out_dtype)
+        lse = q.new_empty((num_rows, num_heads), dtype=dtype)
     else:
         out, lse = into
     if sink is not None:
         check_sink(sink, q)
         sink = sink_lse(sink, dtype)
+    inputs, output = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse, into is not None)
     with _no_autocast(q):
-        max_logits = module.forward(
-            q, k, v, bands, options,
-            out=out, lse=lse, accumulate=into is not None, sink_lse=sink,
-            return_max_logits=return_max_logits, **hints,
-        )  # fmt: skip
+        max_logits = module.forward(inputs, bands, options, output, return_max_logits=return_max_logits, **hints)
     return out, lse, max_logits
 
 
@@ -205,7 +198,10 @@ def slice_attention_backward(
     Raises:
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
-    options, module = _checked(q, k, v, bands, softmax_scale, softcap, deterministic, sm_margin, impl)
+    check_qkv(q, k, v)
+    check_bands(bands, q.shape[0], k.shape[0])
+    options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
+    module = resolve_impl(impl, q, v, deterministic)
     check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
     check_like("lse", lse, q.shape[:2], q.device)
     check_like("delta", delta, q.shape[:2], q.device)
@@ -215,15 +211,13 @@ def slice_attention_backward(
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if given is not None:
             check_like(name, given, like.shape, q.device)
-    return backward_pass(dout, (q, k, v), lse, delta, bands, options, module, (dq, dk, dv), grad_dtype)
+    inputs = BackwardInputs(q, k, v, dout, lse, delta)
+    return backward_pass(inputs, bands, options, module, (dq, dk, dv), grad_dtype)
 
 
 @profiled_backward
 def backward_pass(
-    dout: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    lse: Tensor,
-    delta: Tensor,
+    inputs: BackwardInputs,
     bands: np.ndarray,
     options: AttnOptions,
     module: ModuleType,
@@ -231,17 +225,19 @@ def backward_pass(
     grad_dtype: torch.dtype,
     **hints: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`slice_attention_backward` of checked arguments, without recording; ``hints``: the module's own."""
+    """`slice_attention_backward` of checked arguments, without recording.
+
+    ``given``: dq, dk and dv, where they are to be added to; ``hints``: the module's own.
+    """
     adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
-    dq, dk, dv = (t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(qkv, given, strict=True))
+    dq, dk, dv = (
+        t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(inputs[:3], given, strict=True)
+    )
     for grad, before in ((dk, given[1]), (dv, given[2])):
         if adds_keys and before is None:
             grad.zero_()
-    with _no_autocast(dout):
-        module.backward(
-            dout, *qkv, lse, delta, bands, options,
-            grads=(dq, dk, dv), accumulate=adds, accumulate_keys=adds_keys, **hints,
-        )  # fmt: skip
+    with _no_autocast(inputs.dout):
+        module.backward(inputs, bands, options, Gradients(dq, dk, dv, adds, adds_keys), **hints)
     return dq, dk, dv
 
 

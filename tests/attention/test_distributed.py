@@ -413,10 +413,10 @@ def spied_backward(rank: int, num_ranks: int, case: cs.Case) -> list[tuple[str, 
 
     passes, original = [], module.backward_pass
 
-    def recording(dout, qkv, lse, delta, bands, options, impl, given, *rest, **hints):
+    def recording(inputs, bands, options, impl, given, *rest, **hints):
         named = zip(("dq", "dk", "dv"), given, strict=True)
         passes.append(tuple(name for name, grad in named if grad is not None))
-        return original(dout, qkv, lse, delta, bands, options, impl, given, *rest, **hints)
+        return original(inputs, bands, options, impl, given, *rest, **hints)
 
     module.backward_pass = recording
     try:

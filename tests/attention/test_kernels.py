@@ -22,6 +22,7 @@ from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.fake_driver import fake_driver
 
@@ -45,13 +46,11 @@ def _taken(monkeypatch: pytest.MonkeyPatch, shape: AttnShape, deterministic: boo
         q, out = (torch.empty(rows, heads_q, dim, dtype=shape.dtype) for dim in (shape.head_dim, shape.head_dim_v))
         k, v = (torch.empty(rows, heads_kv, dim, dtype=shape.dtype) for dim in (shape.head_dim, shape.head_dim_v))
         lse = torch.empty(rows, heads_q)
-        hopper.forward(
-            q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
-        )  # fmt: skip
+        hopper.forward(ForwardInputs(q, k, v), bands, options, ForwardOutput(out, lse))
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         hopper.backward(
-            out, q, k, v, lse, hopper.row_delta(out, out), bands, options, grads=grads, accumulate=False
-        )  # fmt: skip
+            BackwardInputs(q, k, v, out, lse, hopper.row_delta(out, out)), bands, options, Gradients(*grads)
+        )
     return asked
 
 

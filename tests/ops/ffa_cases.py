@@ -16,6 +16,7 @@ from megatron_magi.mask.dense import dense_bands
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import choices as hopper_choices
 from megatron_magi.ops.impl import hopper, reference
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions, make_options
 from megatron_magi.testing.error_budget import assert_within_budget
 
@@ -110,9 +111,12 @@ def run_forward(x: Inputs, *, out=None, lse=None, sink_lse=None, out_dtype=None,
     out = poisoned(shape, out_dtype or x.q.dtype) if out is None else out
     lse = poisoned(shape[:2], torch.float32) if lse is None else lse
     max_logits = hopper.forward(
-        x.q, x.k, x.v, x.bands, x.options,
-        out=out, lse=lse, accumulate=accumulate, sink_lse=sink_lse, return_max_logits=return_max_logits,
-    )  # fmt: skip
+        ForwardInputs(x.q, x.k, x.v, sink_lse),
+        x.bands,
+        x.options,
+        ForwardOutput(out, lse, accumulate),
+        return_max_logits=return_max_logits,
+    )
     return out, lse, max_logits
 
 
@@ -121,10 +125,12 @@ def exact_forward(x: Inputs, sink_lse=None):
     q, k, v = x.q.double(), x.k.double(), x.v.double()
     out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2])
     top = reference.forward(
-        q, k, v, x.bands, x.options,
-        out=out, lse=lse, accumulate=False, sink_lse=None if sink_lse is None else sink_lse.double(),
+        ForwardInputs(q, k, v, None if sink_lse is None else sink_lse.double()),
+        x.bands,
+        x.options,
+        ForwardOutput(out, lse),
         return_max_logits=True,
-    )  # fmt: skip
+    )
     return out, lse, top
 
 
@@ -134,7 +140,7 @@ def exact_backward(x: Inputs):
     q, k, v, dout = x.q.double(), x.k.double(), x.v.double(), x.dout.double()
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     delta = (dout * out).sum(-1)
-    reference.backward(dout, q, k, v, lse, delta, x.bands, x.options, grads=grads, accumulate=False)
+    reference.backward(BackwardInputs(q, k, v, dout, lse, delta), x.bands, x.options, Gradients(*grads))
     return grads
 
 
@@ -145,8 +151,8 @@ def run_backward(x: Inputs, out, lse, *, grads=None, grad_dtype=None):
         grads = tuple(poisoned(t.shape, grad_dtype or t.dtype) for t in (x.q, x.k, x.v))
     delta = hopper.row_delta(x.dout, out)
     hopper.backward(
-        x.dout, x.q, x.k, x.v, lse, delta, x.bands, x.options, grads=grads, accumulate=accumulate
-    )  # fmt: skip
+        BackwardInputs(x.q, x.k, x.v, x.dout, lse, delta), x.bands, x.options, Gradients(*grads, accumulate, accumulate)
+    )
     return grads
 
 

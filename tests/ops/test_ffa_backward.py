@@ -14,6 +14,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.choices import WHOLE_TILE
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.operands import BackwardInputs, Gradients
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_attention import slice_attention
 from tests.gpu_memory import needs_gigabytes
@@ -136,7 +137,7 @@ def test_dq_is_added_to_while_dk_and_dv_are_written(heads, way):
     grads = (start.clone(), poisoned(x.k.shape, torch.bfloat16), poisoned(x.v.shape, torch.bfloat16))
     delta = hopper.row_delta(x.dout, out)
     hopper.backward(
-        x.dout, x.q, x.k, x.v, lse, delta, x.bands, x.options, grads=grads, accumulate=True, accumulate_keys=False
+        BackwardInputs(x.q, x.k, x.v, x.dout, lse, delta), x.bands, x.options, Gradients(*grads, True, False)
     )
     starts = (start, torch.zeros_like(x.k), torch.zeros_like(x.v))
     for name, got, before, plain, exact in zip(
@@ -172,8 +173,11 @@ def test_lse_of_more_keys_gives_the_part_of_these_keys(dims, way):
         k, v = whole.k[k0:k1], whole.v[k0:k1]
         dk, dv = (torch.zeros(t.shape, device="cuda") for t in (k, v))
         hopper.backward(
-            whole.dout, whole.q, k, v, lse, delta, part, whole.options, grads=(dq, dk, dv), accumulate=True
-        )  # fmt: skip
+            BackwardInputs(whole.q, k, v, whole.dout, lse, delta),
+            part,
+            whole.options,
+            Gradients(dq, dk, dv, True, True),
+        )
         for i, got in enumerate((dk, dv), 1):
             assert_as_good(("dq", "dk", "dv")[i], got, plain[i][k0:k1], exact[i][k0:k1])
     assert_as_good("dq", dq, plain[0], exact[0])
@@ -191,7 +195,7 @@ def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads, dims
     plain, exact = plain_attention(whole)[1:], exact_backward(whole)
     delta, memos = hopper.row_delta(whole.dout, out), [{} for _ in range(3)]
     for _ in range(3):
-        dq, parts = poisoned(whole.q.shape, whole.q.dtype), hopper.Parts(3)
+        dq, shared = poisoned(whole.q.shape, whole.q.dtype), hopper.SharedSums(3)
         for memo, k0, k1 in zip(memos, (0, 300, 350), (300, 350, keys), strict=True):
             part = whole.bands.copy()
             part[:, 2:4] = np.clip(part[:, 2:4], k0, k1) - k0
@@ -199,13 +203,17 @@ def test_parts_sum_dq_in_one_place_and_the_last_writes_it(way, rows, heads, dims
             k, v = whole.k[k0:k1], whole.v[k0:k1]
             dk, dv = poisoned(k.shape, torch.float32), poisoned(v.shape, torch.float32)
             hopper.backward(
-                whole.dout, whole.q, k, v, lse, delta, part, whole.options,
-                grads=(dq, dk, dv), accumulate=True, accumulate_keys=False, memo=memo, parts=parts,
-            )  # fmt: skip
+                BackwardInputs(whole.q, k, v, whole.dout, lse, delta),
+                part,
+                whole.options,
+                Gradients(dq, dk, dv, True, False),
+                memo=memo,
+                shared=shared,
+            )
             for i, got in enumerate((dk, dv), 1):
                 assert_as_good(("dq", "dk", "dv")[i], got, plain[i][k0:k1], exact[i][k0:k1])
         assert_as_good("dq", dq, plain[0], exact[0])
-        assert parts.left == 0 and all(memos)
+        assert shared.left == 0 and all(memos)
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "one_token", "empty"])
@@ -257,7 +265,7 @@ def test_dq_inside_a_larger_tensor_is_written_and_nothing_beside_it(monkeypatch,
     dq = around.transpose(0, 1)[:300, :, 64:192]
     dq.fill_(torch.nan)
     grads, delta = (dq, poisoned(x.k.shape, x.k.dtype), poisoned(x.v.shape, x.v.dtype)), hopper.row_delta(x.dout, out)
-    hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.bands, x.options, grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(x.q, x.k, x.v, x.dout, lse, delta), x.bands, x.options, Gradients(*grads))
     assert_as_good("dq", dq, plain_attention(x)[1], exact_backward(x)[0])
     dq.fill_(7.0)
     assert bool((around == 7.0).all())

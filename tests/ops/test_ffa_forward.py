@@ -8,6 +8,7 @@ import torch
 
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 from tests.gpu_memory import needs_gigabytes
 from tests.ops.ffa_cases import (
@@ -125,10 +126,7 @@ def test_an_output_inside_a_larger_tensor_is_written_and_nothing_beside_it(packe
     out = (around.transpose(0, 1) if heads_first else around)[:rows, :, 64:192]
     lse = torch.empty(rows, heads, device="cuda")
     out.fill_(torch.nan)
-    hopper.forward(
-        x.q, x.k, x.v, x.bands, x.options,
-        out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False,
-    )  # fmt: skip
+    hopper.forward(ForwardInputs(x.q, x.k, x.v), x.bands, x.options, ForwardOutput(out, lse))
     assert_as_good("out", out, plain_attention(x)[0], exact_forward(x)[0])
     out.fill_(7.0)
     assert bool((around == 7.0).all())

@@ -17,6 +17,7 @@ from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import params as hopper_params
 from megatron_magi.ops.hopper import support as hopper_support
 from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.fake_driver import fake_driver
 
@@ -116,7 +117,7 @@ def test_dq_has_its_own_kernel_where_a_query_sees_few_keys_and_sums_are_many(lau
     q, k = (torch.empty(rows, n, dim).bfloat16() for n in heads)
     row = torch.empty(rows, heads[0])
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
-    hopper.backward(q, q, k, k, row, row, mask.bands, AttnOptions(0.1), grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(q, k, k, q, row, row), mask.bands, AttnOptions(0.1), Gradients(*grads))
     assert launched[:2] == ["prepare", "backward"] and launched[-1] == ("finish_dq" if summed else "backward_queries")
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
     assert (by_name["prepare"].num_sums > 0) == summed
@@ -145,12 +146,9 @@ def test_heads_are_packed_in_tiles_of_fewer_rows_where_documents_are_short(
     mask, rows = builders.varlen(doc_lengths=documents, causal=True), sum(documents)
     q, k = (torch.empty(rows, n, 128).bfloat16() for n in heads)
     row, options = torch.empty(rows, heads[0]), AttnOptions(0.1, deterministic=True)
-    hopper.forward(
-        q, k, k, mask.bands, options,
-        out=torch.empty_like(q), lse=row, accumulate=False, sink_lse=None, return_max_logits=False,
-    )  # fmt: skip
+    hopper.forward(ForwardInputs(q, k, k), mask.bands, options, ForwardOutput(torch.empty_like(q), row))
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
-    hopper.backward(q, q, k, k, row, row, mask.bands, options, grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(q, k, k, q, row, row), mask.bands, options, Gradients(*grads))
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
     for params, places in ((by_name["forward"], 192 if packed > 1 else 128), (by_name["backward_queries"], 128)):
         assert 1 << params.log2_packed == packed
@@ -182,9 +180,9 @@ def test_kernels_of_a_backward_overlap_unless_processors_are_left_to_others(
     q, k, v, bands = tensors()
     options = AttnOptions(0.1, deterministic=deterministic, sm_margin=sm_margin)
     out, lse = torch.empty_like(q), torch.empty(300, 4)
-    hopper.forward(q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False)
+    hopper.forward(ForwardInputs(q, k, v), bands, options, ForwardOutput(out, lse))
     delta, grads = hopper.row_delta(q, out), tuple(torch.empty_like(t) for t in (q, k, v))
-    hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(q, k, v, q, lse, delta), bands, options, Gradients(*grads))
     assert seen.pop("forward") == seen.pop("row_delta") == 0
     assert set(seen) >= {"prepare", "backward", "backward_queries" if deterministic else "finish_dq"}
     assert set(seen.values()) == {int(sm_margin == 0)}
@@ -193,7 +191,7 @@ def test_kernels_of_a_backward_overlap_unless_processors_are_left_to_others(
 def test_kernels_that_overlap_take_different_counters_and_all_wait_for_those_before(launched):
     q, k, v, bands = tensors()
     row, grads = torch.empty(300, 4), tuple(torch.empty_like(t) for t in (q, k, v))
-    hopper.backward(q, q, k, v, row, row, bands, AttnOptions(0.1, 0.0, True), grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(q, k, v, q, row, row), bands, AttnOptions(0.1, 0.0, True), Gradients(*grads))
     params = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
     assert params["backward_queries"].counter == params["backward"].counter + hopper_support.COUNTER_BYTES
     assert hopper_support.work_counter(q.device, 0).nbytes == 2 * hopper_support.COUNTER_BYTES
@@ -250,10 +248,11 @@ def test_tiles_are_tall_where_queries_see_many_keys_or_heads_are_packed(
     rows = sum(lengths)
     q, k, v = (torch.empty(rows, heads[i > 0], dims[i > 1]).bfloat16() for i in range(3))
     hopper.forward(
-        q, k, v, builders.varlen(doc_lengths=lengths, causal=False).bands, AttnOptions(0.1),
-        out=torch.empty(rows, heads[0], dims[1]).bfloat16(), lse=torch.empty(rows, heads[0]),
-        accumulate=False, sink_lse=None, return_max_logits=False,
-    )  # fmt: skip
+        ForwardInputs(q, k, v),
+        builders.varlen(doc_lengths=lengths, causal=False).bands,
+        AttnOptions(0.1),
+        ForwardOutput(torch.empty(rows, heads[0], dims[1]).bfloat16(), torch.empty(rows, heads[0])),
+    )
     assert threads == [128 + 2 * tile[0]]
     assert boxes[1:3] == [(tile[1],)] * 2, "keys and values of a block"
     ((_, launch),) = hopper_launch._launches.items()
@@ -268,12 +267,10 @@ def test_a_step_queues_its_kernels_and_prepares_them_once(launched, deterministi
     out, lse = torch.empty_like(q), torch.empty(300, 4)
     backward = ["backward", "backward_queries"] if deterministic else ["backward", "finish_keys", "finish_dq"]
     for _ in range(3):
-        hopper.forward(
-            q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
-        )
+        hopper.forward(ForwardInputs(q, k, v), bands, options, ForwardOutput(out, lse))
         delta = hopper.row_delta(q, out)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
+        hopper.backward(BackwardInputs(q, k, v, q, lse, delta), bands, options, Gradients(*grads))
     assert launched == ["forward", "row_delta", "prepare", *backward] * 3
     assert len(hopper_launch._launches) == 3 + len(backward)
 
@@ -295,7 +292,7 @@ def test_a_launch_is_kept_for_its_head_dim_alone(launched, monkeypatch):
         q, k = wide_q[..., :dim].bfloat16(), wide_k[..., :dim].bfloat16()
         grads = (wide_q[..., :dim], wide_k[..., :dim], wide_k[..., :dim])
         hopper.row_delta(wide_q[..., :dim].bfloat16(), q)
-        hopper.backward(q, q, k, k, row, row, bands, AttnOptions(0.1), grads=grads, accumulate=False)
+        hopper.backward(BackwardInputs(q, k, k, q, row, row), bands, AttnOptions(0.1), Gradients(*grads))
     for name in ("row_delta", "finish_keys", "finish_dq"):
         assert [size for found, *size in dims if found == name] == [[64], [128]]
 
@@ -306,7 +303,7 @@ def test_sums_of_keys_lie_in_dq_until_it_is_written(launched):
     row = torch.zeros(2000, 64)
     for grad_dtype, inside in ((torch.bfloat16, True), (torch.float32, True), (torch.float64, False)):
         grads = tuple(torch.empty(t.shape, dtype=grad_dtype) for t in (q, k, k))
-        hopper.backward(q, q, k, k, row, row, bands, AttnOptions(0.1), grads=grads, accumulate=False)
+        hopper.backward(BackwardInputs(q, k, k, q, row, row), bands, AttnOptions(0.1), Gradients(*grads))
         by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
         begin, end = grads[0].data_ptr(), grads[0].data_ptr() + grads[0].numel() * grads[0].element_size()
         assert (begin <= by_name["backward"].key_sums < end) == inside
@@ -326,7 +323,7 @@ def test_wide_heads_take_a_kernel_for_keys_and_one_for_queries(launched, dims, d
     )
     for _ in range(2):
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        hopper.backward(dout, q, k, v, row, row, bands, options, grads=grads, accumulate=False)
+        hopper.backward(BackwardInputs(q, k, v, dout, row, row), bands, options, Gradients(*grads))
     assert launched == ["prepare", "backward_keys", "backward_queries"] * 2
     by_name = {key[0]: launch.params for key, launch in hopper_launch._launches.items()}
     keys, queries = by_name["backward_keys"], by_name["backward_queries"]
@@ -353,12 +350,10 @@ def test_what_a_plain_step_runs_is_compiled_ahead(launched, monkeypatch, documen
     if documents:
         bands = builders.varlen(doc_lengths=[100] * 3, causal=True).bands
     options, out, lse = AttnOptions(0.1, deterministic=deterministic), torch.empty_like(q), torch.empty(300, 4)
-    hopper.forward(
-        q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
-    )  # fmt: skip
+    hopper.forward(ForwardInputs(q, k, v), bands, options, ForwardOutput(out, lse))
     delta = hopper.row_delta(q, out)
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
-    hopper.backward(q, q, k, v, lse, delta, bands, options, grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(q, k, v, q, lse, delta), bands, options, Gradients(*grads))
     assert len(asked) == (5 if deterministic else 6) and set(asked) <= set(hopper_kernels.common_kernels())
 
 
@@ -367,10 +362,7 @@ def test_tensors_that_do_not_begin_at_16_bytes_are_copied_though_a_launch_for_th
     storage = torch.randn(300 * 4 * 128 + 8).bfloat16()
     q, shifted = storage[:-8].view(300, 4, 128), storage[1:-7].view(300, 4, 128)
     for x, out in ((q, torch.empty_like(q)), (shifted, torch.empty_like(q)), (q, torch.empty_like(q))):
-        hopper.forward(
-            x, k, v, bands, AttnOptions(0.1), out=out, lse=torch.empty(300, 4),
-            accumulate=False, sink_lse=None, return_max_logits=False,
-        )  # fmt: skip
+        hopper.forward(ForwardInputs(x, k, v), bands, AttnOptions(0.1), ForwardOutput(out, torch.empty(300, 4)))
         ((_, launch),) = hopper_launch._launches.items()
         assert launch._map_addresses[0] % 16 == 0 and launch.params.out == out.data_ptr()
         assert (launch._map_addresses[0] == x.data_ptr()) == (x is q)
@@ -385,9 +377,8 @@ def test_an_output_that_does_not_begin_at_16_bytes_is_computed_elsewhere_and_cop
     for first in (0, 1):
         out = storage[first : first - 8].view(300, 4, 128)
         hopper.forward(
-            q, k, v, bands, AttnOptions(0.1), out=out, lse=torch.zeros(300, 4),
-            accumulate=accumulate, sink_lse=None, return_max_logits=False,
-        )  # fmt: skip
+            ForwardInputs(q, k, v), bands, AttnOptions(0.1), ForwardOutput(out, torch.zeros(300, 4), accumulate)
+        )
         _, launch = hopper_launch._launches.items()[-1]
         assert launch.params.out % 16 == 0 and (launch.params.out == out.data_ptr()) == (first == 0)
     assert launched == ["forward"] * 2
@@ -397,9 +388,11 @@ def test_a_sink_of_all_rows_and_one_of_each_row_have_launches_of_their_own(launc
     q, k, v, bands = tensors()
     for sink in (torch.zeros(4), torch.zeros(1, 4), torch.zeros(300, 4), torch.zeros(4)):
         hopper.forward(
-            q, k, v, bands, AttnOptions(0.1), out=torch.empty_like(q), lse=torch.empty(300, 4),
-            accumulate=False, sink_lse=sink, return_max_logits=False,
-        )  # fmt: skip
+            ForwardInputs(q, k, v, sink),
+            bands,
+            AttnOptions(0.1),
+            ForwardOutput(torch.empty_like(q), torch.empty(300, 4)),
+        )
     assert sorted(launch.params.sink_row for _, launch in hopper_launch._launches.items()) == [0, 4]
 
 
@@ -410,10 +403,7 @@ def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
     out, lse = torch.empty_like(q), torch.empty(300, 4)
     other = q.clone()
     for x in (q, q, other):
-        hopper.forward(
-            x, k, v, bands, AttnOptions(0.1), out=out, lse=lse,
-            accumulate=False, sink_lse=None, return_max_logits=False,
-        )  # fmt: skip
+        hopper.forward(ForwardInputs(x, k, v), bands, AttnOptions(0.1), ForwardOutput(out, lse))
         ((_, launch),) = hopper_launch._launches.items()
         assert (launch.params.out, launch.params.lse) == (out.data_ptr(), lse.data_ptr())
     assert moved == [t.data_ptr() for t in (q, k, v, out, other)]  # each once
@@ -422,13 +412,10 @@ def test_a_prepared_launch_follows_its_tensors(launched, monkeypatch):
 def test_nothing_runs_without_rows_and_gradients_without_keys_are_zero(launched):
     q, k, v, bands = tensors()
     options, empty = AttnOptions(0.1), bands[:0]
-    hopper.forward(
-        q[:0], k, v, empty, options, out=q[:0], lse=torch.empty(0, 4),
-        accumulate=False, sink_lse=None, return_max_logits=False,
-    )  # fmt: skip
+    hopper.forward(ForwardInputs(q[:0], k, v), empty, options, ForwardOutput(q[:0], torch.empty(0, 4)))
     grads = (torch.full_like(q, torch.nan), k[:0].clone(), v[:0].clone())
     row = torch.zeros(300, 4)
-    hopper.backward(q, q, k[:0], v[:0], row, row, empty, options, grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(q, k[:0], v[:0], q, row, row), empty, options, Gradients(*grads))
     assert launched == [] and bool((grads[0] == 0).all())
 
 
@@ -436,10 +423,7 @@ def test_other_machines_dtypes_and_head_dims_are_refused_by_name(monkeypatch):
     q, k, v, bands = tensors()
 
     def run(q, k, v):
-        hopper.forward(
-            q, k, v, bands, AttnOptions(0.1), out=q, lse=torch.empty(300, 4),
-            accumulate=False, sink_lse=None, return_max_logits=False,
-        )  # fmt: skip
+        hopper.forward(ForwardInputs(q, k, v), bands, AttnOptions(0.1), ForwardOutput(q, torch.empty(300, 4)))
 
     with pytest.raises(ValueError, match=r"impl: 'ffa' needs a Hopper GPU.*q is on cpu; use 'torch'"):
         run(q, k, v)

@@ -13,6 +13,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.fake_driver import fake_driver
 from tests.ops.test_ffa_host import tensors
@@ -31,9 +32,8 @@ def test_passes_keep_their_plans_and_are_bounded_by_the_memory_of_these(launched
 
     def forward(table):
         hopper.forward(
-            q, k, v, table, AttnOptions(0.1), out=torch.empty_like(q), lse=torch.zeros(300, 4),
-            accumulate=False, sink_lse=None, return_max_logits=False,
-        )  # fmt: skip
+            ForwardInputs(q, k, v), table, AttnOptions(0.1), ForwardOutput(torch.empty_like(q), torch.zeros(300, 4))
+        )
         ((_, launch),) = hopper_launch._launches.items()
         found = hopper._passes.items()[-1][1]
         assert launch.params.tiles == found.plan.memory.data_ptr()
@@ -55,9 +55,8 @@ def test_tensors_that_lie_otherwise_are_not_launched_as_those_before(launched):
     apart = [torch.cat([t, t], -1)[..., : t.shape[-1]] for t in (q, k, v)]
     for inputs in ((q, k, v), apart, (q, *apart[1:]), (q, k, v)):
         hopper.forward(
-            *inputs, bands, options, out=torch.empty_like(q), lse=torch.zeros(300, 4), accumulate=False, sink_lse=None,
-            return_max_logits=False, memo=memo,
-        )  # fmt: skip
+            ForwardInputs(*inputs), bands, options, ForwardOutput(torch.empty_like(q), torch.zeros(300, 4)), memo=memo
+        )
     # The first call of a layout in a process is not remembered, the second is.
     passes, launches = hopper._passes.items(), hopper_launch._launches.items()
     assert len(passes) == len(launches) == 3 and len(memo) == 1
@@ -67,7 +66,7 @@ def test_tensors_that_lie_otherwise_are_not_launched_as_those_before(launched):
     out, lse = torch.empty_like(q), torch.zeros(300, 4)
     for inputs in ((q, k, v), apart, (q, *apart[1:])):
         grads = tuple(torch.empty(t.shape, dtype=t.dtype) for t in (q, k, v))
-        hopper.backward(out, *inputs, lse, lse, bands, options, grads=grads, accumulate=False, memo=memo)
+        hopper.backward(BackwardInputs(*inputs, out, lse, lse), bands, options, Gradients(*grads), memo=memo)
     assert len(memo) == 3 and len(hopper_launch._launches.items()) > before
 
     memo = {}
@@ -106,12 +105,9 @@ def test_masks_of_other_numbers_of_keys_share_the_launches_of_a_layout(launched,
         out, lse = torch.empty(300, 4, dims[1]).bfloat16(), torch.zeros(300, 4)
         memos = made.setdefault(num_keys, ({}, {}))
         seen.clear()
-        hopper.forward(
-            q, k, v, bands, options, out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False,
-            memo=memos[0],
-        )  # fmt: skip
+        hopper.forward(ForwardInputs(q, k, v), bands, options, ForwardOutput(out, lse), memo=memos[0])
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        hopper.backward(out, q, k, v, lse, lse, bands, options, grads=grads, accumulate=False, memo=memos[1])
+        hopper.backward(BackwardInputs(q, k, v, out, lse, lse), bands, options, Gradients(*grads), memo=memos[1])
         return list(seen)
 
     first = step(200)
@@ -139,7 +135,7 @@ def test_what_is_remembered_is_not_used_where_a_tensor_begins_elsewhere(launched
         finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "finish_dq"]
         for params in finish:
             params.dq = None
-        hopper.backward(dout, q, k, v, row, row, bands, options, grads=grads, accumulate=False, memo=memo)
+        hopper.backward(BackwardInputs(q, k, v, dout, row, row), bands, options, Gradients(*grads), memo=memo)
         finish = [launch.params for key, launch in hopper_launch._launches.items() if key[0] == "finish_dq"]
         return dq.data_ptr() in [params.dq for params in finish]
 
@@ -159,11 +155,9 @@ def test_tensor_maps_have_rows_where_a_band_has_none(launched, monkeypatch, empt
     q, k, v, _ = tensors()
     bands = np.array([[*empty, -1000, 1000]])
     out, lse = torch.empty_like(q), torch.zeros(300, 4)
-    hopper.forward(
-        q, k, v, bands, AttnOptions(0.1), out=out, lse=lse, accumulate=False, sink_lse=None, return_max_logits=False
-    )
+    hopper.forward(ForwardInputs(q, k, v), bands, AttnOptions(0.1), ForwardOutput(out, lse))
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
-    hopper.backward(out, q, k, v, lse, lse, bands, AttnOptions(0.1), grads=grads, accumulate=False)
+    hopper.backward(BackwardInputs(q, k, v, out, lse, lse), bands, AttnOptions(0.1), Gradients(*grads))
     assert described and min(described) == 1
 
 
@@ -172,7 +166,9 @@ def test_gradients_that_kernels_write_themselves_are_written_directly(launched):
     grads = tuple(torch.empty(t.shape, dtype=t.dtype) for t in (q, k, v))
     for accumulate, is_direct in ((False, True), (True, False)):
         hopper.backward(
-            q, q, k, v, torch.zeros(300, 4), torch.zeros(300, 4), bands, AttnOptions(0.1),
-            grads=grads, accumulate=accumulate,
-        )  # fmt: skip
+            BackwardInputs(q, k, v, q, torch.zeros(300, 4), torch.zeros(300, 4)),
+            bands,
+            AttnOptions(0.1),
+            Gradients(*grads, accumulate, accumulate),
+        )
         assert hopper_backward._passes.items()[-1][1]._is_direct == is_direct

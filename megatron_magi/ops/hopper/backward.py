@@ -1,13 +1,19 @@
-"""The backward pass on Hopper GPUs: statistics of rows, the kernels that do the work, and what finishes their sums.
+"""The backward pass on Hopper GPUs, from tensors to kernels that are queued.
+
+These are, in this order:
+
+1. ``prepare``: statistics of rows as the next kernels read them, and zeros in memory that they add to.
+2. ``backward``: dk and dv, and sums of dq in device memory where these pay. For wide heads ``backward_keys``: dk, dv.
+3. ``finish_keys``: dk and dv of tiles whose query heads were split, from their sums.
+4. ``finish_dq``: dq from its sums; where there are none ``backward_queries``, which computes it.
 
 What a pass over tensors of one layout does, for one mask, is found out once (`_Pass`); calls fill in addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from functools import partial, reduce
-from operator import or_
+from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,192 +22,276 @@ import torch
 from torch import Tensor
 
 from megatron_magi.cuda.call_list import Place
-from megatron_magi.cuda.driver import fits_tensor_map
-from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
-from megatron_magi.ops.hopper.choices import WHOLE_TILE, RowTiles, backward_choice, most_split, query_tiles
-from megatron_magi.ops.hopper.params import BackwardParams, CapturedBackwardParams, GatedBackwardParams
+from megatron_magi.ops.hopper.backward_kernels import (
+    Common,
+    Inputs,
+    StepOptions,
+    Steps,
+    keys_launch,
+    queries_launch,
+    whole_launch,
+)
+from megatron_magi.ops.hopper.backward_targets import Targets
+from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, backward_choice, most_split, query_tiles
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
     check_support,
     current_stream,
-    grid_size,
     in_dtype,
     loadable,
     may_overlap,
     problem_of,
-    query_box,
     seen_rows,
     sm_count,
     stream_lock,
-    work_counter,
 )
 from megatron_magi.ops.hopper.tiles import UNIT
+from megatron_magi.ops.operands import BackwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 
-Grads = tuple[Tensor, Tensor, Tensor]
-"""Gradients of q, k and v, or what becomes them."""
-
-STORE_HALF, STORE_FLOAT, _ADD_FLOAT, _ADD_HALF = range(4)
 SUMS_ALIGNMENT = 32  # floats: a cache line
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    inputs: BackwardInputs,
     bands: np.ndarray,
     options: AttnOptions,
+    grads: Gradients,
     *,
-    grads: Grads,
-    accumulate: bool,
-    accumulate_keys: bool | None = None,
     memo: MutableMapping | None = None,
-    parts: Parts | None = None,
+    shared: SharedSums | None = None,
 ) -> None:
     """Writes dq, dk, dv to ``grads``, or adds to them; see `slice_attention_backward`.
 
-    ``accumulate_keys`` says it for dk and dv where it is not the same as for dq. Beside the gradients it takes one
-    fp32 dq of device memory, and up to 16 MB of sums of dk and dv, which else lie in dq until it is written. Where dq
-    is added to, or not contiguous, and a key head has at least four query heads, it takes an fp32 dk and dv more. Wide
-    heads, deterministic results, and many queries that see few keys each, take no fp32 dq; wide heads an fp32 dk
-    and dv where SMs would idle.
+    Besides the gradients it takes one fp32 dq of device memory, and up to 16 MB of sums of dk and dv, which else lie in
+    dq until it is written. Where dq is added to, or not contiguous, and a key head has at least four query heads, it
+    takes an fp32 dk and dv more. Wide heads, deterministic results, and many queries that see few keys each, take no
+    fp32 dq; wide heads an fp32 dk and dv where SMs would idle.
 
     ``memo`` remembers how, for calls that differ in nothing but addresses, strides and the dtype of ``dout``. With
-    ``parts`` this is one of several passes, of which the last writes dq, whatever ``accumulate`` says.
+    ``shared`` this is one of several passes, of which the last writes dq, whatever ``grads`` says.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    if memo:
-        known = memo.get(_layout(current_stream(q.device), q, k, v, dout, lse, grads))
-        if known is not None and not reduce(or_, [t.data_ptr() for t in (q, k, v, dout, *grads)]) % 16:
-            known.run((q, k, v, dout), lse, delta, grads, parts)
+    q, k, v, dout, lse, delta = inputs
+    if memo:  # most calls: tensors that lie as those of an earlier call did
+        known = memo.get(_layout(current_stream(q.device), inputs, grads))
+        if known is not None and known.run(inputs, grads, shared):
             return
-    adds_keys = accumulate if accumulate_keys is None else accumulate_keys
-    if parts is not None:
-        accumulate = False
+    if shared is not None:
+        grads = grads._replace(accumulate_dq=False)
     if q.shape[0] == 0 or k.shape[0] == 0:
-        assert parts is None, "passes without rows or keys have no part in sums"
-        for grad, adds in zip(grads, (accumulate, adds_keys, adds_keys), strict=True):
+        assert shared is None, "passes without rows or keys have no part in sums"
+        for grad, adds in grads.tensors():
             if not adds:
                 grad.zero_()
         return
     check_support(q, (q.shape[2], v.shape[2]))
-    stream = current_stream(q.device)
-    given = q, k, v, dout, lse, delta
-    inputs = tuple(map(loadable, (q, k, v, in_dtype(dout, q.dtype))))
-    lse, delta = in_dtype(lse, torch.float32), in_dtype(delta, torch.float32)
-    tensors = *inputs, lse, delta, *grads
-    found = _known(tensors, (accumulate, adds_keys), parts is not None, bands, options, stream)
-    found.run(inputs, lse, delta, grads, parts)
-    is_given = all(a is b for a, b in zip(given, tensors, strict=False))
-    if memo is not None and is_given and not any(t.data_ptr() % 16 for t in grads):
-        memo[_layout(stream, q, k, v, dout, lse, grads)] = found
+    mapped = map(loadable, (q, k, v, in_dtype(dout, q.dtype)))
+    loaded = BackwardInputs(*mapped, in_dtype(lse, torch.float32), in_dtype(delta, torch.float32))
+    signature = _Signature(loaded, grads, options, current_stream(q.device), shared is not None)
+    known = _pass_of(signature, bands)
+    fired = known.run(loaded, grads, shared)
+    assert fired
+    is_given = all(a is b for a, b in zip(inputs, loaded, strict=True))
+    if memo is not None and is_given and not any(grad.data_ptr() % 16 for grad in grads[:3]):
+        memo[_layout(signature.stream, inputs, grads)] = known
 
 
-def _known(
-    tensors: Sequence[Like], adds: tuple[bool, bool], is_part: bool, bands: np.ndarray, options: AttnOptions,
-    stream: int, out: Like | None = None, remembered: bool = True,
-) -> _Pass:  # fmt: skip
-    """The pass over tensors of a layout, made unless it is kept; of an ``out`` it computes delta itself."""
-    key = (
-        hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
-        None if out is None else out.stride(),
-        *((t.dtype, tuple(t.shape), t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in tensors[-3:]),
-    )  # fmt: skip
-    found = _passes.get(key)
-    if found is None:
-        layouts = tuple(map(Layout.of, tensors))
-        found = _Pass(layouts, adds, bands, options, stream, out)
-        found.make = partial(_make_pass, layouts, adds, is_part, options, stream)
-        if remembered:
-            _passes.put(key, found, found.num_bytes)
-    return found
-
-
-def _make_pass(
-    tensors: Sequence[Layout], adds: tuple[bool, bool], is_part: bool, options: AttnOptions, stream: int,
-    bands: np.ndarray, num_keys: int,
-) -> _Pass:  # fmt: skip
-    """A `_Pass.make`."""
-    q, k, v, dout, lse, delta, dq, dk, dv = tensors
-    k, v, dk, dv = (t.with_rows(num_keys) for t in (k, v, dk, dv))
-    return _known((q, k, v, dout, lse, delta, dq, dk, dv), adds, is_part, bands, options, stream)
-
-
-def _layout(stream: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, grads: Grads) -> tuple:
+def _layout(stream: int, inputs: BackwardInputs, grads: Gradients) -> tuple:
     """What may change from call to call: hooks of saved tensors may give them back with other strides."""
-    return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, *grads)]
+    (q, k, v, dout, lse, _), (dq, dk, dv, *_) = inputs, grads
+    return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, dq, dk, dv)]
 
 
 def backward_steps(
-    inputs: hopper_parts.Inputs,
-    out: Like,
-    lse: Like,
+    inputs: Inputs,
+    output: ForwardOutput,
     bands: np.ndarray,
     options: AttnOptions,
+    grads: Gradients,
     *,
-    grads: tuple[Like, Like, Like],
-    scratch: Place,
-    delta: bool,
-    sends: bool,
-    published: bool,
+    wanted: StepOptions,
     stream: int,
     remembered: bool = True,
-) -> tuple[_Pass, hopper_parts.Steps]:
-    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`.
-    ``published``: the first is queued right behind kernels that move keys."""
-    tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
-    known = _known(tensors, (False, False), False, bands, options, stream, out, remembered)
-    return known, known.steps(inputs, scratch, delta, sends, published)
+) -> tuple[_Pass, Steps]:
+    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
+    out, lse, _ = output
+    signature = _Signature(BackwardInputs(*inputs, lse, lse.new_empty(lse.shape)), grads, options, stream, out=out)
+    known = _pass_of(signature, bands, remembered)
+    return known, known.steps(inputs, wanted)
 
 
-class Parts:
-    """Backward passes of the same queries, over keys of their own, whose dq is added in one place.
+class SharedSums:
+    """Backward passes of the same queries, over keys of their own, that add dq in one place.
 
     For passes of which `choices.sums_meet` holds, on one stream, of the same dout, lse and delta. The last one writes
     dq, whose memory, contiguous and in the dtype of q, is theirs until then.
+
+    Attributes:
+        left: passes that are still to come.
+        memory: of the first pass: statistics of rows and sums.
+        addresses: of lse, of -delta, and of sums.
     """
 
     def __init__(self, count: int) -> None:
         self.left = count
-        self.memory: Tensor | None = None  # of the first pass: statistics of rows and sums
-        self.addresses = (0, 0, 0)  # of lse, of -delta, and of sums
+        self.memory: Tensor | None = None
+        self.addresses = (0, 0, 0)
 
 
-class _Target(NamedTuple):
-    """Where a gradient is written to.
+class _Signature(NamedTuple):
+    """What a pass is made for, besides its mask.
 
     Attributes:
-        columns: of memory of its own, from where it is copied or added to the gradient; 0: the gradient itself.
-        dtype: of that memory.
-        is_zeroed: it is added to, and begins with zeros.
+        inputs, grads: tensors like those of the calls, or how these lie.
+        options: of the calls.
+        stream: raw handle.
+        is_shared: dq is added to `SharedSums`.
+        out: likewise, the forward's output: of it the pass computes delta; None where delta is given.
     """
 
-    columns: int = 0
-    dtype: torch.dtype = torch.float32
-    is_zeroed: bool = False
+    inputs: BackwardInputs
+    grads: Gradients
+    options: AttnOptions
+    stream: int
+    is_shared: bool = False
+    out: Like | None = None
 
-    def layout(self, grad: Layout) -> Layout:
-        """Of `buffer`."""
-        return grad.new_empty((*grad.shape[:2], self.columns), self.dtype) if self.columns else grad
+    def key(self, bands: np.ndarray) -> tuple:
+        """Of its pass over a mask: all that this depends on but addresses."""
+        inputs, (dq, dk, dv, *adds), options, stream, is_shared, out = self
+        return (
+            hopper_plan.content_digest(bands), dq.device, stream, options, *adds, is_shared,
+            None if out is None else out.stride(),
+            *[(t.dtype, t.shape, t.stride()) for t in (*inputs, dq, dk, dv)],
+            dq.data_ptr() % 16, dk.data_ptr() % 16, dv.data_ptr() % 16,
+        )  # fmt: skip
 
-    def buffer(self, grad: Tensor) -> Tensor:
-        """What the kernels write to."""
-        if self.columns:
-            grad = torch.empty((*grad.shape[:2], self.columns), dtype=self.dtype, device=grad.device)
-        return grad.zero_() if self.is_zeroed else grad
+    def without_memory(self) -> _Signature:
+        """The same of layouts."""
+        inputs, (dq, dk, dv, *adds), options, stream, is_shared, out = self
+        return _Signature(
+            BackwardInputs(*map(Layout.of, inputs)), Gradients(*map(Layout.of, (dq, dk, dv)), *adds),
+            options, stream, is_shared, out if out is None else Layout.of(out),
+        )  # fmt: skip
+
+    def make(self, bands: np.ndarray, num_keys: int) -> _Pass:
+        """The pass over another mask, of so many keys; of a signature without memory, in which delta is given."""
+        k, v, dk, dv = (t.with_rows(num_keys) for t in (*self.inputs[1:3], *self.grads[1:3]))
+        inputs, grads = self.inputs._replace(k=k, v=v), self.grads._replace(dk=dk, dv=dv)
+        return _pass_of(self._replace(inputs=inputs, grads=grads), bands)
+
+
+def _pass_of(signature: _Signature, bands: np.ndarray, remembered: bool = True) -> _Pass:
+    """The pass of a signature over a mask, made unless it is kept."""
+    key = signature.key(bands)
+    known = _passes.get(key)
+    if known is None:
+        known = _Pass(signature.without_memory(), bands)
+        if remembered:
+            _passes.put(key, known, known.num_bytes)
+    return known
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Device memory of a pass besides gradients, in fp32 numbers: statistics of rows, and sums, in this order.
+
+    Attributes:
+        num_stats: of lse, and as many of -delta.
+        num_sums: of dq.
+        num_key_sums: of dk and dv, of tiles whose query heads are split.
+        key_sums_in_dq: these lie in dq until it is written.
+        num_zeroed: of them: all; of a mask that changes one tile's, as the kernel knows how many tiles there are.
+    """
+
+    num_stats: int
+    num_sums: int
+    num_key_sums: int
+    key_sums_in_dq: bool
+    num_zeroed: int
+
+    @property
+    def offsets(self) -> tuple[int, int, int]:
+        """Bytes from lse to -delta, to the sums of dq, and to those of dk and dv if these do not lie in dq."""
+        return 4 * self.num_stats, 8 * self.num_stats, 8 * self.num_stats + 4 * self.num_sums
+
+    @property
+    def own_key_sums(self) -> int:
+        """Sums of dk and dv that do not lie in dq."""
+        return 0 if self.key_sums_in_dq else self.num_key_sums
+
+    @property
+    def num_floats(self) -> int:
+        """Of all."""
+        return 2 * self.num_stats + self.num_sums + self.own_key_sums
+
+
+@dataclass(frozen=True)
+class _Design:
+    """What is decided of a pass before its launches are prepared.
+
+    Attributes:
+        problem: its shape.
+        choice: of kernels.
+        plan: tiles of keys.
+        splits: parts that the query heads of a group are dealt to, where dk and dv have a kernel of their own.
+        schedule: the order of work, where one kernel computes dk, dv and possibly dq; else None.
+        targets: what gradients are written to.
+        rows: of the statistics of a head.
+        splits_stats: statistics are terms of bf16, see `kernels.splits_stats`.
+        scratch: memory for them and for sums.
+    """
+
+    problem: Problem
+    choice: BackwardChoice
+    plan: DevicePlan
+    splits: int
+    schedule: DeviceSchedule | None
+    targets: Targets
+    rows: int
+    splits_stats: bool
+    scratch: _Scratch
+
+    @classmethod
+    def of(cls, signature: _Signature, bands: np.ndarray) -> _Design:
+        """For a mask."""
+        (q, k, v, *_), grads, options = signature[:3]
+        problem = problem_of(q, k, v)
+        choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
+        plan = hopper_plan.device_plan(bands, Tiling(True, problem.num_keys, choice.shape, choice.packed), q.device)
+        num_sms = max(1, sm_count(q.device) - options.sm_margin)
+        of_heads = problem.num_heads_kv, problem.group // choice.packed, num_sms
+        splits, schedule, room = 1, None, None
+        if not choice.whole and not options.deterministic:
+            splits = hopper_plan.group_splits(plan, *of_heads)
+        targets = Targets.of(grads, problem.dims, q.dtype, splits)
+        if choice.whole:
+            room = targets.room_in_dq(grads)
+            most = most_split(choice, problem, room)
+            schedule = hopper_plan.schedule_of(plan, *of_heads, most, problem.is_narrow)
+        rows = padded(problem.num_rows, choice.shape[1])
+        splits_stats = hopper_kernels.splits_stats(q.dtype, problem.dims, options.softcap > 0, choice.adds_dq)
+        tile_sums = 2 * choice.shape[0] * problem.num_heads_kv * problem.dims[0]
+        key_sums = 0 if schedule is None else schedule.num_split * tile_sums
+        scratch = _Scratch(
+            num_stats=-(-problem.num_heads * rows * (1 + splits_stats) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT,
+            num_sums=problem.num_heads * rows * problem.dims[0] if choice.adds_dq else 0,
+            num_key_sums=key_sums,
+            key_sums_in_dq=room is not None and 4 * key_sums <= room,
+            num_zeroed=tile_sums if plan.is_static else key_sums,
+        )
+        return cls(problem, choice, plan, splits, schedule, targets, rows, splits_stats, scratch)
 
 
 class _Pass:
@@ -214,110 +304,78 @@ class _Pass:
         lists: calls that it is part of, by who makes them; they go with either.
     """
 
-    make: Callable[[np.ndarray, int], _Pass]
-
-    def __init__(self, tensors: Sequence[Layout], adds, bands, options, stream: int, out: Like | None = None) -> None:
-        q, k, v, dout, lse, delta, *grads = tensors
-        inputs = q, k, v, dout
-        problem, dtype, scale = problem_of(q, k, v), q.dtype, options.softmax_scale
-        choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
-        whole, adds_dq, shape, packed = choice
-        plan = hopper_plan.device_plan(bands, Tiling(True, k.shape[0], shape, packed), q.device)
-        num_sms = max(1, sm_count(q.device) - options.sm_margin)
-        splits, group = 1, problem.group // packed
-        if not whole and not options.deterministic:
-            splits = hopper_plan.group_splits(plan, k.shape[1], group, num_sms)
-        dims = problem.dims
-        last_row, last_key = seen_rows(bands)
-        seen = last_row, last_key, last_key, last_row  # of q, k, v, dout
-        dq_store, of_dq = _query_target(grads[0], dims[0], dtype, adds[0])
-        store, of_dk, of_dv = _key_targets(grads[1:], dims, dtype, adds[1], splits)
-        self._targets, self._adds = (of_dq, of_dk, of_dv), (adds[0], adds[1], adds[1])
-        self._is_direct = not any(target.columns or target.is_zeroed for target in self._targets)
-        dq, dk, dv = (target.layout(grad) for target, grad in zip(self._targets, grads, strict=True))
-        rows = padded(q.shape[0], shape[1])
-        self._stream, self._overlaps, self._device = stream, may_overlap(options), q.device
-        self._lock = stream_lock(q.device, stream)
-        is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
-        self.num_bytes = plan.num_bytes
+    def __init__(self, signature: _Signature, bands: np.ndarray) -> None:
+        (q, k, v, dout, lse, delta), grads, options, stream, _, out = signature
+        self.make = signature.make
         self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
-        self._finish_dq = self._finish_keys = self._queries = None
-        self._key_sums_in_dq, self._whole, num_stats = False, whole, rows * packed
-        common = hopper_parts.Common(inputs, dims, num_stats, seen, options, stream)
-        # Statistics of rows, and sums: one block of memory, in this order.
-        self._num_stats = -(-problem.num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
-        self._num_sums = problem.num_heads * rows * dims[0] if adds_dq else 0
-        self._num_key_sums = self._num_zeroed = numbers = 0
-        if whole:
-            room = _room_bytes(dq) if dq_store in (STORE_HALF, STORE_FLOAT) and not adds[0] else None
-            most = most_split(choice, problem, room)
-            schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, problem.is_narrow)
-            numbers = plan.fields(schedule=schedule).get("numbers", 0)
-            self._keys, self._keys_numbers = keys_launch(common, adds_dq, plan, schedule, store, (dk, dv))
-            self._split(schedule.num_split, plan, 2 * shape[0] * k.shape[1] * dims[0], room)
-            if schedule.num_split:
-                self._finish_keys = finish_keys_launch(dk, dv, dtype, scale, store, numbers=numbers)
-                self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
-        else:
-            self._keys, self._keys_numbers = hopper_parts.keys_launch(common, plan, splits, store, (dk, dv))
-        self._stats = stats_launch(
-            lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E,
-            of_delta=None if out is None else (dout, out), numbers=numbers,
+        self._device, self._stream, self._lock = q.device, stream, stream_lock(q.device, stream)
+        self._overlaps = may_overlap(options)
+        design = _Design.of(signature, bands)
+        choice, plan, schedule, targets = design.choice, design.plan, design.schedule, design.targets
+        self._targets, self._is_direct, self._is_whole = targets, targets.are_gradients, choice.whole
+        self._scratch, self.num_scratch = design.scratch, 4 * design.scratch.num_floats
+        self._offsets = design.scratch.offsets
+        dq, *of_keys = targets.layouts(grads)
+        scale, rows, stats_row = options.softmax_scale, design.rows, design.rows * choice.packed
+        last_row, last_key = seen_rows(bands)
+        seen = last_row, last_key, last_key, last_row
+        common = Common((q, k, v, dout), design.problem.dims, stats_row, seen, options, stream)
+        mask_numbers = 0 if schedule is None else plan.fields(schedule=schedule).get("numbers", 0)
+        self._prepare = stats_launch(
+            lse, delta, rows, choice.packed, choice.adds_dq, design.splits_stats * scale * LOG2_E,
+            of_delta=None if out is None else (dout, out), numbers=mask_numbers,
         )  # fmt: skip
-        if adds_dq:
-            self._of_dq = dq, num_stats // UNIT, dtype, scale, dq_store
+        self._finish_keys = self._finish_dq = self._queries = None
+        if schedule is None:
+            self._keys, self._keys_numbers = keys_launch(common, plan, design.splits, targets.store_keys, of_keys)
+        else:
+            self._keys, self._keys_numbers = whole_launch(
+                common, choice.adds_dq, plan, schedule, targets.store_keys, of_keys
+            )
+            if schedule.num_split:
+                self._finish_keys = finish_keys_launch(
+                    *of_keys, q.dtype, scale, targets.store_keys, numbers=mask_numbers
+                )
+                self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
+        self.num_bytes = plan.num_bytes
+        if choice.adds_dq:
+            self._of_dq = dq, stats_row // UNIT, q.dtype, scale, targets.store_dq
             self._finish_dq = finish_dq_launch(*self._of_dq)
         else:
-            self._queries, self._queries_numbers = self._queries_of(
-                common, bands, query_tiles(problem, packed), dq_store, dq
-            )
-        own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
-        self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
-        self.num_scratch = 4 * self._num_floats
+            tiling = Tiling(False, q.shape[0], *query_tiles(design.problem, choice.packed))
+            plan = hopper_plan.device_plan(bands, tiling, q.device)
+            self.num_bytes += plan.num_bytes
+            self._queries, self._queries_numbers = queries_launch(common, plan, targets.store_dq, dq)
 
-    def _split(self, num_split: int, plan: DevicePlan, tile_sums: int, room: int | None) -> None:
-        """Notes where sums of so many tiles lie, of ``tile_sums`` floats each; ``room``: bytes in dq."""
-        self._num_key_sums = num_split * tile_sums
-        self._num_zeroed = tile_sums if plan.is_static else self._num_key_sums
-        self._key_sums_in_dq = room is not None and self._num_key_sums * 4 <= room
-
-    def _queries_of(
-        self, common: hopper_parts.Common, bands: np.ndarray, tiles: RowTiles, store: int, dq: Like
-    ) -> tuple[Launch, Numbers]:
-        """The kernel for dq."""
-        q = common.inputs[0]
-        plan = hopper_plan.device_plan(bands, Tiling(False, q.shape[0], *tiles), q.device)
-        self.num_bytes += plan.num_bytes
-        return hopper_parts.queries_launch(common, plan, store, dq)
-
-    def run(
-        self, inputs: hopper_parts.Inputs, lse: Tensor, delta: Tensor, grads: Grads, parts: Parts | None = None
-    ) -> None:
-        """Queues the kernels, for tensors of the layout."""
-        addresses = [t.data_ptr() for t in inputs]
-        buffers = grads if self._is_direct else tuple(t.buffer(g) for t, g in zip(self._targets, grads, strict=True))
-        dq, dk, dv = (buffer.data_ptr() for buffer in buffers)
-        is_first, is_last = parts is None or parts.memory is None, parts is None or parts.left == 1
-        memory, (stats, minus_delta, sums, key_sums) = self._places(dq, parts)
+    def run(self, inputs: BackwardInputs, grads: Gradients, shared: SharedSums | None = None) -> bool:
+        """Queues the kernels, for tensors of the layout; False if one does not begin where a tensor map can."""
+        q, k, v, dout, lse, delta = inputs
+        of_q, of_k, of_v, of_dout = addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
+        buffers = grads[:3] if self._is_direct else self._targets.buffers(grads)
+        dq, dk, dv = [buffer.data_ptr() for buffer in buffers]
+        if (of_q | of_k | of_v | of_dout | dq | dk | dv) % 16:
+            return False
+        is_first, is_last = shared is None or shared.memory is None, shared is None or shared.left == 1
+        memory, (stats, minus_delta, sums, key_sums) = self._memory(dq, shared)
         stream, overlaps = self._stream, self._overlaps
         with self._lock:
-            launch = self._stats
-            if is_first or self._num_key_sums:
+            launch = self._prepare
+            if is_first or self._scratch.num_key_sums:
                 with launch.lock:
                     params = launch.params
                     params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
                     params.lse_out, params.delta_out = stats, minus_delta
                     if self._finish_dq is not None:
                         params.sums, params.key_sums = sums, key_sums
-                        params.num_sums = self._num_sums // 4 if is_first else 0
-                        params.num_key_sums = self._num_zeroed // 4
+                        params.num_sums = self._scratch.num_sums // 4 if is_first else 0
+                        params.num_key_sums = self._scratch.num_zeroed // 4
                     launch.fire(stream, overlaps)
             launch = self._keys
-            launch.take(self._keys_numbers, *inputs)
+            launch.take(self._keys_numbers, q, k, v, dout)
             launch.point_maps(*addresses)
             params = launch.params
             params.lse, params.delta, params.dk, params.dv = stats, minus_delta, dk, dv
-            if self._whole:
+            if self._is_whole:
                 params.dq, params.key_sums = sums, key_sums
             launch.fire(stream, overlaps)
             launch = self._finish_keys
@@ -333,38 +391,47 @@ class _Pass:
                     launch.fire(stream, overlaps)
             launch = self._queries
             if launch is not None:
-                launch.take(self._queries_numbers, *inputs)
+                launch.take(self._queries_numbers, q, k, v, dout)
                 launch.point_maps(*addresses, dq)
                 params = launch.params
                 params.lse, params.delta, params.dq = stats, minus_delta, dq
                 launch.fire(stream, overlaps)
         del memory  # all is queued, so it may be handed out again
-        if parts is not None:
-            parts.left -= 1
+        if shared is not None:
+            shared.left -= 1
         if not self._is_direct:
-            for target, grad, buffer, adds in zip(self._targets, grads, buffers, self._adds, strict=True):
-                if target.columns and (is_last or grad is not grads[0]):
-                    made = buffer[..., : grad.shape[2]]
-                    grad.copy_(grad + made if adds else made)
+            self._targets.finish(grads, buffers, has_dq=is_last)
+        return True
 
-    def steps(
-        self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool, published: bool
-    ) -> hopper_parts.Steps:
+    def _memory(self, dq: int, shared: SharedSums | None) -> tuple[Tensor, tuple[int, int, int, int]]:
+        """Scratch memory of a call, and addresses of lse, of -delta, of sums, and of those of dk and dv."""
+        if shared is None or shared.memory is None:
+            memory = torch.empty(self._scratch.num_floats, dtype=torch.float32, device=self._device)
+            begin, (at_delta, at_sums, at_key_sums) = memory.data_ptr(), self._offsets
+            places, key_sums = (begin, begin + at_delta, begin + at_sums), begin + at_key_sums
+            if shared is not None:
+                shared.memory, shared.addresses = memory, places
+        else:
+            memory = torch.empty(self._scratch.own_key_sums, dtype=torch.float32, device=self._device)
+            places, key_sums = shared.addresses, memory.data_ptr()
+        return memory, (*places, dq if self._scratch.key_sums_in_dq else key_sums)
+
+    def steps(self, inputs: Inputs, wanted: StepOptions) -> Steps:
         """The kernels, for tensors of the layout, of a pass that computes delta."""
-        assert self._is_direct and self._whole
-        (slot, begin), overlaps = scratch, self._overlaps
-        of: dict[str, Place] = {name: (name, 0) for name in ("dout", "out", "lse", "delta", "dq", "dk", "dv")}
-        stats, minus_delta = (slot, begin), (slot, begin + 4 * self._num_stats)
-        sums = slot, begin + 8 * self._num_stats
-        key_sums = of["dq"] if self._key_sums_in_dq else (slot, sums[1] + 4 * self._num_sums)
-        maps = (("q", 0), ("k", 0), ("v", 0), of["dout"])
-        of_rows, of_keys = {"lse": stats, "delta": minus_delta}, {"dk": of["dk"], "dv": of["dv"]}
-        before = self._stats.step(
-            {
-                **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
-                "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
-            },
-            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4, "beside": published},
+        assert self._is_direct and self._is_whole
+        (slot, begin), (at_delta, at_sums, at_key_sums) = wanted.scratch, self._offsets
+        stats, minus_delta, sums = (slot, begin), (slot, begin + at_delta), (slot, begin + at_sums)
+        key_sums = ("dq", 0) if self._scratch.key_sums_in_dq else (slot, begin + at_key_sums)
+        of: dict[str, Place] = {name: (name, 0) for name in ("q", "k", "v", "dout", "out", "lse", "delta", "dq")}
+        maps = of["q"], of["k"], of["v"], of["dout"]
+        of_rows, of_keys = {"lse": stats, "delta": minus_delta}, {"dk": ("dk", 0), "dv": ("dv", 0)}
+        overlaps = self._overlaps
+        read = "dout", "out", "lse", *(("delta",) if wanted.delta else ())
+        before = self._prepare.step(
+            {name: of[name] for name in read}
+            | {"lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums},
+            values={"num_sums": self._scratch.num_sums // 4, "num_key_sums": self._scratch.num_zeroed // 4,
+                    "beside": wanted.published},
             overlaps=overlaps,
         )  # fmt: skip
         keys = [
@@ -381,7 +448,7 @@ class _Pass:
                 )
             )  # fmt: skip
         if self._finish_dq is not None:
-            finish_dq = finish_dq_launch(*self._of_dq, beside=True) if sends else self._finish_dq
+            finish_dq = finish_dq_launch(*self._of_dq, beside=True) if wanted.sends else self._finish_dq
             rest = finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=overlaps)
         else:
             assert self._queries is not None
@@ -389,99 +456,4 @@ class _Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
             )  # fmt: skip
-        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None and overlaps)
-
-    def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
-        """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""
-        if parts is None or parts.memory is None:
-            memory = torch.empty(self._num_floats, dtype=torch.float32, device=self._device)
-            stats = memory.data_ptr()
-            places = stats, stats + 4 * self._num_stats, stats + 8 * self._num_stats
-            key_sums = places[2] + 4 * self._num_sums
-            if parts is not None:
-                parts.memory, parts.addresses = memory, places
-        else:
-            places = parts.addresses
-            count = 0 if self._key_sums_in_dq else self._num_key_sums
-            memory = torch.empty(count, dtype=torch.float32, device=self._device)
-            key_sums = memory.data_ptr()
-        return memory, (*places, dq if self._key_sums_in_dq else key_sums)
-
-
-def _room_bytes(dq: Tensor) -> int | None:
-    """Bytes of dq, if other things can lie in its memory."""
-    return dq.numel() * dq.element_size() if dq.is_contiguous() and dq.data_ptr() % 16 == 0 else None
-
-
-def keys_launch(
-    common: hopper_parts.Common,
-    adds_dq: bool,
-    plan: DevicePlan,
-    schedule: DeviceSchedule,
-    store: int,
-    grads: tuple[Tensor, Tensor],
-) -> tuple[Launch, Numbers]:
-    """Adds to the sums of dq, dk and dv; writes dk and dv of what is not summed. ``adds_dq``: or leaves dq out."""
-    inputs, dims, stats_row, seen, options, stream, arriving = common
-    (q, k, v, dout), (dk, dv) = inputs, grads
-    keys, queries = WHOLE_TILE
-
-    def make() -> Launch:
-        softcap, scale = options.softcap, options.softmax_scale
-        kind = GatedBackwardParams if arriving else CapturedBackwardParams if plan.is_static else BackwardParams
-        params = kind(
-            counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
-            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-            group=q.shape[1] // plan.packed // k.shape[1], heads_kv=k.shape[1],
-            stats_row=stats_row, units=stats_row // UNIT, store=store,
-            scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-            log2_packed=plan.log2_packed,
-        )  # fmt: skip
-        kernel = hopper_kernels.backward_kernel(
-            q.device, q.dtype, dims, softcap > 0, adds_dq, bool(arriving), plan.is_static
-        )
-        of_keys = ((t, keys) for t in (k, v, *arriving))
-        maps = (query_box(q, queries, plan), *of_keys, query_box(dout, queries, plan))
-        return Launch(kernel, 1, params, maps)
-
-    num_items = len(schedule.items)
-    numbers = Numbers(
-        plan, grid_size(q.device, num_items, options.sm_margin), seen,  # the plan keeps its schedules
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-        items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
-        **plan.fields(schedule=schedule),
-    )  # fmt: skip
-    key = (
-        "backward", bool(arriving), plan.is_static, q.device, stream, q.dtype, options, store, adds_dq, plan.packed,
-        q.shape, k.shape[1:], v.shape[1:], *(t.stride() for t in (*inputs, *grads)),
-    )  # fmt: skip
-    return prepared(key, make), numbers
-
-
-def _query_target(grad: Tensor, columns: int, dtype: torch.dtype, adds: bool) -> tuple[int, _Target]:
-    """How dq is written, and where to; ``columns``: of what the kernels write."""
-    if grad.shape[2] != columns and grad.dtype == dtype and not adds:
-        return STORE_HALF, _Target(columns, dtype)
-    if grad.shape[2] != columns or grad.dtype not in (dtype, torch.float32) or not fits_tensor_map(grad):
-        return STORE_FLOAT, _Target(columns)
-    if grad.dtype == torch.float32:
-        return _ADD_FLOAT if adds else STORE_FLOAT, _Target()
-    return _ADD_HALF if adds else STORE_HALF, _Target()
-
-
-def _key_targets(
-    grads: tuple[Tensor, Tensor], dims: tuple[int, int], dtype: torch.dtype, adds: bool, splits: int
-) -> tuple[int, _Target, _Target]:
-    """How dk and dv are written, and where to; ``dims``: columns of what the kernels write."""
-    fits = all(g.shape[2] != dim or fits_tensor_map(g) for g, dim in zip(grads, dims, strict=True))
-    if splits == 1 and not adds and fits and grads[0].dtype == grads[1].dtype in (dtype, torch.float32):
-        wide = (_Target() if g.shape[2] == d else _Target(d, g.dtype) for g, d in zip(grads, dims, strict=True))
-        return STORE_FLOAT if grads[0].dtype == torch.float32 else STORE_HALF, *wide
-    return _ADD_FLOAT, *(_sum_target(g, dim, adds) for g, dim in zip(grads, dims, strict=True))
-
-
-def _sum_target(grad: Tensor, columns: int, adds: bool) -> _Target:
-    """Where fp32 sums go: the gradient itself if it can hold them, else a zeroed buffer."""
-    if grad.shape[2] == columns and grad.dtype == torch.float32 and fits_tensor_map(grad):
-        return _Target(is_zeroed=not adds)
-    return _Target(columns, is_zeroed=True)
+        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None and overlaps)

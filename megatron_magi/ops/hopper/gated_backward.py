@@ -16,11 +16,12 @@ from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Place
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import backward_parts as hopper_parts
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import STORE_FLOAT, STORE_HALF, SUMS_ALIGNMENT, keys_launch
+from megatron_magi.ops.hopper.backward import SUMS_ALIGNMENT
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
+from megatron_magi.ops.hopper.backward_kernels import Common, Inputs, Steps, queries_launch, whole_launch
+from megatron_magi.ops.hopper.backward_targets import STORE_FLOAT, STORE_HALF
 from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
 from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, known_pass, row_tiling, seen_rows_and_keys
 from megatron_magi.ops.hopper.support import LOG2_E, may_overlap, sm_count
@@ -31,7 +32,7 @@ _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 def backward_steps(
-    inputs: hopper_parts.Inputs,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     arriving: Arriving,
@@ -46,7 +47,7 @@ def backward_steps(
     sends: bool,
     stream: int,
     remembered: bool = True,
-) -> tuple[Pass, hopper_parts.Steps]:
+) -> tuple[Pass, Steps]:
     """The kernels that write all gradients; the first is queued right behind those that bring keys.
 
     They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, and ``delta`` where
@@ -122,8 +123,8 @@ class Pass:
         store = STORE_HALF if dk.dtype == q.dtype else STORE_FLOAT
         of_inputs = seen_rows_and_keys(bands, first_arriving(len(k)))
         seen = *of_inputs, of_inputs[0]
-        common = hopper_parts.Common(inputs, problem.dims, num_stats, seen, options, stream, keys)
-        self._keys, self._keys_numbers = keys_launch(common, choice.adds_dq, plan, schedule, store, (dk, dv))
+        common = Common(inputs, problem.dims, num_stats, seen, options, stream, keys)
+        self._keys, self._keys_numbers = whole_launch(common, choice.adds_dq, plan, schedule, store, (dk, dv))
         self._finish_keys = self._finish_dq = self._queries = None
         if schedule.num_split:
             self._finish_keys = finish_keys_launch(dk, dv, q.dtype, options.softmax_scale, store, gated=True)
@@ -137,13 +138,13 @@ class Pass:
             rows_plan = hopper_plan.device_plan(
                 bands, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0), device
             )
-            self._queries, self._queries_numbers = hopper_parts.queries_launch(common, rows_plan, STORE_HALF, dq)
+            self._queries, self._queries_numbers = queries_launch(common, rows_plan, STORE_HALF, dq)
             self.num_bytes += rows_plan.num_bytes
         self.num_scratch = 4 * (2 * self._num_stats + self._num_sums + (0 if self._in_dq else self._num_key_sums))
 
     def steps(
         self, inputs, arriving: Arriving, places: tuple[Place, Place], scratch: Place, delta: bool, sends: bool
-    ) -> hopper_parts.Steps:
+    ) -> Steps:
         """The kernels, for tensors of the layout."""
         q, k, v, dout = inputs
         mapped, gate = (q, k, v, *arriving.tensors, dout), arriving.gate(self._first)
@@ -183,4 +184,4 @@ class Pass:
                 {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
                 numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
             )  # fmt: skip
-        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None and self._overlaps)
+        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None and self._overlaps)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,39 @@ class Schedule:
 
     items: NDArray[np.int32]
     num_split: int
+
+
+class _Work(NamedTuple):
+    """What is dealt into items: arguments of `make_schedule`."""
+
+    starts: np.ndarray
+    costs: np.ndarray
+    heads_kv: int
+    group: int
+    num_sms: int
+
+    @property
+    def first_heads(self) -> range:
+        """First query head of each key head."""
+        return range(0, self.heads_kv * self.group, self.group)
+
+
+class _Division(NamedTuple):
+    """How tiles are divided.
+
+    Attributes:
+        num_long: tiles, the first so many, that are long.
+        num_split: of them, the first so many whose query heads are split.
+        width: query heads of an item of a tile that is split.
+        piece: blocks of a piece, see `_piece`.
+        documents: those whose tiles are worked on in `_sections`.
+    """
+
+    num_long: int
+    num_split: int
+    width: int
+    piece: int
+    documents: list[np.ndarray]
 
 
 def differ_in_length(starts: float, ends: float) -> bool:
@@ -68,10 +102,11 @@ def make_schedule(
         narrow: heads of 64, for which a causal mask of one document is not worked on in parts.
     """
     assert heads_kv * group < 1 << 16 and group < 1 << 15
-    near = _near_schedule(starts, costs, heads_kv, group, num_sms, max_split, long_tile, narrow)
+    work = _Work(starts, costs, heads_kv, group, num_sms)
+    near = _near_schedule(work, max_split, long_tile, narrow)
     if max_split or len(near.items) > tuning.FALLING_COST_MOST_ITEMS * num_sms:
         return near
-    items = _section(np.arange(len(costs)), range(0, heads_kv * group, group), group)
+    items = _section(np.arange(len(costs)), work.first_heads, group)
     orders = near, Schedule(items.astype(np.int32), 0)
     times = [_makespan(_item_costs(order.items, costs, group), num_sms) for order in orders]
     return orders[times[1] < tuning.FALLING_COST_GAIN * times[0]]
@@ -92,11 +127,9 @@ def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.nd
     return Schedule(schedule.items[np.argsort(~leads, kind="stable")], schedule.num_split)
 
 
-def _near_schedule(
-    starts: np.ndarray, costs: np.ndarray, heads_kv: int, group: int, num_sms: int, max_split: int, long_tile: int,
-    narrow: bool,
-) -> Schedule:  # fmt: skip
+def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:
     """Items in an order in which those that share queries are near each other."""
+    starts, costs, heads_kv, group, num_sms = work
     width = 1 if max_split or group == 1 else group
     most = max_split if width < group else len(costs)
     candidates = [long_tile]
@@ -112,16 +145,14 @@ def _near_schedule(
     best, shortest = None, float("inf")
     for least in candidates:
         num_long = _num_long(costs, least)
-        schedule = _schedule(
-            starts, costs, min(most, num_long), num_long, heads_kv, group, width, num_sms, piece, documents
-        )
+        schedule = _schedule(work, _Division(num_long, min(most, num_long), width, piece, documents))
         if len(candidates) == 1 or (best is None and len(schedule.items) > tuning.ENOUGH_ITEMS * num_sms):
             return schedule
-        work = _item_costs(schedule.items, costs, group)
-        time = _makespan(work, num_sms)
+        of_items = _item_costs(schedule.items, costs, group)
+        time = _makespan(of_items, num_sms)
         if time < 0.98 * shortest:
             best, shortest = schedule, time
-        if shortest * num_sms <= tuning.BALANCED * sum(work):
+        if shortest * num_sms <= tuning.BALANCED * sum(of_items):
             break
     assert best is not None
     return best
@@ -146,23 +177,10 @@ def _piece(costs: np.ndarray, heads: int, long_tile: int, in_sections: bool) -> 
     return max(tuning.PIECE_BLOCKS, int(costs.sum()) * heads // tuning.MOST_PIECES)
 
 
-def _schedule(
-    starts: np.ndarray,
-    costs: np.ndarray,
-    num_split: int,
-    num_long: int,
-    heads_kv: int,
-    group: int,
-    width: int,
-    num_sms: int,
-    piece: int,
-    documents: list[np.ndarray],
-) -> Schedule:
-    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by decreasing cost.
-
-    ``width``: query heads of an item of a tile that is split, as the first ``num_split`` of ``num_long`` are;
-    ``piece``: see `_piece`; ``documents``: whose tiles are worked on in `_sections`.
-    """
+def _schedule(work: _Work, division: _Division) -> Schedule:
+    """Neighbouring tiles follow each other, for they share queries; but what comes last is sorted by falling cost."""
+    starts, costs, heads_kv, group, num_sms = work
+    num_long, num_split, width, piece, documents = division
     place = np.argsort(starts, kind="stable")
     split, short = place[place < num_split], place[place >= num_long]
     unsplit = place[(place >= num_split) & (place < num_long)]
@@ -175,12 +193,12 @@ def _schedule(
     heads = range(0, heads_kv * group, width)
     *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
-    parts = [_section(unsplit, [head], group) for head in range(0, heads_kv * group, group)]
+    parts = [_section(unsplit, [head], group) for head in work.first_heads]
     parts += [_section(tiles, [head], width) for tiles in sections for head in heads]
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
     parts.append(_section(np.sort(split), heads[alone:], width))
-    of_short = _section(short, range(0, heads_kv * group, group), group)
+    of_short = _section(short, work.first_heads, group)
     parts = [*parts, of_short] if ends_short else [of_short, *parts]
     items = np.concatenate(parts)
     if width < group and num_split == len(place) and not piece:

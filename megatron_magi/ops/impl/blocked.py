@@ -16,28 +16,22 @@ from torch import Tensor
 
 from megatron_magi.ops.block_plan import BlockPlan, KeyChunk, RowBlock, Selection, block_plan
 from megatron_magi.ops.merge import accumulate_dtype, merge_, merge_sink_
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 
 
 @torch.no_grad()
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: ForwardInputs,
     bands: np.ndarray,
     options: AttnOptions,
+    output: ForwardOutput,
     *,
-    out: Tensor,
-    lse: Tensor,
-    accumulate: bool,
-    sink_lse: Tensor | None,
-    return_max_logits: bool,
+    return_max_logits: bool = False,
 ) -> Tensor | None:
-    """Writes attention to ``out`` and ``lse``, or merges it into them with ``accumulate``.
-
-    Arguments are those of `slice_attention_forward`, checked. ``sink_lse``: ``[num_heads_q]``
-    or ``[num_rows, num_heads_q]``, all sinks of a head in one. Returns max_logits if asked for.
-    """
+    """As `reference.forward`."""
+    q, k, v, sink_lse = inputs
+    out, lse, accumulate = output
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
     rows_q, rows_k, rows_v = _grouped(q, num_heads_kv), _head_major(k), _head_major(v)
@@ -65,26 +59,9 @@ def forward(
 
 
 @torch.no_grad()
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    bands: np.ndarray,
-    options: AttnOptions,
-    *,
-    grads: tuple[Tensor, Tensor, Tensor],
-    accumulate: bool,
-    accumulate_keys: bool | None = None,
-) -> None:
-    """Writes dq, dk, dv to ``grads``, or adds to them with ``accumulate``.
-
-    ``accumulate_keys`` says it for dk and dv where it is not the same as for dq.
-
-    Arguments are those of `slice_attention_backward`, checked.
-    """
+def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
+    """As `reference.backward`."""
+    q, k, v, dout, lse, delta = inputs
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
     tensors = _BackwardTensors(
@@ -103,9 +80,7 @@ def backward(
     dq, dk, dv = _rows(tensors.dq), tensors.dk.transpose(0, 1), tensors.dv.transpose(0, 1)
     dq.mul_(options.softmax_scale)
     dk.mul_(options.softmax_scale)
-    adds_keys = accumulate if accumulate_keys is None else accumulate_keys
-    for into, grad, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
-        into.copy_(into + grad if adds else grad)
+    grads.put((dq, dk, dv))
 
 
 class _BackwardTensors(NamedTuple):

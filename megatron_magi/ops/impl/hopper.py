@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,16 +21,16 @@ from torch import Tensor
 from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
-from megatron_magi.cuda.layout import Layout, Like
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import Parts, backward, backward_steps
+from megatron_magi.ops.hopper.backward import SharedSums, backward, backward_steps
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.params import CapturedForwardParams, ForwardParams
-from megatron_magi.ops.hopper.plan import Tiling
+from megatron_magi.ops.hopper.plan import DevicePlan, Tiling
 from megatron_magi.ops.hopper.prepare import masks_meet
 from megatron_magi.ops.hopper.support import (
     LOG2_E,
@@ -48,10 +48,11 @@ from megatron_magi.ops.hopper.support import (
     why_not,
     work_counter,
 )
+from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 
 __all__ = [
-    "Parts",
+    "SharedSums",
     "backward",
     "backward_steps",
     "forward",
@@ -74,83 +75,62 @@ _NOTHING_SEEN.setflags(write=False)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: ForwardInputs,
     bands: np.ndarray,
     options: AttnOptions,
+    output: ForwardOutput,
     *,
-    out: Tensor,
-    lse: Tensor,
-    accumulate: bool,
-    sink_lse: Tensor | None,
-    return_max_logits: bool,
+    return_max_logits: bool = False,
     memo: MutableMapping | None = None,
 ) -> Tensor | None:
-    """Writes attention to ``out`` and ``lse``, or merges it into them; see `slice_attention_forward`.
+    """Writes attention over ``bands`` to ``output``, or merges it into that; see `slice_attention_forward`.
 
     ``memo`` remembers how, for calls that differ in nothing but addresses and strides.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    num_rows, num_heads, _ = q.shape
+    q, k, v, sink_lse = inputs
+    (num_rows, num_heads, head_dim), device = q.shape, q.device
     max_logits = q.new_full((num_heads,), -torch.inf, dtype=torch.float32) if return_max_logits else None
-    if num_rows == 0 or (k.shape[0] == 0 and accumulate and sink_lse is None):
+    if num_rows == 0 or (output.accumulate and sink_lse is None and k.shape[0] == 0):
         return max_logits
     if sink_lse is not None:
         sink_lse = in_dtype(sink_lse, torch.float32).expand(num_rows, num_heads)
+        inputs = ForwardInputs(q, k, v, sink_lse)
     if memo:  # most calls: tensors that lie as those of an earlier call did
-        known = memo.get(_layout(current_stream(q.device), q, k, v, out, lse))
-        if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
+        known = memo.get(_layout(current_stream(device), inputs, output))
+        if known is not None and known.run(inputs, output, max_logits):
             return max_logits
-    check_support(q, (q.shape[2], v.shape[2]))
-    stream = current_stream(q.device)
-    known = _passes.get(_key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream))
-    if known is not None and known.run(q, k, v, out, lse, sink_lse, max_logits):
+    check_support(q, (head_dim, v.shape[2]))
+    signature = _Signature(inputs, output, options, current_stream(device))
+    known = _passes.get(signature.key(bands))
+    if known is not None and known.run(inputs, output, max_logits):
         if memo is not None:
-            memo[_layout(stream, q, k, v, out, lse)] = known
+            memo[_layout(signature.stream, inputs, output)] = known
         return max_logits
     q, k, v = map(loadable, (q, k, v))
     if k.shape[0] == 0:  # tiles that see nothing take zeros times some values
         k, v = q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:]))
         bands = _NOTHING_SEEN
-    target = _target(out, q.dtype, problem_of(q, k, v).forward_dims[1], accumulate)
-    target_lse = in_dtype(lse, torch.float32)
-    known = _known(q, k, v, bands, options, target, target_lse, accumulate, sink_lse, stream)
-    fired = known.run(q, k, v, target, target_lse, sink_lse, max_logits)
+    inputs = ForwardInputs(q, k, v, sink_lse)
+    written = _written(output, q.dtype, problem_of(q, k, v).forward_dims[1])
+    known = _pass_of(_Signature(inputs, written, options, signature.stream), bands)
+    fired = known.run(inputs, written, max_logits)
     assert fired
-    if target is not out:
-        out.copy_(target[..., : out.shape[2]])
-    if target_lse is not lse:
-        lse.copy_(target_lse)
+    if written.out is not output.out:
+        output.out.copy_(written.out[..., : v.shape[2]])
+    if written.lse is not output.lse:
+        output.lse.copy_(written.lse)
     return max_logits
 
 
-def _known(
-    q, k, v, bands: np.ndarray, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream, remembered=True
-) -> _Pass:
-    """The pass over tensors of a layout, made unless it is kept."""
-    key = _key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
-    known = _passes.get(key)
-    if known is None:
-        tensors = *map(Layout.of, (q, k, v, out, lse)), None if sink_lse is None else Layout.of(sink_lse)
-        known = _Pass(*tensors, bands, options, accumulate, stream)
-        if remembered:
-            _passes.put(key, known, known.plan.num_bytes)
-    return known
-
-
 def forward_step(
-    q: Like,
-    k: Like,
-    v: Like,
+    inputs: ForwardInputs,
     bands: np.ndarray,
     options: AttnOptions,
+    output: ForwardOutput,
     *,
-    out: Like,
-    lse: Like,
-    sink_lse: Like | None,
     max_logits: bool,
     stream: int,
     remembered: bool = True,
@@ -160,34 +140,75 @@ def forward_step(
     Raises:
         ValueError: as `forward`.
     """
+    q, _, v, _ = inputs
     check_support(q, (q.shape[2], v.shape[2]))
-    known = _known(q, k, v, bands, options, out, lse, False, sink_lse, stream, remembered)
-    return known, known.step((q, k, v), sink_lse is not None, max_logits)
+    known = _pass_of(_Signature(inputs, output, options, stream), bands, remembered)
+    return known, known.step(inputs, max_logits)
 
 
-def _target(out: Tensor, dtype: torch.dtype, columns: int, accumulate: bool) -> Tensor:
-    """What the kernel writes to, ``columns`` wide: ``out``, or memory whose first columns become it."""
-    if out.shape[2] == columns:
-        direct = out.dtype in (dtype, torch.float32) and fits_tensor_map(out)
-        return out if direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    wide = out.new_empty((*out.shape[:2], columns), dtype=dtype if out.dtype == dtype else torch.float32)
-    if accumulate:
-        wide[..., : out.shape[2]] = out
-    return wide
+def _written(output: ForwardOutput, dtype: torch.dtype, columns: int) -> ForwardOutput:
+    """What the kernel writes, ``columns`` wide: ``output``, or memory whose first columns become it."""
+    out, lse, accumulate = output
+    if out.shape[2] != columns:
+        wide = out.new_empty((*out.shape[:2], columns), dtype=dtype if out.dtype == dtype else torch.float32)
+        if accumulate:
+            wide[..., : out.shape[2]] = out
+        out = wide
+    elif out.dtype not in (dtype, torch.float32) or not fits_tensor_map(out):
+        out = out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return ForwardOutput(out, in_dtype(lse, torch.float32), accumulate)
 
 
-def _layout(stream: int, *tensors: Tensor) -> tuple:
+def _layout(stream: int, inputs: ForwardInputs, output: ForwardOutput) -> tuple:
     """What may change from call to call."""
-    return stream, *[t.stride() for t in tensors]
+    (q, k, v, _), (out, lse, _) = inputs, output
+    return stream, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
 
 
-def _key(q, k, v, bands, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream: int) -> tuple:
-    """Of a pass: all that it depends on but addresses."""
-    return (
-        hopper_plan.content_digest(bands), q.device, stream, q.dtype, out.dtype, lse.dtype, options,
-        accumulate, q.shape, v.shape, out.shape[2], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
-        None if sink_lse is None else sink_lse.stride(),
-    )  # fmt: skip
+class _Signature(NamedTuple):
+    """What a forward pass is made for, besides its mask.
+
+    Attributes:
+        inputs, output: tensors like those of the calls, or how these lie; a `sink_lse` of every row.
+        options: of the calls.
+        stream: raw handle.
+    """
+
+    inputs: ForwardInputs
+    output: ForwardOutput
+    options: AttnOptions
+    stream: int
+
+    def key(self, bands: np.ndarray) -> tuple:
+        """Of its pass over a mask: all that this depends on but addresses."""
+        (q, k, v, sink_lse), (out, lse, accumulate), options, stream = self
+        return (
+            hopper_plan.content_digest(bands), q.device, stream, q.dtype, out.dtype, lse.dtype, options,
+            accumulate, q.shape, v.shape, out.shape[2], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
+            None if sink_lse is None else sink_lse.stride(),
+        )  # fmt: skip
+
+    def without_memory(self) -> _Signature:
+        """The same of layouts."""
+        (*qkv, sink_lse), (out, lse, accumulate), options, stream = self
+        inputs = ForwardInputs(*map(Layout.of, qkv), None if sink_lse is None else Layout.of(sink_lse))
+        return _Signature(inputs, ForwardOutput(Layout.of(out), Layout.of(lse), accumulate), options, stream)
+
+    def make(self, bands: np.ndarray, num_keys: int) -> _Pass:
+        """The pass over another mask, of so many keys; of a signature without memory."""
+        k, v = (t.with_rows(num_keys) for t in self.inputs[1:3])
+        return _pass_of(self._replace(inputs=self.inputs._replace(k=k, v=v)), bands)
+
+
+def _pass_of(signature: _Signature, bands: np.ndarray, remembered: bool = True) -> _Pass:
+    """The pass of a signature over a mask, made unless it is kept."""
+    key = signature.key(bands)
+    known = _passes.get(key)
+    if known is None:
+        known = _Pass(signature.without_memory(), bands)
+        if remembered:
+            _passes.put(key, known, known.plan.num_bytes)
+    return known
 
 
 class _Pass:
@@ -199,19 +220,18 @@ class _Pass:
         lists: calls that it is part of, by who makes them; they go with either.
     """
 
-    def __init__(self, q, k, v, out, lse, sink_lse, bands, options: AttnOptions, accumulate: bool, stream: int) -> None:
-        self.make = partial(_make_pass, (q, k, v, out, lse, sink_lse), options, accumulate, stream)
+    def __init__(self, signature: _Signature, bands: np.ndarray) -> None:
+        (q, k, v, sink_lse), (out, lse, accumulate), options, self._stream = signature
+        self.make = signature.make
         num_rows, num_heads, _ = q.shape
         problem = problem_of(q, k, v)
-        tile, packed = forward_tiles(hopper_plan.mask_facts(bands), problem)
-        self.plan = hopper_plan.device_plan(bands, Tiling(False, num_rows, tile, packed), q.device)
-        plan = self.plan
+        tiles = forward_tiles(hopper_plan.mask_facts(bands), problem)
+        self.plan = plan = hopper_plan.device_plan(bands, Tiling(False, num_rows, *tiles), q.device)
         # What sees nothing adds nothing; such tiles are the last.
         adds_alone = accumulate and sink_lse is None
         num_tiles = int(np.count_nonzero(plan.host.costs)) if adds_alone else plan.num_tiles
-        work = row_work(plan, num_heads, tile[1], k, v)
+        work = row_work(plan, num_heads, tiles.shape[1], k, v)
         grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
-        self._stream = stream
         self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         rows, keys = seen_rows(bands)
         self._numbers = Numbers(
@@ -219,64 +239,57 @@ class _Pass:
             tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=num_tiles, **work,
             **plan.fields(busy=adds_alone),
         )  # fmt: skip
-
-        def make() -> Launch:
-            softcap, scale = options.softcap, options.softmax_scale
-            params = (CapturedForwardParams if plan.is_static else ForwardParams)(
-                counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
-                out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-                logit_scale=softcap or scale,
-                scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-                accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
-            )  # fmt: skip
-            if sink_lse is not None:
-                params.sink_row, params.sink_head = sink_lse.stride()
-            kernel = hopper_kernels.forward_kernel(
-                q.device, q.dtype, problem.forward_dims, tile, softcap > 0, captured=plan.is_static
-            )
-            # What is written in 32 bits is written without a map.
-            stored = query_box(out if out.dtype == q.dtype else q, 16, plan)
-            return Launch(kernel, 1, params, (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored))
-
         key = (
-            "forward", plan.is_static, q.device, stream, q.dtype, out.dtype, options, accumulate, tile, packed,
+            "forward", plan.is_static, q.device, self._stream, q.dtype, out.dtype, options, accumulate, *tiles,
             q.shape, k.shape[1:], v.shape[1:], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
             None if sink_lse is None else sink_lse.stride(),
         )  # fmt: skip
-        self._launch = prepared(key, make)
+        self._launch = prepared(key, partial(_make_launch, signature, plan, tiles.shape, problem.forward_dims))
 
-    def run(self, q, k, v, out, lse, sink_lse, max_logits) -> bool:
-        """Queues the kernel for tensors like these; False if one does not begin where a tensor map can."""
+    def run(self, inputs: ForwardInputs, output: ForwardOutput, max_logits: Tensor | None) -> bool:
+        """Queues the kernel for tensors of the layout; False if one does not begin where a tensor map can."""
+        q, k, v, sink_lse = inputs
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        to, launch = out.data_ptr(), self._launch
-        if (addresses[0] | addresses[1] | addresses[2] | to) % 16:
+        out, launch = output.out.data_ptr(), self._launch
+        if (addresses[0] | addresses[1] | addresses[2] | out) % 16:
             return False
         with launch.lock:
             launch.take(self._numbers, q, k, v)
-            launch.point_maps(*addresses, to)
+            launch.point_maps(*addresses, out)
             params = launch.params
-            params.out, params.lse = to, lse.data_ptr()
+            params.out, params.lse = out, output.lse.data_ptr()
             params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
             launch.fire(self._stream)
         return True
 
-    def step(self, qkv: tuple[Like, Like, Like], has_sink: bool, max_logits: bool) -> Step:
+    def step(self, inputs: ForwardInputs, max_logits: bool) -> Step:
         """The kernel, for tensors of the layout."""
         fields = {"out": ("out", 0), "lse": ("lse", 0)}
-        if has_sink:
+        if inputs.sink_lse is not None:
             fields["sink_lse"] = ("sink", 0)
         if max_logits:
             fields["max_logits"] = ("max_logits", 0)
         maps = (("q", 0), ("k", 0), ("v", 0), ("out", 0))
-        return self._launch.step(fields, maps, numbers=self._numbers, mapped=qkv)
+        return self._launch.step(fields, maps, numbers=self._numbers, mapped=inputs[:3])
 
 
-def _make_pass(tensors: tuple, options: AttnOptions, accumulate: bool, stream: int, bands: np.ndarray, num_keys: int):
-    """A `_Pass.make`."""
-    q, k, v, out, lse, sink_lse = tensors
-    k, v = k.with_rows(num_keys), v.with_rows(num_keys)
-    return _known(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
+def _make_launch(signature: _Signature, plan: DevicePlan, tile: tuple[int, int], dims: tuple[int, int]) -> Launch:
+    """The kernel with what does not depend on the mask; ``dims``: its head dims."""
+    (q, k, v, sink_lse), (out, lse, accumulate), options, stream = signature
+    softcap, scale = options.softcap, options.softmax_scale
+    params = (CapturedForwardParams if plan.is_static else ForwardParams)(
+        counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
+        out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
+        logit_scale=softcap or scale,
+        scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
+        accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
+    )  # fmt: skip
+    if sink_lse is not None:
+        params.sink_row, params.sink_head = sink_lse.stride()
+    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, captured=plan.is_static)
+    stored = query_box(out if out.dtype == q.dtype else q, 16, plan)  # what is written in 32 bits needs no map
+    return Launch(kernel, 1, params, (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored))
 
 
 def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
@@ -291,7 +304,7 @@ def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bo
 
 
 def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:
-    """Whether backward passes over several stages, ``bands`` and ``num_keys`` of each, are to be `Parts` of one."""
+    """Whether backward passes over several stages, ``bands`` and ``num_keys`` of each, are to add dq in one place."""
     if not is_supported(q, v, options.deterministic):
         return False
     problems = [problem_of(q, k, v)._replace(num_keys=count) for count in num_keys]

@@ -8,28 +8,25 @@ from torch import Tensor
 
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.ops.merge import accumulate_dtype, merge_
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 
 
 @torch.no_grad()
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: ForwardInputs,
     bands: np.ndarray,
     options: AttnOptions,
+    output: ForwardOutput,
     *,
-    out: Tensor,
-    lse: Tensor,
-    accumulate: bool,
-    sink_lse: Tensor | None,
-    return_max_logits: bool,
+    return_max_logits: bool = False,
 ) -> Tensor | None:
-    """Writes attention to ``out`` and ``lse``, or merges it into them with ``accumulate``.
+    """Writes attention over ``bands`` to ``output``, or merges it into that; all is checked.
 
-    Arguments are those of `slice_attention_forward`, checked. ``sink_lse``: ``[num_heads_q]``
-    or ``[num_rows, num_heads_q]``. Returns max_logits if asked for.
+    Returns the largest visible logit of each head, ``[num_heads_q]``, if asked for.
     """
+    q, k, v, sink_lse = inputs
+    out, lse, accumulate = output
     visible = _visible(bands, q, k)
     q, k, v = _operands(q, k, v, visible)
     logits, _ = _logits(q, k, visible, options)
@@ -52,28 +49,13 @@ def forward(
 
 
 @torch.no_grad()
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    bands: np.ndarray,
-    options: AttnOptions,
-    *,
-    grads: tuple[Tensor, Tensor, Tensor],
-    accumulate: bool,
-    accumulate_keys: bool | None = None,
-) -> None:
-    """Writes dq, dk, dv to ``grads``, or adds to them with ``accumulate``.
+def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
+    """Writes dq, dk, dv to ``grads``, or adds to them; all is checked.
 
-    ``accumulate_keys`` says it for dk and dv where it is not the same as for dq.
-
-    Arguments are those of `slice_attention_backward`, checked. With p = exp(s - lse):
-    dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = ds k, dk = ds^T q. ``lse`` and
+    With p = exp(s - lse): dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = ds k, dk = ds^T q. ``lse`` and
     ``delta`` may belong to more keys than are given here; the formulas hold for each part.
     """
+    q, k, v, dout, lse, delta = inputs
     visible = _visible(bands, q, k)
     num_heads_kv = k.shape[1]
     q, k, v = _operands(q, k, v, visible)
@@ -88,10 +70,7 @@ def backward(
     dk = ds.transpose(1, 2) @ q
     # Query heads that share a key head add up.
     dk, dv = (g.unflatten(0, (num_heads_kv, -1)).sum(dim=1) for g in (dk, dv))
-    adds_keys = accumulate if accumulate_keys is None else accumulate_keys
-    for into, grad, adds in zip(grads, (dq, dk, dv), (accumulate, adds_keys, adds_keys), strict=True):
-        grad = grad.transpose(0, 1)
-        into.copy_(into + grad if adds else grad)
+    grads.put(grad.transpose(0, 1) for grad in (dq, dk, dv))
 
 
 def _visible(bands: np.ndarray, q: Tensor, k: Tensor) -> Tensor:

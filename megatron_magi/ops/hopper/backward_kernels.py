@@ -1,4 +1,7 @@
-"""The backward pass in parts on Hopper GPUs: one kernel for dk and dv, one for dq, without sums of dq in memory."""
+"""The kernels of the backward pass on Hopper GPUs: one for dk, dv and possibly dq; one for dk and dv; one for dq.
+
+Each function prepares one of them: a launch for tensors of a layout, and the numbers that a mask adds to it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Step
+from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
-from megatron_magi.ops.hopper.params import BackwardPartParams, CapturedBackwardPartParams, GatedBackwardPartParams
-from megatron_magi.ops.hopper.plan import DevicePlan
+from megatron_magi.ops.hopper.choices import WHOLE_TILE
+from megatron_magi.ops.hopper.params import (
+    BackwardParams,
+    BackwardPartParams,
+    CapturedBackwardParams,
+    CapturedBackwardPartParams,
+    GatedBackwardParams,
+    GatedBackwardPartParams,
+)
+from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule
 from megatron_magi.ops.hopper.support import (
     COUNTER_BYTES,
     LOG2_E,
@@ -20,6 +31,7 @@ from megatron_magi.ops.hopper.support import (
     row_work,
     work_counter,
 )
+from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.options import AttnOptions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -63,6 +75,76 @@ class Common(NamedTuple):
     options: AttnOptions
     stream: int
     arriving: Sequence[Tensor] = ()
+
+
+class StepOptions(NamedTuple):
+    """What becomes of a backward pass in a list of calls.
+
+    Attributes:
+        scratch: where its memory will be.
+        delta: it is written, too: fp32 ``[num_rows, num_heads]``, contiguous.
+        sends: see `Steps.rest`.
+        published: the first kernel is queued right behind kernels that move keys.
+    """
+
+    scratch: Place
+    delta: bool
+    sends: bool
+    published: bool = False
+
+
+def whole_launch(
+    common: Common,
+    adds_dq: bool,
+    plan: DevicePlan,
+    schedule: DeviceSchedule,
+    store: int,
+    grads: tuple[Tensor, Tensor],
+) -> tuple[Launch, Numbers]:
+    """Writes dk and dv, or adds to sums of them where query heads are split; and adds to sums of dq.
+
+    Args:
+        common: of the pass.
+        adds_dq: else dq is left to `queries_launch`.
+        plan: of the transposed mask, tiles as in `WHOLE_TILE`.
+        schedule: its items.
+        store: how gradients are written, as the kernels number it.
+        grads: dk and dv.
+    """
+    inputs, dims, stats_row, seen, options, stream, arriving = common
+    (q, k, v, dout), (dk, dv) = inputs, grads
+    keys, queries = WHOLE_TILE
+
+    def make() -> Launch:
+        softcap, scale = options.softcap, options.softmax_scale
+        kind = GatedBackwardParams if arriving else CapturedBackwardParams if plan.is_static else BackwardParams
+        params = kind(
+            counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
+            dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
+            group=q.shape[1] // plan.packed // k.shape[1], heads_kv=k.shape[1],
+            stats_row=stats_row, units=stats_row // UNIT, store=store,
+            scale=scale, scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
+            log2_packed=plan.log2_packed,
+        )  # fmt: skip
+        kernel = hopper_kernels.backward_kernel(
+            q.device, q.dtype, dims, softcap > 0, adds_dq, bool(arriving), plan.is_static
+        )
+        of_keys = ((t, keys) for t in (k, v, *arriving))
+        maps = (query_box(q, queries, plan), *of_keys, query_box(dout, queries, plan))
+        return Launch(kernel, 1, params, maps)
+
+    num_items = len(schedule.items)
+    numbers = Numbers(
+        plan, grid_size(q.device, num_items, options.sm_margin), seen,  # the plan keeps its schedules
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+        items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
+        **plan.fields(schedule=schedule),
+    )  # fmt: skip
+    key = (
+        "backward", bool(arriving), plan.is_static, q.device, stream, q.dtype, options, store, adds_dq, plan.packed,
+        q.shape, k.shape[1:], v.shape[1:], *(t.stride() for t in (*inputs, *grads)),
+    )  # fmt: skip
+    return prepared(key, make), numbers
 
 
 def keys_launch(

@@ -1,0 +1,85 @@
+"""The tensors of one pass of attention as implementations take them: what it reads, and what it writes or adds to.
+
+Shapes are those of `megatron_magi.ops.slice_passes`. Where a pass is prepared before there are tensors, these hold how
+they will lie (`Layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_magi.cuda.layout import Like
+
+
+class ForwardInputs(NamedTuple):
+    """What a forward pass reads.
+
+    Attributes:
+        q, k, v: queries, keys and values.
+        sink_lse: all sinks of a head in one, ``[num_heads_q]`` or ``[num_rows, num_heads_q]``; None without sinks.
+    """
+
+    q: Like
+    k: Like
+    v: Like
+    sink_lse: Like | None = None
+
+
+class ForwardOutput(NamedTuple):
+    """What a forward pass writes.
+
+    Attributes:
+        out, lse: the result.
+        accumulate: they hold a result over other keys, into which this one is merged.
+    """
+
+    out: Like
+    lse: Like
+    accumulate: bool = False
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward pass reads.
+
+    Attributes:
+        q, k, v: as the forward read them.
+        dout: gradient of the output, in any float dtype.
+        lse: of the forward, over all keys and sinks of a row; these may be more than are given here.
+        delta: ``rowsum(dout * out)``.
+    """
+
+    q: Like
+    k: Like
+    v: Like
+    dout: Like
+    lse: Like
+    delta: Like
+
+
+class Gradients(NamedTuple):
+    """What a backward pass writes, or adds to.
+
+    Attributes:
+        dq, dk, dv: the gradients.
+        accumulate_dq: dq is added to; else overwritten.
+        accumulate_keys: likewise dk and dv.
+    """
+
+    dq: Like
+    dk: Like
+    dv: Like
+    accumulate_dq: bool = False
+    accumulate_keys: bool = False
+
+    def tensors(self) -> tuple[tuple[Tensor, bool], ...]:
+        """dq, dk and dv, each with whether it is added to."""
+        dq, dk, dv, adds_dq, adds_keys = self
+        return (dq, adds_dq), (dk, adds_keys), (dv, adds_keys)
+
+    def put(self, computed: Iterable[Tensor]) -> None:
+        """Writes dq, dk and dv, which are given in this order, or adds them."""
+        for (into, adds), grad in zip(self.tensors(), computed, strict=True):
+            into.copy_(into + grad if adds else grad)
