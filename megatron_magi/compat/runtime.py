@@ -20,7 +20,7 @@ from megatron_magi.config import MagiConfig
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import Dispatch, Plan, RankPlan, make_plan
-from megatron_magi.upload import upload
+from megatron_magi.upload import current_device, upload
 
 _INDEX_BYTES = 8
 
@@ -117,8 +117,10 @@ def ranks_per_node_of(cp_group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where tensors of a group live that come from no tensor: the GPU, unless the group is for CPUs."""
-    on_gpu = torch.cuda.is_available() and (group is None or "nccl" in dist.get_backend_config(group))
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = current_device()
+    if device.type == "cuda" and group is not None and "nccl" not in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return device
 
 
 class ShardIndex:

@@ -55,7 +55,7 @@ def make_options(
     deterministic: bool,
     sm_margin: int,
     sanity_check: bool = False,
-):
+) -> AttnOptions:
     """`AttnOptions` with the default scale, ``1 / sqrt(head_dim)``.
 
     Results are deterministic also where ``torch.use_deterministic_algorithms`` asks for it.
@@ -83,7 +83,9 @@ def _number(value: Any, name: str) -> float:
 
 
 @lru_cache(maxsize=256)
-def _options(softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, sanity_check: bool):
+def _options(
+    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, sanity_check: bool
+) -> AttnOptions:
     return AttnOptions(softmax_scale, softcap, deterministic, sm_margin, sanity_check)
 
 

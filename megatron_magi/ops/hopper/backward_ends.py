@@ -134,7 +134,7 @@ def finish_dq_launch(
 ) -> Launch:
     """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it.
 
-    ``beside``: it runs beside the kernel before it on the stream, which began when the sums were there.
+    ``beside``: it runs at the same time as the kernel before it on the stream, which began when the sums were there.
     """
     num_rows, num_heads, head_dim = dq.shape
 

@@ -45,7 +45,7 @@ class Steps(NamedTuple):
         before: those before the keys arrive.
         keys: the one that waits for keys, and what finishes their gradients.
         rest: what writes dq. Where gradients of keys are sent, the kernel that does so comes between, and this one
-            runs beside it.
+            runs at the same time.
         rest_is_apart: it needs nothing of ``keys`` but that they have begun: what comes between may overlap these.
     """
 
@@ -211,7 +211,7 @@ def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -
 def _params(
     common: Common, store: int, captured: bool
 ) -> BackwardPartParams | CapturedBackwardPartParams | GatedBackwardPartParams:
-    """What both kernels are told beside a mask's numbers; addresses of tensors come with the launch."""
+    """What both kernels are told in addition to a mask's numbers; addresses of tensors come with the launch."""
     softcap, scale = common.options.softcap, common.options.softmax_scale
     kind = (
         GatedBackwardPartParams if common.arriving else CapturedBackwardPartParams if captured else BackwardPartParams

@@ -13,7 +13,7 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int, masked_cost: fl
 
     A tile whose rows lie in two documents computes the columns of both for all of them. So a tile is
     closed at a row where the mask changes, unless the rows behind it fit whole, or see so much of the same columns
-    that a further tile would cost more. ``masked_cost``: of a column that only part of a tile sees, beside others;
+    that a further tile would cost more. ``masked_cost``: of a column that only part of a tile sees, relative to others;
     counted where the rows behind the border see nothing of what those before it see.
     """
     breaks = np.unique(np.concatenate([bands[:, bd.Q0], bands[:, bd.Q1], [0, num_rows]]))

@@ -145,7 +145,7 @@ def finish_keys_macros(
 
 
 def finish_dq_macros(dtype: torch.dtype, head_dim: int, beside: bool = False) -> tuple[str, ...]:
-    """What a kernel that finishes dq is compiled for; ``beside``: it runs beside what sends dk and dv."""
+    """What a kernel that finishes dq is compiled for; ``beside``: it runs at the same time as what sends dk, dv."""
     return (f"HEAD_DIM={head_dim}", element(dtype), *(("BESIDE=1",) if beside else ()))
 
 

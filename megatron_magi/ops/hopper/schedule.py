@@ -277,7 +277,7 @@ def _heads_together(costs: np.ndarray, heads: int, num_sms: int) -> int:
 
 
 def _item_costs(items: np.ndarray, costs: np.ndarray, group: int) -> list[int]:
-    """Blocks of each item, and what it costs besides."""
+    """Cost of each item, in blocks: its own, and what it takes in addition to them."""
     heads = items[:, 1] >> 16
     blocks = np.where(items[:, 3] > 0, items[:, 3], costs[items[:, 0]])
     return (blocks * heads + np.where(heads < group, tuning.PART_COST_BLOCKS, tuning.ITEM_COST_BLOCKS)).tolist()

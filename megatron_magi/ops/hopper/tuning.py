@@ -9,13 +9,13 @@ from __future__ import annotations
 # ---- tiles and passes ----
 
 TILE_COST_COLUMNS = 48
-"""Cost of a tile beside the columns that it sees, in columns."""
+"""Cost of a tile in addition to the columns that it sees, in columns."""
 
 MASKED_COST = 0.5
-"""Cost of a column that a tile of keys sees in part, beside one that all its keys see."""
+"""Cost of a column that only part of a tile of keys sees, relative to one that all its keys see."""
 
 PASS_COST_BLOCKS = 0.35
-"""Cost of a pass beside its blocks, in blocks of 128 columns."""
+"""Cost of a pass in addition to its blocks, in blocks of 128 columns."""
 
 MOST_PACKED_HEADS = 8
 """Query heads that share a tile at most."""
@@ -29,7 +29,7 @@ TALL_TILE_KEYS = {(64, 64): (100, 100), (128, 128): (0, 4000)}
 # ---- keys that arrive ----
 
 ARRIVAL_US, ARRIVAL_BYTES_PER_US = 20, 250_000
-"""Until keys that another rank has are there: microseconds beside the bytes, bytes a microsecond."""
+"""Until keys that another rank has are there: latency in microseconds, and bytes a microsecond."""
 
 SM_FLOP_PER_US = 4.5e6
 """Rate of an SM in the forward."""
@@ -65,7 +65,7 @@ SMALL_DRIFT_COLUMNS = 32
 """Columns that neighbouring tiles may begin apart from each other, and still find what the other read in the cache."""
 
 ITEM_COST_BLOCKS, PART_COST_BLOCKS = 2, 3
-"""What an item costs beside its blocks, in blocks: loading keys and writing gradients; or adding them to sums."""
+"""What an item costs in addition to its blocks, in blocks: keys are loaded, gradients written, or added to sums."""
 
 WHOLE_COST_BLOCKS, SPLIT_COST_BLOCKS = 6, 14
 """The same of the kernel for dk and dv of wide heads, where heads of a group that are split add in fp32 one by one."""
