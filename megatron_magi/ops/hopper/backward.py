@@ -315,6 +315,7 @@ class _Pass:
         self._targets, self._is_direct, self._is_whole = targets, targets.are_gradients, choice.whole
         self._scratch, self.num_scratch = design.scratch, 4 * design.scratch.num_floats
         self._offsets = design.scratch.offsets
+        self._num_vectors, self._num_key_vectors = design.scratch.num_sums // 4, design.scratch.num_zeroed // 4
         dq, *of_keys = targets.layouts(grads)
         scale, rows, stats_row = options.softmax_scale, design.rows, design.rows * choice.packed
         last_row, last_key = seen_rows(bands)
@@ -359,6 +360,7 @@ class _Pass:
         memory, (stats, minus_delta, sums, key_sums) = self._memory(dq, shared)
         stream, overlaps = self._stream, self._overlaps
         with self._lock:
+            # 1. Statistics of rows, zeros.
             launch = self._prepare
             if is_first or self._scratch.num_key_sums:
                 with launch.lock:
@@ -367,9 +369,10 @@ class _Pass:
                     params.lse_out, params.delta_out = stats, minus_delta
                     if self._finish_dq is not None:
                         params.sums, params.key_sums = sums, key_sums
-                        params.num_sums = self._scratch.num_sums // 4 if is_first else 0
-                        params.num_key_sums = self._scratch.num_zeroed // 4
+                        params.num_sums = self._num_vectors if is_first else 0
+                        params.num_key_sums = self._num_key_vectors
                     launch.fire(stream, overlaps)
+            # 2. dk and dv, sums of dq.
             launch = self._keys
             launch.take(self._keys_numbers, q, k, v, dout)
             launch.point_maps(*addresses)
@@ -378,12 +381,14 @@ class _Pass:
             if self._is_whole:
                 params.dq, params.key_sums = sums, key_sums
             launch.fire(stream, overlaps)
+            # 3. dk and dv that were summed.
             launch = self._finish_keys
             if launch is not None:
                 with launch.lock:
                     params = launch.params
                     params.sums, params.tiles, params.dk, params.dv = key_sums, self._tiles, dk, dv
                     launch.fire(stream, overlaps, self._finish_keys_blocks)
+            # 4. dq, from its sums or by a kernel of its own.
             launch = self._finish_dq
             if launch is not None and is_last:
                 with launch.lock:
@@ -430,8 +435,7 @@ class _Pass:
         before = self._prepare.step(
             {name: of[name] for name in read}
             | {"lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums},
-            values={"num_sums": self._scratch.num_sums // 4, "num_key_sums": self._scratch.num_zeroed // 4,
-                    "beside": wanted.published},
+            values={"num_sums": self._num_vectors, "num_key_sums": self._num_key_vectors, "beside": wanted.published},
             overlaps=overlaps,
         )  # fmt: skip
         keys = [
