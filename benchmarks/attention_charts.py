@@ -19,10 +19,10 @@ TITLES = {
     "fa4": "FA4", "magi": "MagiAttention",
 }  # fmt: skip
 MASK_TITLES = {
-    "full": "full", "causal": "causal", "varlen_full": "varlen full", "varlen_causal": "varlen causal",
-    "window": "window 1024\ncausal", "block_causal": "varlen block\ncausal", "prefix_tree": "prefix tree",
-    "short_causal": "short docs\ncausal", "short_full": "short docs\nfull", "many_ranges": "1,000 docs\ncausal",
-    "distant_ranges": "1,000 distant\nranges",
+    "full": "full", "causal": "causal", "varlen_full": "documents,\nfull", "varlen_causal": "documents,\ncausal",
+    "window": "window of\n1,024", "block_causal": "documents,\nblock causal", "prefix_tree": "prefix tree",
+    "short_causal": "short docs,\ncausal", "short_full": "short docs,\nfull", "many_ranges": "1,000 docs,\ncausal",
+    "distant_ranges": "1,000 scattered\nkey ranges",
 }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _draw_panel(panel, rows: Sequence[Row], which: str, masks: Sequence[str], pr
         dense = next((r for r in rows if r["mask"] == mask and r["yardstick"] != "same mask"), None)
         if dense and dense[f"{which}_yardstick"]:
             base = float(dense[f"{which}_yardstick"])
-            panel.plot([x - 0.45, x + 0.45], [base, base], color="black", ls=":", lw=1)
+            panel.plot([x - 0.45, x + 0.45], [base, base], color="black", ls=":", lw=1, zorder=2.5)
             top = max(top, base)
     panel.set_xticks(range(len(masks)), [MASK_TITLES[m] for m in masks], fontsize=8)
     panel.set_ylabel("TFLOP/s", fontsize=8)

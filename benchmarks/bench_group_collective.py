@@ -34,7 +34,8 @@ from megatron_magi.comm.group_collective import GroupCastArgs, LevelArgs, group_
 from megatron_magi.comm.groups import all_gather_single
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
-from megatron_magi.plan.hierarchy import Pieces, two_levels
+from megatron_magi.plan.exchange import Pieces
+from megatron_magi.plan.hierarchy import two_levels
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_KV, HEAD_DIM = 8, 128

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from bench_dispatch import Case
 from bench_steps import short_documents
+from distributed_charts import MASKS as MASK_TITLES
 from provenance import provenance, write_csv
 
 from megatron_magi.attention import distributed_attention
@@ -259,8 +260,8 @@ def draw(rows: list[list], path: str) -> None:
         here = [row for row in rows if (int(row[2]), int(row[1]), row[3]) == (ranks, size, one_launch)]
         for name, color in colors.items():
             mine = [row for row in here if row[0] == name]
-            label = name.replace("_", " ")
-            axis.scatter([float(r[5]) for r in mine], [float(r[7]) for r in mine], s=24, color=color, label=label)
+            at = ([float(r[i]) for r in mine] for i in (5, 7))
+            axis.scatter(*at, s=24, color=color, label=MASK_TITLES[name])
             best = [r for r in mine if r[10]]
             axis.scatter([float(r[5]) for r in best], [float(r[7]) for r in best], s=110, facecolors="none",
                          edgecolors=color, linewidths=1.5)  # fmt: skip

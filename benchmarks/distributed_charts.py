@@ -22,7 +22,10 @@ TITLES = {
     "double_ring": "double ring", "all_gather": "all-gather", "ulysses": "Ulysses", "usp": "USP",
     "two_levels": "magi, two levels", "two_levels_native": "magi, two levels, native",
 }  # fmt: skip
-MASKS = {"documents_8": "8 documents", "documents_64": "64 documents"}
+MASKS = {
+    "full": "full", "causal": "one causal document", "documents_8": "8 documents", "documents_64": "64 documents",
+    "short_documents": "short documents", "window": "window of 1,024", "block_causal": "block causal",
+}  # fmt: skip
 PASSES = ("forward", "backward")
 
 
@@ -61,32 +64,18 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    rows = [r for r in rows if r["forward_tflops_a_gpu"]]
     panels = list(dict.fromkeys((int(r["ranks"]), int(r["tokens_a_gpu"])) for r in rows))
-    masks = list(dict.fromkeys(r["mask"] for r in rows))
-    ways = [way for way in TITLES if any(r["way"] == way and r["forward_tflops_a_gpu"] for r in rows)]
+    masks = [mask for mask in MASKS if any(r["mask"] == mask for r in rows)]
+    ways = [way for way in TITLES if any(r["way"] == way for r in rows)]
     figure, axes = plt.subplots(
         2 * len(panels), 1, figsize=(max(8.0, 1.7 * len(masks)), 2.4 * 2 * len(panels)), squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for axis, (ranks, tokens, which) in zip(axes[:, 0], [(*p, w) for p in panels for w in PASSES], strict=True):
-        here = {(r["mask"], r["way"]): r for r in rows if (int(r["ranks"]), int(r["tokens_a_gpu"])) == (ranks, tokens)}
-        width = 0.84 / len(ways)
-        for i, way in enumerate(ways):
-            values = [float(here.get((mask, way), {}).get(f"{which}_tflops_a_gpu") or 0) for mask in masks]
-            at = [j + (i - (len(ways) - 1) / 2) * width for j in range(len(masks))]
-            bars = axis.bar(at, values, width, color=COLORS[way])
-            labels = [f"{v:.0f}" if v else "" for v in values]
-            axis.bar_label(bars, labels, fontsize=5.5, rotation=90, padding=1.5)
-        for mask, rates in published.get((ranks, tokens), {}).items():
-            if mask in masks:
-                at = masks.index(mask)
-                axis.plot([at - 0.45, at + 0.45], [rates[PASSES.index(which)]] * 2, color="black", ls="--", lw=1)
-        axis.set_xticks(range(len(masks)), [MASKS.get(mask, mask.replace("_", " ")) for mask in masks], fontsize=8)
+        here = [r for r in rows if (int(r["ranks"]), int(r["tokens_a_gpu"])) == (ranks, tokens)]
+        _draw_panel(axis, here, which, published.get((ranks, tokens), {}))
         axis.set_title(f"{which}, {tokens // 1024}k tokens a GPU, {ranks} GPUs", loc="left", fontsize=9)
-        axis.set_ylabel("TFLOP/s a GPU", fontsize=8)
-        axis.margins(y=0.16)
-        axis.grid(axis="y", lw=0.3)
-        axis.set_axisbelow(True)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[way], label=TITLES[way]) for way in ways]
     if any(set(published.get(panel, {})) & set(masks) for panel in panels):
         label = "MagiAttention, published: 8 H100, 8k"
@@ -96,3 +85,25 @@ def draw(
     figure.supxlabel("\n".join(textwrap.wrap(text, int(15 * figure.get_figwidth()))), fontsize=6.5)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _draw_panel(axis, rows: Sequence[Row], which: str, published: Mapping[str, tuple]) -> None:
+    found = {(r["mask"], r["way"]): float(r[f"{which}_tflops_a_gpu"]) for r in rows}
+    masks = [mask for mask in MASKS if any(key[0] == mask for key in found)]
+    most = max(sum(key[0] == mask for key in found) for mask in masks)
+    width = 0.84 / most
+    for x, mask in enumerate(masks):
+        present = [way for way in TITLES if (mask, way) in found]
+        for i, way in enumerate(present):
+            left, rate = x + (i - (len(present) - 1) / 2) * width, found[mask, way]
+            axis.bar(left, rate, width, color=COLORS[way])
+            axis.annotate(f"{rate:.0f}", (left, rate), (0, 1.5), textcoords="offset points", ha="center", va="bottom",
+                          fontsize=5.5, rotation=90, zorder=4,
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # fmt: skip
+        if mask in published:
+            axis.plot([x - 0.45, x + 0.45], [published[mask][PASSES.index(which)]] * 2, color="black", ls="--", lw=1)
+    axis.set_xticks(range(len(masks)), [MASKS[mask] for mask in masks], fontsize=8)
+    axis.set_ylabel("TFLOP/s a GPU", fontsize=8)
+    axis.margins(y=0.16)
+    axis.grid(axis="y", lw=0.3)
+    axis.set_axisbelow(True)

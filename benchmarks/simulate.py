@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,6 +175,8 @@ def check_steps(file: Path, rates: Rates) -> Iterator[list]:
     from bench_steps import WARM_UP, make_mask
 
     notes, rows = read_results(file)
+    if "step_ms" not in rows[0]:  # parts of a step
+        return
     layers = 8 if "--layers 8" in notes["command"] else 16
     overlap = overlap_of(32, 8, 128, notes.get("commit", ""))
     for r in rows:
@@ -298,19 +301,26 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
     sizes = sorted({line[1] for line in rows})
     figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(5.2 * (1 + len(sizes)), 4.6), layout="constrained")
     axes = np.atleast_1d(axes)
-    for color, name in enumerate(dict.fromkeys(line[0] for line in checked)):
-        here = [line for line in checked if line[0] == name]
-        at, marker = ([float(x[i]) for x in here] for i in (3, 5)), "o^"[color // 10 % 2]
-        axes[0].scatter(*at, s=16, color=f"C{color}", marker=marker, label=name)
+    kinds: dict[str, list[list]] = {}
+    for line in checked:
+        kinds.setdefault(next((pattern for pattern in CHECKS if fnmatch(line[0], pattern)), line[0]), []).append(line)
+    for color, (kind, here) in enumerate(kinds.items()):
+        at = ([float(line[i]) for line in here] for i in (3, 5))
+        label = kind.replace("*gpu", "").replace("2gpu", "").partition("*")[0].replace("_", " ").strip()
+        axes[0].scatter(*at, s=12, color=f"C{color}", label=label)
     axes[0].axhline(1, color="grey", lw=1)
     axes[0].axhspan(0.9, 1.1, color="grey", alpha=0.15, lw=0)
     axes[0].set(
-        xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted / measured", title="check (band: 10 %)"
+        xscale="log",
+        yscale="log",
+        xlabel="measured, ms",
+        ylabel="predicted / measured",
+        title="measured steps (band: 10 %)",
     )
     axes[0].set_yticks([0.25, 0.5, 0.8, 1, 1.25, 2], ["0.25", "0.5", "0.8", "1", "1.25", "2"])
     axes[0].minorticks_off()
-    names = axes[0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower left", ncols=8, fontsize=6.5, frameon=False)
+    axes[0].set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+    axes[0].legend(loc="lower right", fontsize=7, frameon=False, title="files of results", title_fontsize=7)
     for axis, size in zip(axes[1:], sizes, strict=True):
         for color, name in enumerate(dict.fromkeys(line[0] for line in rows)):
             here = [line for line in rows if line[0] == name and line[1] == size]
@@ -320,7 +330,7 @@ def draw(path: str, rows: list[list], checked: list[list]) -> None:
                 "o-",
                 ms=3.5,
                 color=f"C{color}",
-                label=name,
+                label=name.replace("_", " "),
             )
         axis.set_xscale("log", base=2)
         axis.set_xticks([2, 8, 32, 128, 512, 2048], ["2", "8", "32", "128", "512", "2,048"])

@@ -24,7 +24,7 @@ from provenance import write_csv
 
 from megatron_magi.comm.group_collective import Args, GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.peer_tables import PeerRows
-from megatron_magi.plan.hierarchy import Pieces
+from megatron_magi.plan.exchange import Pieces
 from megatron_magi.testing.spawn import run_ranks
 
 HEADER = ["ranks", "calls", "device_mb", "torch_mb", "host_mb", "seconds"]

@@ -23,21 +23,22 @@ def draw(table: Path, picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 4.4), layout="constrained")
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     width = 0.8 / len(providers)
-    for number, provider in enumerate(providers):
-        found = {(r["mask"], r["tokens_per_gpu"]): r for r in rows if r["provider"] == provider}
-        places = [i + (number - (len(providers) - 1) / 2) * width for i in range(len(groups))]
-        heights = [float(found[g]["tokens_per_s_per_gpu"] or 0) / 1e3 if g in found else 0 for g in groups]
-        bars = axes.bar(places, heights, width, label=TITLES.get(provider, provider), color=COLORS.get(provider))
-        for bar, group in zip(bars, groups, strict=True):
-            if group in found and found[group]["ran"] != group[0]:
-                axes.annotate("*", (bar.get_x() + width / 2, bar.get_height()), ha="center")
+    for place, group in enumerate(groups):
+        here = [row for row in rows if (row["mask"], row["tokens_per_gpu"]) == group and row["tokens_per_s_per_gpu"]]
+        for number, row in enumerate(sorted(here, key=lambda row: providers.index(row["provider"]))):
+            left, height = place + (number - (len(here) - 1) / 2) * width, float(row["tokens_per_s_per_gpu"]) / 1e3
+            axes.bar(left, height, width, color=COLORS.get(row["provider"]))
+            note = "" if row["ran"] == group[0] else "*\n"
+            axes.annotate(f"{note}{float(row['step_ms']):,.0f}", (left, height), ha="center", va="bottom", fontsize=6.5)
     axes.set_xticks(
         range(len(groups)), [f"{mask.replace('_', ' with ')}\n{int(n) // 1024}k a GPU" for mask, n in groups]
     )
     axes.set_ylabel("thousand tokens/s/GPU")
-    axes.set_title("Training steps of Llama 1B with TE layers, bf16 (* nearest mask that TE supports)", loc="left")
-    axes.legend(frameon=False, loc="upper right", ncols=len(providers))
-    axes.set_ylim(top=1.12 * axes.dataLim.y1)
+    title = "Training steps of Llama 1B with TE layers, bf16; over bars ms a step (* nearest mask that TE supports)"
+    axes.set_title(title, loc="left", fontsize=11)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS.get(p), label=TITLES.get(p, p)) for p in providers]
+    axes.legend(handles=handles, frameon=False, loc="upper right", ncols=len(providers))
+    axes.set_ylim(top=1.25 * axes.dataLim.y1)
     axes.spines[["top", "right"]].set_visible(False)
     shown = " · ".join(notes[name] for name in ("device", "software", "commit", "date") if name in notes)
     figure.supxlabel("\n".join(textwrap.wrap(shown, 170)), fontsize=7)

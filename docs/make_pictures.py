@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
+from megatron_magi.config import CostModel, MagiConfig, OverlapConfig
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.command import mask_of
 from megatron_magi.explain.figures import COLOURS, STYLE, plot_mask, plot_timeline
@@ -54,7 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--seqlen", "131072", "--cp-size", "8", "--random-documents", "64"])
-    plan = make_plan(mask_of(args), cp_size=8)
+    cost = CostModel(num_heads_q=args.num_heads_q, num_heads_kv=args.num_heads_kv, head_dim=args.head_dim)
+    plan = make_plan(mask_of(args), MagiConfig(overlap=OverlapConfig(cost=cost)), cp_size=8)
     IMAGES.mkdir(exist_ok=True)
     plot_tiles(IMAGES / "tiles.png", builders.varlen(doc_lengths=[200, 90, 350], causal=True))
     plot_mask(IMAGES / "dispatch.png", plan, "64 packed documents, 128k tokens, 8 ranks")

@@ -16,10 +16,10 @@ from megatron_magi.explain.arguments import add_arguments as add_explain_argumen
 from megatron_magi.variables import SECTIONS, State
 
 
-def environment_listing(environ: Mapping[str, str] | None = None, width: int = 100) -> tuple[str, bool]:
+def environment_listing(environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """The variables with their current values, as text, and whether all values are valid."""
     readings = {reading.variable: reading for reading in envs.readings(environ)}
-    wrap = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ")
+    wrap = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="    ")
     lines = []
     for section, variables in SECTIONS.items():
         lines += [section, "-" * len(section)]

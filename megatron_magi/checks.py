@@ -92,10 +92,10 @@ def int_at_least(value: Any, name: str, least: int, most: int = MAX_TOKENS) -> i
     return number
 
 
-def number(value: Any, name: str, least: float, what: str = "") -> None:
+def number(value: Any, name: str, least: float) -> None:
     """Raises ValueError unless ``value`` is a finite number of at least ``least``."""
     if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number of at least {least}{what}, got {value!r}")
+        raise ValueError(f"{name}: expected a finite number of at least {least}, got {value!r}")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ DispatchAlgorithm = Literal["auto", "affinity", "min_heap", "sorted_sequential",
 CommImpl = Literal["auto", "reference", "all_to_all", "native"]
 PlannerImpl = Literal["auto", "python", "native"]
 AttendImpl = Literal["auto", "reference", "torch", "ffa"]
+SinkReduction = Literal["none", "sum", "avg"]
 
 
 _MOST = (1 << 31) - 1
@@ -80,7 +81,7 @@ class DispatchConfig:
 
     def __post_init__(self) -> None:
         _check_choice("algorithm", self.algorithm, get_args(DispatchAlgorithm))
-        _check_choice("planner", self.planner, ("auto", "python", "native"))
+        _check_choice("planner", self.planner, get_args(PlannerImpl))
         if self.rates is not None:
             _check_part("rates", self.rates, Rates)
         _check_flags(self, "uneven_shard")
@@ -188,7 +189,7 @@ class AttendConfig:
     sanity_check: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("impl", self.impl, ("auto", "reference", "torch", "ffa"))
+        _check_choice("impl", self.impl, get_args(AttendImpl))
         _check_flags(self, "deterministic", "sanity_check")
         for name in ("forward_sm_margin", "backward_sm_margin"):
             _check_count(name, getattr(self, name), 0)
@@ -213,13 +214,13 @@ class CommConfig:
 
     impl: CommImpl = "auto"
     backward_high_precision_reduce: bool = False
-    dsink_all_reduce: Literal["none", "sum", "avg"] = "none"
+    dsink_all_reduce: SinkReduction = "none"
     ranks_per_node: int | None = None
     verify: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("impl", self.impl, ("auto", "reference", "all_to_all", "native"))
-        _check_choice("dsink_all_reduce", self.dsink_all_reduce, ("none", "sum", "avg"))
+        _check_choice("impl", self.impl, get_args(CommImpl))
+        _check_choice("dsink_all_reduce", self.dsink_all_reduce, get_args(SinkReduction))
         _check_flags(self, "backward_high_precision_reduce", "verify")
         if self.ranks_per_node is not None:
             _check_count("ranks_per_node", self.ranks_per_node, 1)

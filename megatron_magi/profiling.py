@@ -81,7 +81,8 @@ class Recorder:
             self._open: list[_Span] = []
             self._sums: dict[tuple[str, str], _Sum] = {}
             self._first: Any = None
-            self._period_ms = 0.0
+            self._begin_ms = self._end_ms = 0.0
+            """Of all spans, from the begin of the one that was noted first."""
 
     def add(self, kind: str, name: str, begin: Any, end: Any, flops: float = 0.0, num_bytes: int = 0) -> None:
         """Notes a span."""
@@ -103,7 +104,9 @@ class Recorder:
             total.ms += _elapsed_ms(span.begin, span.end)
             total.flops += span.flops
             total.num_bytes += span.num_bytes
-            self._period_ms = max(self._period_ms, _elapsed_ms(self._first, span.end))
+            # A collective begins before passes that are noted before it.
+            self._begin_ms = min(self._begin_ms, _elapsed_ms(self._first, span.begin))
+            self._end_ms = max(self._end_ms, _elapsed_ms(self._first, span.end))
 
     def rows(self) -> list[Row]:
         """What was noted since the last `reset`; waits for the device."""
@@ -111,11 +114,12 @@ class Recorder:
             if any(not isinstance(span.end, float) for span in self._open):
                 torch.cuda.synchronize()
             self._count(self._open)
+            period_ms = max(self._end_ms - self._begin_ms, 1e-9)
             found = [
                 Row(
                     kind, name, total.calls, total.ms,
                     total.flops / max(total.ms, 1e-9) / 1e9, total.num_bytes / max(total.ms, 1e-9) / 1e6,
-                    total.ms / max(self._period_ms, 1e-9),
+                    total.ms / period_ms,
                 )
                 for (kind, name), total in self._sums.items()
             ]  # fmt: skip

@@ -106,8 +106,8 @@ def _unneeded(name: str, description: str, kind: Kind = Kind.TOGGLE, default: An
     return Variable(name, kind, default, description, state=State.UNNEEDED, **more)
 
 
-def _unavailable(name: str, description: str, kind: Kind = Kind.TOGGLE, default: Any = False, **more: Any) -> Variable:
-    return Variable(PREFIX + name, kind, default, description, state=State.UNAVAILABLE, **more)
+def _unavailable(name: str, description: str) -> Variable:
+    return Variable(PREFIX + name, Kind.TOGGLE, False, description, state=State.UNAVAILABLE)
 
 
 def _sm_margin(which: str) -> Variable:

@@ -123,6 +123,13 @@ def test_the_process_says_at_its_end_what_it_has_recorded(tmp_path):
     assert NAME in said and "attention forward" in said
 
 
+def test_shares_are_of_the_time_from_the_earliest_begin_whatever_was_noted_first():
+    recorder = profiling.Recorder()
+    recorder.add("pass", "attention forward", 1.0, 2.0)
+    recorder.add("collective", "group_cast", 0.0, 4.0)
+    assert {row.name: row.share for row in recorder.rows()} == {"attention forward": 0.25, "group_cast": 1.0}
+
+
 def test_ranks_that_move_nothing_know_their_number_too(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)

@@ -47,7 +47,7 @@ def _walk(plan: Plan, rank_plan: RankPlan, steps: Sequence[Step], work: float) -
     """
     cost = plan.config.overlap.cost
     computed = sent = 0.0
-    ready = {0: 0.0}
+    ready: dict[int, float] = {}  # when fetched keys are there; own ones are from the start
     spans = []
     for step in steps:
         if step.kind is StepKind.ATTEND:

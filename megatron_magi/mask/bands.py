@@ -88,10 +88,10 @@ def tighten_with_index(bands: IntArray) -> tuple[IntArray, IntArray]:
     return out, index
 
 
-def _ramp_sum(first: IntArray, slope: int, start: IntArray, stop: IntArray) -> IntArray:
-    """Sum of ``first + slope * i`` for ``start <= i < stop``, 0 where there is no such i."""
+def _ramp_sum(first: IntArray, start: IntArray, stop: IntArray) -> IntArray:
+    """Sum of ``first + i`` for ``start <= i < stop``, 0 where there is no such i."""
     count = np.maximum(stop - start, 0)
-    return count * first + slope * (count * (start + stop - 1) // 2)
+    return count * first + count * (start + stop - 1) // 2
 
 
 def areas(bands: IntArray) -> IntArray:
@@ -111,10 +111,10 @@ def areas(bands: IntArray) -> IntArray:
     rows = q1 - q0
     # hi: q + d_hi for the first rows, then k1.
     n_hi = np.clip(t[:, K1] - t[:, D_HI] - q0, 0, rows)
-    sum_hi = _ramp_sum(q0 + t[:, D_HI], 1, np.zeros_like(rows), n_hi) + (rows - n_hi) * t[:, K1]
+    sum_hi = _ramp_sum(q0 + t[:, D_HI], np.zeros_like(rows), n_hi) + (rows - n_hi) * t[:, K1]
     # lo: k0 for the first rows, then q + d_lo.
     n_lo = np.clip(t[:, K0] - t[:, D_LO] - q0, 0, rows)
-    sum_lo = n_lo * t[:, K0] + _ramp_sum(q0 + t[:, D_LO], 1, n_lo, rows)
+    sum_lo = n_lo * t[:, K0] + _ramp_sum(q0 + t[:, D_LO], n_lo, rows)
     empty = (t[:, K0] >= t[:, K1]) | (rows == 0)
     total[valid] = np.where(empty, 0, sum_hi - sum_lo)
     return total

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_magi.checks import flag, int_at_least
-from megatron_magi.mask.slices import AttnMask, MaskType
+from megatron_magi.mask.slices import AttnMask, MaskType, slice_table
 
 
 def block_sparse(
@@ -49,16 +49,12 @@ def block_sparse(
     q0, q1 = row * q_block, np.minimum((row + 1) * q_block, seqlen_q)
     k0, k1 = first * k_block, np.minimum(past * k_block, seqlen_k)
     if not flag(causal, "causal"):
-        return AttnMask(_table(q0, q1, k0, k1, MaskType.FULL), seqlen_q, seqlen_k)
+        return AttnMask(slice_table(q0, q1, k0, k1, MaskType.FULL), seqlen_q, seqlen_k)
     ahead = seqlen_k - seqlen_q
     last = np.minimum(k1 - ahead, q1)  # queries from here on see all keys; those before see key by key more
     parts = [
-        _table(np.maximum(q0, k0 - ahead), last, k0, np.minimum(k1, last + ahead), MaskType.CAUSAL),
-        _table(np.maximum(q0, last), q1, k0, k1, MaskType.FULL),
+        slice_table(np.maximum(q0, k0 - ahead), last, k0, np.minimum(k1, last + ahead), MaskType.CAUSAL),
+        slice_table(np.maximum(q0, last), q1, k0, k1, MaskType.FULL),
     ]
     table = np.concatenate(parts)
     return AttnMask(table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])], seqlen_q, seqlen_k)
-
-
-def _table(q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, kind: MaskType) -> np.ndarray:
-    return np.stack([q0, q1, k0, k1, np.full_like(q0, int(kind))], axis=1)

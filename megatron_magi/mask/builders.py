@@ -15,7 +15,7 @@ from megatron_magi.mask.bands import IntArray
 from megatron_magi.mask.block_sparse import block_sparse
 from megatron_magi.mask.documents import Documents, cu_seqlens_from_eod, lengths_to_cumulative, read_documents
 from megatron_magi.mask.prefix_tree import prefix_tree
-from megatron_magi.mask.slices import AttnMask, MaskType
+from megatron_magi.mask.slices import AttnMask, MaskType, slice_table
 
 __all__ = [
     "block_causal",
@@ -141,7 +141,7 @@ def block_causal(
     doc, block = bd.expand(np.zeros(len(num_blocks), np.int64), num_blocks)
     start = docs.q0[doc] + block * block_size
     end = np.minimum(start + block_size, docs.q1[doc])
-    table = _table(start, end, docs.k0[doc], end, MaskType.FULL)
+    table = slice_table(start, end, docs.k0[doc], end, MaskType.FULL)
     return AttnMask(table, docs.total_q)
 
 
@@ -168,8 +168,8 @@ def prefix_lm(prefix_lengths: IntArrayLike, doc_lengths: IntArrayLike) -> AttnMa
     prefix = np.where((prefix == 1) & (lengths > 1), 0, prefix)
     start, end = cu[:-1], cu[1:]
     split = start + prefix
-    inside = _table(start, split, start, split, MaskType.FULL)
-    after = _table(split, end, start, end, MaskType.CAUSAL)
+    inside = slice_table(start, split, start, split, MaskType.FULL)
+    after = slice_table(split, end, start, end, MaskType.CAUSAL)
     table = np.stack([inside, after], axis=1).reshape(-1, 5)
     return AttnMask(table[table[:, 0] < table[:, 1]], int(cu[-1]))
 
@@ -192,13 +192,6 @@ def from_eod_positions(
     return varlen(cu, causal=causal)
 
 
-def _table(q0: IntArray, q1: IntArray, k0: IntArray, k1: IntArray, mask_type: MaskType | IntArray) -> IntArray:
-    out = np.empty((len(q0), 5), dtype=np.int64)
-    for column, values in enumerate((q0, q1, k0, k1, mask_type)):
-        out[:, column] = values
-    return out
-
-
 def _one_document(seqlen_q: int, seqlen_k: int | None, mask_type: MaskType) -> AttnMask:
     seqlen_q = int_at_least(seqlen_q, "seqlen_q", 0)
     seqlen_k = seqlen_q if seqlen_k is None else int_at_least(seqlen_k, "seqlen_k", 0)
@@ -207,7 +200,7 @@ def _one_document(seqlen_q: int, seqlen_k: int | None, mask_type: MaskType) -> A
 
 
 def _varlen(docs: Documents, mask_type: MaskType) -> AttnMask:
-    table = _table(*docs, mask_type)
+    table = slice_table(*docs, mask_type)
     keep = (docs.q0 < docs.q1) & (docs.k0 < docs.k1)
     return AttnMask(table[keep], docs.total_q, docs.total_k)
 
@@ -240,10 +233,10 @@ def window_slices(docs: Documents, left: int, right: int, num_global: int) -> In
         k_end = np.where(hi_moves, np.minimum(end + right, num_keys), num_keys)
         # Rows of a single-row slice are its corners: every type says the same, FULL says it simply.
         kind = np.where(end - row > 1, MaskType.CAUSAL * hi_moves + MaskType.INV_CAUSAL * lo_moves, MaskType.FULL)
-        parts.append(_table(row + shift, end + shift, docs.k0 + k_start, docs.k0 + k_end, kind))
+        parts.append(slice_table(row + shift, end + shift, docs.k0 + k_start, docs.k0 + k_end, kind))
         global_start = np.where(lo_moves & (row < end), np.minimum(global_start, row), global_start)
         row = end
     num_seen = np.minimum(num_global, num_keys)
-    parts.append(_table(global_start + shift, stop + shift, docs.k0, docs.k0 + num_seen, MaskType.FULL))
+    parts.append(slice_table(global_start + shift, stop + shift, docs.k0, docs.k0 + num_seen, MaskType.FULL))
     table = np.stack(parts, axis=1).reshape(-1, 5)
     return table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])]

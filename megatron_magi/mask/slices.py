@@ -360,6 +360,16 @@ class AttnMask:
         )
 
 
+def slice_table(
+    q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, mask_type: MaskType | np.ndarray
+) -> np.ndarray:
+    """Slices as rows, int64 ``[n, 5]``, from bounds and mask types, int64 ``[n]``; or one type for all."""
+    out = np.empty((len(q0), 5), dtype=np.int64)
+    for column, values in enumerate((q0, q1, k0, k1, mask_type)):
+        out[:, column] = values
+    return out
+
+
 def _packed(table: np.ndarray, digest: bytes) -> np.ndarray:
     capacity = 64
     while capacity < len(table):

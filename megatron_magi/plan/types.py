@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_magi.mask import AttnMask
+from megatron_magi.mask import bands as bd
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,8 @@ class Dispatch:
 
         Padding rows have indices in ``[total_seqlen, padded_seqlen)``.
         """
-        return _arange_ranges(self.ranges[cp_rank])
+        ranges = self.ranges[cp_rank]
+        return bd.expand(ranges[:, 0], ranges[:, 1] - ranges[:, 0])[1]
 
     def global_indices(self) -> list[np.ndarray]:
         """`global_index` of every rank, in rank order."""
@@ -167,13 +168,3 @@ def own(table: np.ndarray) -> np.ndarray:
     copy = table.copy()
     copy.setflags(write=False)
     return copy
-
-
-def _arange_ranges(ranges: np.ndarray) -> np.ndarray:
-    lengths = ranges[:, 1] - ranges[:, 0]
-    offsets = np.cumsum(lengths) - lengths
-    base = np.repeat(ranges[:, 0] - offsets, lengths)
-    return base + np.arange(int(lengths.sum()), dtype=np.int64)
-
-
-__all__ = ["AttnMask", "Dispatch", "RankPlan", "Schedule", "Step", "StepKind", "Transfer"]

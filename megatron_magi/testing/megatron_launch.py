@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_magi.testing.megatron_rank import Outcome, Request, output_path
+from megatron_magi.testing.megatron_rank import GRACE_S, Outcome, Request, output_path
 
 PRETRAIN_GPT = str(Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py")
 """Script that a user launches."""
@@ -79,6 +79,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     before: str = "",
     timeout_s: float = 120.0,
+    grace_s: float = GRACE_S,
     workdir: str | Path | None = None,
 ) -> RunResult:
     """Train: run ``script`` with Megatron's arguments ``args`` on ``num_ranks`` ranks of this machine.
@@ -93,6 +94,8 @@ def launch(
         env: environment variables of the ranks, added to this process's.
         before: ``module:function``, called in every rank with the working directory before the script.
         timeout_s: seconds for the launch; ranks still running then are killed.
+        grace_s: seconds after the first failure of a rank; others still running then are killed. A test that expects
+            several ranks to fail by themselves gives more, as a busy machine is slow.
         workdir: working directory of the ranks; a new temporary one when None. Relative paths in
             ``args`` are relative to it.
 
@@ -108,7 +111,7 @@ def launch(
     (folder / LOSS_LOG).unlink(missing_ok=True)
     args = [*args, "--magi-loss-log", str(folder / LOSS_LOG)]
     request = Request(
-        script, args, num_ranks, _free_port(), str(folder), timeout_s, dict(env or {}), before, list(sys.path)
+        script, args, num_ranks, _free_port(), str(folder), timeout_s, dict(env or {}), before, list(sys.path), grace_s
     )
     begin = time.monotonic()
     if torch.cuda.is_available():

@@ -19,7 +19,8 @@ from pathlib import Path
 from megatron_magi.testing.descendants import kill_with_parent
 
 GRACE_S = 0.5
-"""How long, after a rank has failed, others may still finish or fail by themselves."""
+_STACKS_S = 0.5
+"""How long ranks may write their stacks before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Request:
         env: further environment variables.
         before: ``module:function`` called with `workdir` before the script, or "".
         search_path: ``sys.path`` of the ranks.
+        grace_s: how long, after a rank has failed, others may still finish or fail by themselves.
     """
 
     script: str
@@ -47,6 +49,7 @@ class Request:
     env: dict[str, str] = field(default_factory=dict)
     before: str = ""
     search_path: list[str] = field(default_factory=list)
+    grace_s: float = GRACE_S
 
     def to_line(self) -> str:
         """As one line of JSON."""
@@ -138,7 +141,11 @@ def _run_script(request: Request) -> None:
 
 
 def watch(
-    polls: Sequence[Callable[[], int | None]], pids: Sequence[int], timeout_s: float, cancelled: Callable[[], bool]
+    polls: Sequence[Callable[[], int | None]],
+    pids: Sequence[int],
+    timeout_s: float,
+    grace_s: float,
+    cancelled: Callable[[], bool],
 ) -> Outcome:
     """Wait for the ranks; after a failure or the time-out, end all of them. What they started is left to the caller.
 
@@ -146,6 +153,7 @@ def watch(
         polls: per rank, gives the exit status once there is one.
         pids: per rank, its process, leader of a process group.
         timeout_s: seconds after which those still running write their stacks and are killed.
+        grace_s: seconds after the first failure after which those still running are killed.
         cancelled: asked now and then; True ends the wait as the time-out does.
     """
     deadline = time.monotonic() + timeout_s
@@ -158,7 +166,7 @@ def watch(
                 statuses[rank] = status
                 if status != 0 and not killed:
                     failed.append(rank)
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
         running = [pid for rank, pid in enumerate(pids) if rank not in statuses]
         if running and not killed and (time.monotonic() > deadline or cancelled()):
             timed_out = not failed
@@ -172,7 +180,7 @@ def _end(pids: Sequence[int], *, show_stacks: bool) -> None:
     if show_stacks:
         for pid in pids:
             _signal(os.kill, pid, signal.SIGUSR1)
-        time.sleep(GRACE_S)
+        time.sleep(_STACKS_S)
     for pid in pids:
         _signal(os.killpg, pid, signal.SIGKILL)
 

@@ -94,7 +94,7 @@ def _read_line() -> str:
 def _serve(request: Request, start: Callable[[Request], Ranks]) -> Outcome:
     try:
         pids, polls = start(request)
-        return watch(polls, pids, request.timeout_s, _input_has_ended)
+        return watch(polls, pids, request.timeout_s, request.grace_s, _input_has_ended)
     finally:
         kill_descendants()
 

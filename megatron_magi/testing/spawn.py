@@ -4,8 +4,9 @@ Processes are forked from a server that has imported torch already, so a fresh, 
 ranks costs tens of milliseconds and nothing needs to be reused from one call to the next. Ranks on
 GPUs are spawned instead: a process in which any import touched CUDA could not be forked from.
 
-Between the caller and the ranks of a call is a supervisor, a subreaper: it starts the ranks, reports their ends, and
-when the caller has finished, or died, kills whatever is left of them and of all they have started.
+Between the caller and the ranks of a call is a supervisor, a subreaper: it imports the module of the function, so that
+forked ranks need not do so one by one, starts the ranks, reports their ends, and when the caller has finished, or died,
+kills whatever is left of them and of all they have started.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ PRELOAD = (
     # torch imports these at the first backward pass, sympy with them.
     "torch._functorch.autograd_function",
     "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",  # so does torch.compiler.disable
     "megatron_magi.testing.spawn",
 )
 """Modules that the server imports once, for all ranks ever started."""
@@ -98,7 +100,7 @@ def run_ranks(
         return _run_in_place(fn, num_ranks, args)
     folder = Path(tempfile.mkdtemp(prefix="magi_ranks_"))
     try:
-        with closing(_start(num_ranks, backend, timeout_s, folder)) as ranks:
+        with closing(_start(fn, num_ranks, backend, timeout_s, folder)) as ranks:
             ranks.send(fn, args)
             return _collect(ranks, timeout_s, folder)
     finally:
@@ -110,10 +112,12 @@ class _Setup:
     """What a process needs to join its group.
 
     Attributes:
+        source: where the function is from: name and file of its module, and the path on which that is found.
         method: how ranks are started from their supervisor, ``fork`` or ``spawn``.
         environment: of the ranks; that of the supervisor when None.
     """
 
+    source: tuple[str, str | None, list[str]]
     num_ranks: int
     backend: str
     method: str
@@ -142,10 +146,8 @@ class _Ranks:
         """What to run, to every rank."""
         # Plain pickle: multiprocessing's own pickler would pass tensors as shared memory that dies with its owner.
         payload = pickle.dumps((fn, args))
-        source = (fn.__module__, getattr(sys.modules.get(fn.__module__), "__file__", None), list(sys.path))
         for conn in self.conns:
             with suppress(BrokenPipeError):  # the supervisor reports that it has ended
-                conn.send_bytes(pickle.dumps(source))
                 conn.send_bytes(payload)
 
     def note_exit(self) -> int:
@@ -191,16 +193,17 @@ def _run_in_place(fn: Callable[..., Any], num_ranks: int, args: tuple) -> list[A
     return results
 
 
-def _start(num_ranks: int, backend: str, timeout_s: float, folder: Path) -> _Ranks:
+def _start(fn: Callable[..., Any], num_ranks: int, backend: str, timeout_s: float, folder: Path) -> _Ranks:
     context = multiprocessing.get_context("forkserver")
     # Test modules import pytest; ranks should not do so one by one.
     context.set_forkserver_preload([*PRELOAD, *(("pytest",) if "pytest" in sys.modules else ())])
     control, its_control = context.Pipe()
     pipes = [context.Pipe() for _ in range(num_ranks)]
     method = START_METHODS[backend]
+    source = fn.__module__, getattr(sys.modules.get(fn.__module__), "__file__", None), list(sys.path)
     with _child_environment():
         environment = dict(os.environ) if method == "spawn" else None
-        setup = _Setup(num_ranks, backend, method, timeout_s, str(folder), environment)
+        setup = _Setup(source, num_ranks, backend, method, timeout_s, str(folder), environment)
         supervisor = context.Process(target=_supervise, args=(setup, its_control, [theirs for _, theirs in pipes]))
         supervisor.start()
     for end in (its_control, *(theirs for _, theirs in pipes)):
@@ -290,6 +293,9 @@ def _supervise(setup: _Setup, control: connection.Connection, conns: list[connec
             os.environ.clear()
             os.environ.update(setup.environment)
         context = multiprocessing.get_context(setup.method)
+        if setup.method == "fork":
+            with suppress(Exception):  # each rank raises it again, and reports it
+                _import_source(setup)
         processes = []
         for rank, conn in enumerate(conns):
             # A fork has all connections of this process: while it is open in one rank, none sees another's end.
@@ -353,11 +359,8 @@ def _rank_main(rank: int, setup: _Setup, conn: connection.Connection, inherited:
 
 
 def _call(rank: int, setup: _Setup, conn: connection.Connection) -> Any:
-    module, path, search_path = pickle.loads(conn.recv_bytes())
-    payload = conn.recv_bytes()
-    sys.path[:] = search_path
-    _import_from(module, path)
-    fn, args = pickle.loads(payload)
+    _import_source(setup)
+    fn, args = pickle.loads(conn.recv_bytes())
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.num_ranks))
     device_id = None
@@ -379,8 +382,10 @@ def _call(rank: int, setup: _Setup, conn: connection.Connection) -> Any:
     return result
 
 
-def _import_from(module: str, path: str | None) -> None:
-    """Makes ``module`` importable by name even where only its file is known (pytest's importlib mode)."""
+def _import_source(setup: _Setup) -> None:
+    """Makes the function's module importable by name even where only its file is known (pytest's importlib mode)."""
+    module, path, search_path = setup.source
+    sys.path[:] = search_path
     if module in sys.modules or path is None:
         return
     try:
@@ -392,4 +397,8 @@ def _import_from(module: str, path: str | None) -> None:
         assert spec is not None and spec.loader is not None
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[module] = loaded
-        spec.loader.exec_module(loaded)
+        try:
+            spec.loader.exec_module(loaded)
+        except BaseException:
+            del sys.modules[module]
+            raise

@@ -101,6 +101,17 @@ def test_measurements_are_read_in_both_forms_and_compared(tmp_path):
     assert 0.8 < float(checked[1][5]) < 1.2
 
 
+def test_every_file_of_results_that_is_checked_can_be_read(monkeypatch):
+    step = simulate.Step(None, simulate.Prediction(1.0, 1.0, 1.0, 1.0, 1), simulate.Prediction(1.0, 1.0, 1.0, 1.0, 1))
+    monkeypatch.setattr(simulate, "make_dispatch", lambda *args: None)
+    monkeypatch.setattr(simulate, "simulate", lambda *args: step)
+    checks = simulate.CHECKS | {"predict_*gpu*.csv": lambda file, rates: iter(())}  # its steps are predicted elsewhere
+    monkeypatch.setattr(simulate, "CHECKS", checks)
+    found = {line[0] for line in simulate.check_all(H100)}
+    kept = {line.split(",")[0] for line in (simulate.RESULTS / "simulate_check.csv").read_text().splitlines()}
+    assert {name for name in kept if not name.startswith(("#", "file", "predict_"))} <= found
+
+
 def test_errors_are_told_by_file():
     checked = [["a", "", 2, "1", "1", ratio] for ratio in ("0.900", "1.200", "1.000")] + [
         ["b", "", 2, "1", "1", "1.000"]

@@ -26,7 +26,8 @@ from megatron_magi.comm.group_collective import (
 )
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
-from megatron_magi.plan.hierarchy import Pieces, two_levels
+from megatron_magi.plan.exchange import Pieces
+from megatron_magi.plan.hierarchy import two_levels
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import Transfers, check_casts, random_tensor, random_transfers, same_bits
 from tests.comm.test_group_collective import IMPLS

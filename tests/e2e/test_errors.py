@@ -21,7 +21,7 @@ def test_other_tokens_with_the_same_plan_are_told_by_all_ranks_of_tensor_paralle
     args = tiny_gpt_args(runs.corpus, "--tensor-model-parallel-size", "2", context_parallel_size=2)
     args.remove("--reset-attention-mask")
     with pytest.raises(LaunchError) as error:
-        launch(args, 4, before="tests.e2e.hooks:different_data", timeout_s=60)
+        launch(args, 4, before="tests.e2e.hooks:different_data", timeout_s=60, grace_s=30)
     assert sorted(error.value.failed) == [0, 1, 2, 3]
     for output in error.value.outputs:
         assert re.search(r"ranks disagree: rank 3 of the group \(global rank 3\) has", output)

@@ -75,8 +75,10 @@ def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, na
         offset = getattr(struct, field).offset
         checks.append(f'static_assert(__INTADDR__(&static_cast<{name}*>(0)->{member}) == {offset}, "{field}");')
     checks.append(f'static_assert(sizeof({name}) <= {ctypes.sizeof(struct)}, "size");')
-    flatten = hopper_build.flatten_source
+    flatten, options = hopper_build.flatten_source, hopper_build._options
     monkeypatch.setattr(hopper_build, "flatten_source", lambda path: flatten(path) + "\n".join(checks) + "\n")
+    # Code is generated in test_ffa_build.py.
+    monkeypatch.setattr(hopper_build, "_options", lambda *args: [*options(*args), "--fdevice-syntax-only"])
     hopper_build.compile_kernel(f"attention/sm90/{source}.cu", defines)
 
 
