@@ -25,7 +25,7 @@ from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.graphs import ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.kernels import compile_ahead
-from megatron_magi.mcore.look_ahead import look_ahead_of
+from megatron_magi.mcore.look_ahead import LookAhead, look_ahead_of
 from megatron_magi.mcore.loss import averages_reports, microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
@@ -185,9 +185,14 @@ class MagiForwardStep:
             num_loss_tokens=batch.params.num_loss_tokens,
             cp_size=args.context_parallel_size,
             reports_mean=averages_reports(args, model),
-            meanwhile=None if ahead is None else ahead.look,
+            meanwhile=None if ahead is None else partial(self.look, ahead),
         )
         return output, loss
+
+    def look(self, ahead: LookAhead) -> None:
+        """Begins the next microbatch, on all ranks that read it, before it is due."""
+        assert self._dispatcher is not None, "prepare() comes first"
+        ahead.look(self._dispatcher.begin)
 
     @property
     def group(self) -> dist.ProcessGroup:
