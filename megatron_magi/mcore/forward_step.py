@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_context_parallel_group, get_tensor_and_context_parallel_group
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_tokenizer
+from megatron.training import get_args, get_tokenizer, print_rank_0
 
 from megatron_magi import envs
 from megatron_magi.attention import AttnShape, needed_kernels
@@ -29,7 +29,7 @@ from megatron_magi.mcore.look_ahead import LookAhead, look_ahead_of
 from megatron_magi.mcore.loss import averages_reports, microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
-from megatron_magi.mcore.settings import captures, layer_masks, magi_config, with_nodes
+from megatron_magi.mcore.settings import captures, layer_masks, magi_config, summary, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 
 
@@ -57,6 +57,7 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
     check_captures(args, planner.shape, config.comm.impl, cp_group)
     kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args))
     compile_ahead(kernels, args.local_rank)
+    print_rank_0(summary(args, has_kernels=planner.shape.num_sms is not None))
     return BatchDispatcher(planner, agreement_group)
 
 
