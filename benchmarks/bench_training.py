@@ -450,7 +450,9 @@ def main() -> None:
     parser.add_argument(
         "--after", type=Path, help="begin when this file exists, all imports done: for a launch in a row"
     )
-    parser.add_argument("--draw", type=Path, nargs=2, metavar=("CSV", "PNG"), help="only draw a table")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", metavar=("CSV PNG", "STEPS"), help="only draw a table, and what ran few steps"
+    )
     options = parser.parse_args()
     if options.draw:
         draw(*options.draw)

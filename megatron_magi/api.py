@@ -41,6 +41,7 @@ from megatron_magi.compat.keys import new_key, new_mask_key
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
 from megatron_magi.compat.runtime import RuntimeCache, default_device
 from megatron_magi.compat.static_keys import StaticKey
+from megatron_magi.eager import outside_graphs
 
 __all__ = [
     "StaticKey",
@@ -66,7 +67,7 @@ __all__ += exports.__all__
 _RUNTIMES = RuntimeCache()
 
 
-@torch.compiler.disable
+@outside_graphs
 def magi_attn_flex_key(
     q_ranges: Iterable,
     k_ranges: Iterable,
@@ -119,7 +120,7 @@ def magi_attn_flex_key(
     return new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
-@torch.compiler.disable
+@outside_graphs
 def magi_attn_varlen_key(
     cu_seqlens_q: IntArrayLike,
     cu_seqlens_k: IntArrayLike,
@@ -148,7 +149,7 @@ def magi_attn_varlen_key(
     return new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
 
 
-@torch.compiler.disable
+@outside_graphs
 def magi_attn_flex_dispatch(
     x: torch.Tensor,
     *args: object,
@@ -170,7 +171,7 @@ def magi_attn_flex_dispatch(
     return _dispatched(x, magi_attn_flex_key, args, kwargs, cp_group, is_partial_grad)
 
 
-@torch.compiler.disable
+@outside_graphs
 def magi_attn_varlen_dispatch(
     x: torch.Tensor,
     *args: object,
@@ -182,7 +183,7 @@ def magi_attn_varlen_dispatch(
     return _dispatched(x, magi_attn_varlen_key, args, kwargs, cp_group, is_partial_grad)
 
 
-@torch.compiler.disable
+@outside_graphs
 def make_flex_key_for_new_mask_after_dispatch(
     q_ranges: Iterable,
     k_ranges: Iterable,
@@ -210,7 +211,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     return new_mask_key(_RUNTIMES, mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
 
 
-@torch.compiler.disable
+@outside_graphs
 def make_varlen_key_for_new_mask_after_dispatch(
     cu_seqlens_q: IntArrayLike,
     cu_seqlens_k: IntArrayLike,
@@ -231,7 +232,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
     return new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
 
 
-@torch.compiler.disable
+@outside_graphs
 def dispatch(
     x: torch.Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0, is_partial_grad: bool = False
 ) -> torch.Tensor:
@@ -266,7 +267,7 @@ def dispatch(
     return _dispatch.dispatch_replicated(x, args, runtime.group, pad_value=pad_value, verify=verify)
 
 
-@torch.compiler.disable
+@outside_graphs
 def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False) -> torch.Tensor:
     """Gathers the global tensor from all ranks' rows, without padding. Collective, differentiable.
 
@@ -293,7 +294,7 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
         return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
 
 
-@torch.compiler.disable
+@outside_graphs
 def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """Rolls the global sequence of a dispatched tensor, as `torch.roll` would the whole. Collective, differentiable.
 
@@ -321,13 +322,13 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
         return _roll.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 
 
-@torch.compiler.disable
+@outside_graphs
 def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
     """The same as `roll`: there is one way to roll here."""
     return roll(x, shift, dim, key)
 
 
-@torch.compiler.disable
+@outside_graphs
 def calc_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -379,7 +380,7 @@ def calc_attn(
     return out, meta
 
 
-@torch.compiler.disable
+@outside_graphs
 def make_static_key(key: DistAttnRuntimeKey, headroom: float = 2.0) -> StaticKey:
     """Makes a key for `calc_attn` inside of a CUDA graph that is replayed with other masks.
 
@@ -401,7 +402,7 @@ def make_static_key(key: DistAttnRuntimeKey, headroom: float = 2.0) -> StaticKey
         return StaticKey(key, _RUNTIMES, headroom)
 
 
-@torch.compiler.disable
+@outside_graphs
 def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     """Returns the global position of each row of this rank's shard, int64 ``[num_rows]``, as a new tensor.
 
@@ -414,7 +415,7 @@ def get_position_ids(key: DistAttnRuntimeKey) -> torch.Tensor:
     return rows.clamp(max=max(key.mask.total_seqlen_q - 1, 0))
 
 
-@torch.compiler.disable
+@outside_graphs
 def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
     """Returns the key made last for a group. For code that cannot be given its key; nothing here uses it.
 
@@ -424,7 +425,7 @@ def get_most_recent_key(cp_group: Group) -> DistAttnRuntimeKey:
     return _RUNTIMES.most_recent(group_of(cp_group, "cp_group"))
 
 
-@torch.compiler.disable
+@outside_graphs
 def clear_cache(cp_group: Group = None) -> None:
     """Drops the plans of a group's keys, of all keys when None. Keys stay valid: they are planned again."""
     _RUNTIMES.clear(group_of(cp_group, "cp_group"))

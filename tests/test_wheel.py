@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -137,6 +138,22 @@ def test_a_wheel_brings_the_command_and_the_package_alone(tmp_path):
         "[console_scripts]", "magi", "=", "megatron_magi.__main__:main",
     ]  # fmt: skip
     assert not [name for name in wheel.namelist() if name.endswith((".pyc", ".cubin")) or "/tests/" in name]
+
+
+def test_a_source_distribution_holds_what_a_wheel_is_built_from_and_no_tests(tmp_path):
+    for name in ("megatron_magi", "csrc", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run([sys.executable, "-c", BUILD.format("sdist")], cwd=tmp_path, capture_output=True, check=True)
+    (made,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = [
+        path for folder in ("megatron_magi", "csrc") for path in (tmp_path / folder).rglob("*") if path.is_file()
+    ]
+    assert {path.relative_to(tmp_path).as_posix() for path in sources} <= names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks")) or name.endswith((".pyc", ".so"))]
 
 
 def test_compiling_ahead_can_be_switched_off(tmp_path):

@@ -19,6 +19,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.eager import outside_graphs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import require_finite
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
@@ -34,7 +35,7 @@ _MOST_CALLS = 64
 """Kinds of calls that are remembered with a plan; trainers have a few."""
 
 
-@torch.compiler.disable
+@outside_graphs
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -16,7 +16,16 @@ import torch.distributed as dist
 from megatron_magi.checks import integer
 from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.groups import Group, all_gather_single, group_of, reduce_scatter_single
+from megatron_magi.eager import refuse_transforms
 from megatron_magi.upload import upload
+
+_MOVED_AS_BYTES = {getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_"))}
+"""Dtypes of a byte of which torch neither selects nor sends rows."""
+
+
+def as_moved(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a view of it as bytes where torch does not move rows of its dtype."""
+    return x.view(torch.uint8) if x.dtype in _MOVED_AS_BYTES else x
 
 
 class RowsCall(NamedTuple):
@@ -56,6 +65,11 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
     Raises:
         ValueError: ``x`` has no dimension ``dim``.
     """
+    if x.dtype in _MOVED_AS_BYTES:
+        moved = as_moved(x)
+        # The bits of 0 are 0 in all of these dtypes but float8_e8m0fnu, which has no 0.
+        pad = as_moved(torch.tensor([pad_value]).to(x.dtype)).item() if pad_value else 0
+        return dispatch(moved, index, dim=dim, pad_value=pad).view(x.dtype)
     dim = sequence_dimension(dim, x)
     total_seqlen = x.shape[dim]
     if total_seqlen == 0:
@@ -144,6 +158,7 @@ def dispatch_replicated(
         ValueError: ``x`` has no dimension ``dim`` or not ``total_seqlen`` rows along it, or ``args``
             is for another number of ranks.
     """
+    refuse_transforms("dispatch")
     group, dim = group_of(group), sequence_dimension(dim, x)
     _check_ranks(args, group)
     if x.shape[dim] != args.gathered_index.numel():
@@ -186,13 +201,16 @@ def undispatch(
             ``args`` is for another number of ranks.
         RuntimeError: the ranks disagree in dtype, width or ``is_partial_grad``.
     """
+    refuse_transforms("undispatch")
     group, num_ranks, num_rows = group_of(group), len(args.shard_lengths), args.shard_lengths[args.cp_rank]
     with calls_of(group, num_ranks, verify) as calls:
         dim = sequence_dimension(dim, x_local)
         _check_ranks(args, group)
         check_shard(x_local, dim, num_rows)
         calls.agree(RowsCall.of("undispatch", x_local, dim, is_partial_grad=is_partial_grad))
-        return _Undispatch.apply(x_local.movedim(dim, 0), args, group, is_partial_grad, verify).movedim(0, dim)
+        rows = as_moved(x_local).movedim(dim, 0)
+        x = _Undispatch.apply(rows, args, group, is_partial_grad, verify).movedim(0, dim)
+        return x if x.dtype == x_local.dtype else x.view(x_local.dtype)
 
 
 def sequence_dimension(dim: int, x: torch.Tensor) -> int:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import calls_of
-from megatron_magi.comm.dispatch import RowsCall, check_shard, sequence_dimension
+from megatron_magi.comm.dispatch import RowsCall, as_moved, check_shard, sequence_dimension
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
 from megatron_magi.comm.groups import Group, group_of
+from megatron_magi.eager import refuse_transforms
 from megatron_magi.upload import upload
 
 
@@ -197,12 +198,14 @@ def roll(
             ``args`` was made for.
         RuntimeError: the ranks disagree in dtype, width or shift.
     """
+    refuse_transforms("roll")
     group = group_of(group)
     with calls_of(group, len(args.forward.send_splits), verify) as calls:
         dim = sequence_dimension(dim, x_local)
         check_shard(x_local, dim, args.num_rows)
         calls.agree(RowsCall.of("roll", x_local, dim, shift=args.shift))
-        return _Roll.apply(x_local.movedim(dim, 0), args, group, impl, verify).movedim(0, dim)
+        x = _Roll.apply(as_moved(x_local).movedim(dim, 0), args, group, impl, verify).movedim(0, dim)
+        return x if x.dtype == x_local.dtype else x.view(x_local.dtype)
 
 
 class _Roll(torch.autograd.Function):

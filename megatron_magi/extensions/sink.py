@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_magi.eager import refuse_transforms
 from megatron_magi.ops.derivatives import once_differentiable
 from megatron_magi.ops.merge import merge_sink_, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.options import check_tensor
@@ -62,6 +63,7 @@ def attention_with_sink(
     Raises:
         ValueError: the sink is no tensor of floats on the device of q, or its shape does not fit.
     """
+    refuse_transforms("attention")
     if sink_layout not in ("sh", "ssh"):
         raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
     if sink is not None:

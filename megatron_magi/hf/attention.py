@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from megatron_magi.api import calc_attn
+from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.intervals import Intervals, side_by_side
 from megatron_magi.hf.mask_functions import Rows, Unknown, bounds_by_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask, builders
@@ -116,7 +117,7 @@ def document_bounds_of(
     return np.unique(np.concatenate([bounds, sequences]))
 
 
-@torch.compiler.disable
+@outside_graphs
 def layer_mask(
     batch_size: int,
     q_length: int,
@@ -169,7 +170,7 @@ def layer_mask(
     return LayerMask(parts, kv_length, **facts)
 
 
-@torch.compiler.disable
+@outside_graphs
 def attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,14 @@ class LocalBatch:
     padding_mask: torch.Tensor | None
     params: MagiSeqParams
     documents: torch.Tensor | None
+
+
+class _Begun(NamedTuple):
+    """Of a microbatch: the shard or why there is none, and the comparison of the ranks that is under way, if any."""
+
+    local: LocalBatch | None
+    failure: Exception | None
+    agreement: Agreement | None
 
 
 class BatchDispatcher:
@@ -78,23 +87,37 @@ class BatchDispatcher:
         """
         if not isinstance(batch, LoadedBatch):
             batch = LoadedBatch(batch, self.planner.attempt(batch))
-        planned, result, failure = None, None, None
+        if batch.begun is None:
+            self.begin(batch)
+        (local, failure, agreement), batch.begun = batch.begun, None
+        if agreement is not None:
+            self._settle(agreement, failure)
+        if failure is not None:
+            raise failure
+        return local
+
+    def begin(self, batch: LoadedBatch) -> None:
+        """Does what `dispatch` does without waiting for other ranks or raising errors; `dispatch` then does the rest.
+
+        All ranks of the agreement group begin the same microbatches in the same order.
+        """
+        planned, local, failure, agreement = None, None, None, None
         # Before the ranks compare: one that has agreed and then fails would leave the others in their first layer.
         try:
             planned = batch.planned
             if isinstance(planned, Exception):
                 failure = planned
             else:
-                result = self._local(batch, planned)
+                local = self._local(batch, planned)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
             failure = error
         if self._agreement_group is not None:
             fingerprint = FAILED if failure is not None else planned.fingerprint
-            agreement = start_agreement(fingerprint, self._agreement_group, "tokens and plan of a microbatch")
-            self._settle(agreement, failure)
-        if failure is not None:
-            raise failure
-        return result
+            try:
+                agreement = start_agreement(fingerprint, self._agreement_group, "tokens and plan of a microbatch")
+            except RuntimeError as error:  # the group is broken, as the message says
+                failure = failure or error
+        batch.begun = _Begun(local, failure, agreement)
 
     def _settle(self, agreement: Agreement, failure: Exception | None) -> None:
         """Waits until all ranks agree. One that has failed tells the others why before all of them end."""

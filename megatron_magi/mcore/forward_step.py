@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_context_parallel_group, get_tensor_and_context_parallel_group
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_tokenizer
+from megatron.training import get_args, get_tokenizer, print_rank_0
 
 from megatron_magi import envs
 from megatron_magi.attention import AttnShape, needed_kernels
@@ -25,11 +25,11 @@ from megatron_magi.mcore.batch import BatchDispatcher, LocalBatch
 from megatron_magi.mcore.graphs import ReadBatches
 from megatron_magi.mcore.groups import make_agreement_group
 from megatron_magi.mcore.kernels import compile_ahead
-from megatron_magi.mcore.look_ahead import look_ahead_of
+from megatron_magi.mcore.look_ahead import LookAhead, look_ahead_of
 from megatron_magi.mcore.loss import averages_reports, microbatch_loss
 from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
-from megatron_magi.mcore.settings import captures, layer_masks, magi_config, with_nodes
+from megatron_magi.mcore.settings import captures, layer_masks, magi_config, summary, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 
 
@@ -57,6 +57,7 @@ def make_dispatcher(args: Namespace) -> BatchDispatcher:
     check_captures(args, planner.shape, config.comm.impl, cp_group)
     kernels = needed_kernels(planner.shape, config, planner.cp_size, rolls=planner.rolls, captured=captures(args))
     compile_ahead(kernels, args.local_rank)
+    print_rank_0(summary(args, has_kernels=planner.shape.num_sms is not None))
     return BatchDispatcher(planner, agreement_group)
 
 
@@ -185,9 +186,14 @@ class MagiForwardStep:
             num_loss_tokens=batch.params.num_loss_tokens,
             cp_size=args.context_parallel_size,
             reports_mean=averages_reports(args, model),
-            meanwhile=None if ahead is None else ahead.look,
+            meanwhile=None if ahead is None else partial(self.look, ahead),
         )
         return output, loss
+
+    def look(self, ahead: LookAhead) -> None:
+        """Begins the next microbatch, on all ranks that read it, before it is due."""
+        assert self._dispatcher is not None, "prepare() comes first"
+        ahead.look(self._dispatcher.begin)
 
     @property
     def group(self) -> dist.ProcessGroup:

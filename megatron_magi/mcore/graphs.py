@@ -182,7 +182,7 @@ class GraphedIterations(FullCudaGraphWrapper):
             return self.forward_backward_func(**static)
         graph.replay()
         if ahead is not None:
-            ahead.look()
+            step.look(ahead)
         return FullCudaGraphWrapper.result[stage]
 
     def _places_for(self, stage: str, batches: Sequence[LocalBatch], group: dist.ProcessGroup) -> list[StaticBatch]:

@@ -30,6 +30,8 @@ class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
         planned: or why there is none.
     """
 
+    begun: Any = None
+    """What `megatron_magi.mcore.batch` has made of it before it is due."""
     _brought: dict[str, torch.Tensor] | None = None
 
     def __init__(self, fields: Fields, planned: PlannedBatch | Exception) -> None:

@@ -1,16 +1,13 @@
-"""The next microbatch is brought to the GPU while that is busy with the one before."""
+"""The next microbatch is brought to the GPU, and compared, while that is busy with the one before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from megatron_magi.mcore.loader import LoadedBatch
-from megatron_magi.upload import current_device
 
 
 class LookAhead(Iterator[Any]):
@@ -23,34 +20,36 @@ class LookAhead(Iterator[Any]):
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._plans = False
-        self._fetched: tuple[Any, Exception | None] | None = None
+        self._fetched: LoadedBatch | None = None
+        self._has_ended = False
 
     def __next__(self) -> Any:
-        item, error = self._fetched or (None, None)
-        if self._fetched is None:
+        item, self._fetched = self._fetched, None
+        if item is None:
+            if self._has_ended:
+                self._has_ended = False
+                raise StopIteration
             item = next(self._source)
             self._plans = isinstance(item, LoadedBatch) and item.is_closed
-        self._fetched = None
-        if error is not None:
-            raise error
         return item
 
-    def look(self) -> None:
-        """Fetches the next item, and begins to copy it to the GPU, if workers of a data loader plan.
+    def look(self, begin: Callable[[LoadedBatch], None]) -> None:
+        """Fetches the next item and calls ``begin`` with it, if workers of a data loader plan.
 
-        Errors are raised when the item is due.
+        Of an error of the source it makes a `LoadedBatch` that has it in place of a plan: this microbatch is not to
+        fail, the next one will when it is due.
         """
-        if not self._plans or self._fetched is not None:
+        if not self._plans or self._fetched is not None or self._has_ended:
             return
-        # Whatever goes wrong, this microbatch is not to fail: it will again when the next one is due.
         try:
-            self._fetched = next(self._source), None
+            self._fetched = next(self._source)
+        except StopIteration:
+            self._has_ended = True
+            return
         except Exception as error:  # noqa: BLE001
-            self._fetched = None, error
-        item = self._fetched[0]
-        if isinstance(item, LoadedBatch) and torch.cuda.is_available():
-            with suppress(Exception):
-                item.bring(current_device())
+            self._fetched = LoadedBatch({}, error)
+        if isinstance(self._fetched, LoadedBatch):
+            begin(self._fetched)
 
 
 def look_ahead_of(data_iterator: Iterator[Any]) -> LookAhead | None:

@@ -102,6 +102,18 @@ def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
     return make_dispatch(causal(total), replace(config, algorithm="sequential"), cp_size).padded_seqlen
 
 
+def summary(args: Namespace, *, has_kernels: bool) -> str:
+    """What computes attention, and which mask layers without one of their own have: a line for the log."""
+    if args.magi_mask is not None:
+        mask = args.magi_mask
+    elif args.reset_attention_mask:
+        mask = "causal inside documents, which end at EOD tokens"
+    else:
+        mask = "causal inside sequences, or documents where the data set gives their bounds"
+    by = "Hopper kernels" if has_kernels else "torch (correct, but slow)"
+    return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}, mask: {mask}"
+
+
 def layer_masks(args: Namespace) -> LayerMasks:
     """Which layer attends by which mask.
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as stock
 
+from megatron_magi.eager import refuse_transforms
+
 
 def once_differentiable(backward: Callable) -> Callable:
     """Marks the backward of an autograd function; its second derivative is an error.
@@ -30,7 +32,11 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises RuntimeError for tensors of forward-mode AD, whose tangents kernels and operators would drop."""
+    """Raises RuntimeError for tensors of forward-mode AD, whose tangents kernels and operators would drop.
+
+    And in transforms of `torch.func`.
+    """
+    refuse_transforms("attention")
     # What is asked of every call of every layer has to be cheap, and there is no public way that is.
     if forward_ad._current_level < 0:
         return

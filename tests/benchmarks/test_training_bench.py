@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import bench_training as bench
 import pytest
 import run_gpu_te as te
 import run_gpu_training as parity
 import torch
+import training_charts
 import training_session
 from no_attention import no_attention
 from training_session import Training
@@ -199,3 +201,9 @@ def test_steps_without_attention_call_none_and_give_every_input_a_gradient() -> 
     assert core_attention.distributed_attention is stock
     out.backward(torch.full_like(q, 3.0))
     assert [x.grad.unique().tolist() for x in (q, k, v, sink)] == [[3.0], [0.0], [0.0], [0.0]]
+
+
+def test_few_steps_are_compared_with_the_same_steps_of_magi() -> None:
+    ratios = training_charts.steps_like_magi(Path(bench.__file__).parent / "results/training_speed_documents_2gpu.csv")
+    assert ratios["documents", "32768", "te_all_gather"] == pytest.approx((1111 + 639) / (870 + 557))
+    assert ratios["documents", "32768", "magi"] == 1

@@ -40,6 +40,27 @@ def test_dispatch_fills_padding_and_keeps_the_dtype():
     assert dispatch(torch.zeros(0, 2), torch.tensor([0, 1]), pad_value=3).tolist() == [[3.0, 3.0]] * 2
 
 
+def quantized(rank, num_ranks, device="cpu"):
+    index = shards(7, (4, 4), seed=1)
+    mine = torch.from_numpy(index[rank]).to(device)
+    args = UndispatchArgs.build(index, 7, rank, device)
+    rolling = RollArgs.build(make_roll_args(index, 1, 7, rank), device)
+    values = torch.arange(1.0, 15.0).view(7, 2)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
+        x = values.to(dtype).to(device)
+        local = dispatch(x, mine, pad_value=2)
+        assert local.dtype == dtype and (local.float()[mine == 7] == 2).all()
+        assert torch.equal(undispatch(local, args).float(), x.float())
+        assert torch.equal(roll(local, rolling).float(), dispatch(x.float().roll(1, 0), mine, pad_value=2))
+    packed = torch.arange(14, dtype=torch.uint8, device=device).view(7, 2).view(torch.float4_e2m1fn_x2)
+    back = undispatch(dispatch(packed, mine), args)
+    assert back.dtype == packed.dtype and torch.equal(back.view(torch.uint8), packed.view(torch.uint8))
+
+
+def test_rows_of_dtypes_with_few_operations_are_moved_too(ranks):
+    ranks(2, quantized)
+
+
 def test_padding_is_finite_whatever_lies_beside_it():
     """Kernels multiply hidden keys by 0, so no NaN may ever get into padding: not of a row, not of a gradient."""
     x = torch.full((4, 2), torch.nan, requires_grad=True)
@@ -165,6 +186,12 @@ def test_lengths_that_disagree_raise_and_name_the_argument():
     for index, total_seqlen in (([0, 1, 1], 3), ([0, 1, 4], 3), ([0, 1, 2], 4)):
         with pytest.raises(ValueError, match=f"global_index: expected every row .* at least {total_seqlen}"):
             UndispatchArgs.build([np.array(index)], total_seqlen, 0, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_rows_of_dtypes_with_few_operations_are_moved_on_gpus():
+    run_ranks(quantized, 2, "cuda", backend="nccl", timeout_s=300)
 
 
 @pytest.mark.gpu

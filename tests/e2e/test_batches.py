@@ -19,7 +19,9 @@ def test_documents_from_the_data_loader_equal_documents_from_eod(runs: Runs) -> 
 
 def test_magi_on_one_rank_equals_stock(runs: Runs) -> None:
     case = Case(parallel=("--attention-backend=magi",), num_ranks=1, cp_size=1)
-    assert_same_curve(runs.magi(case), runs.stock(case))
+    run = runs.magi(case)
+    assert_same_curve(run, runs.stock(case))
+    assert "> attention by megatron_magi: " in run.outputs[0] and "> attention by" not in runs.stock(case).outputs[0]
 
 
 def test_evaluation_loss_is_that_of_stock(runs: Runs) -> None:

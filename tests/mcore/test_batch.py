@@ -273,6 +273,34 @@ def test_a_shard_that_one_rank_cannot_place_is_an_error_on_all_ranks(ranks) -> N
     assert ranks(2, _one_rank_cannot_place_it) == [message] * 2
 
 
+def _begun_before_they_are_due(rank: int, num_ranks: int) -> list[str]:
+    """The next microbatch of a training, begun before an evaluation: it, what is between, and one that differs."""
+    planner = Planner(MagiConfig(), rank, num_ranks, SHAPE, eod=EOD)
+    dispatcher = BatchDispatcher(planner, dist.group.WORLD)
+    other = _batch(1, 64) if rank == 0 else {**_batch(1, 64), "tokens": torch.zeros(1, 64, dtype=torch.int64)}
+    good, differs, failed = (LoadedBatch(fields, planner(fields)) for fields in (_batch(1, 64), other, _batch(1, 64)))
+    if rank == 1:
+        failed = LoadedBatch({}, RuntimeError("the disk is gone"))
+    messages = []
+    for next_one in (good, differs, failed):
+        dispatcher.begin(next_one)
+        between = dispatcher.dispatch(_batch(1, 96))
+        assert between.tokens.shape[1] == 48
+        try:
+            assert dispatcher.dispatch(next_one).tokens.shape[1] == 32
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_microbatches_that_were_begun_are_compared_when_they_are_due(ranks) -> None:
+    for good, differs, failed in ranks(2, _begun_before_they_are_due):
+        assert good == ""
+        assert differs.startswith("tokens and plan of a microbatch: ranks disagree: rank 1 of the group")
+        assert failed == "the disk is gone (on 1 of 2 ranks, first on global rank 1)"
+
+
 class Unreadable:
     def __reduce__(self) -> tuple:
         return int, ("no number",)

@@ -114,10 +114,13 @@ def test_the_next_microbatch_is_fetched_while_an_iteration_is_replayed(iteration
     machine = SimpleNamespace(get_mode=lambda: RerunMode.DISABLED)
     monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
     monkeypatch.setattr(iterations.step, "read", lambda iterator, _: next(iterator).fields["number"])
+    begun = []
+    iterations.step._dispatcher = SimpleNamespace(begin=lambda batch: begun.append(batch.fields["number"]))
     iterations.named["data_iterator"] = [RerunDataIterator(source())]
     assert [iterations.run()[0] for _ in range(2)] == [3, 7] and taken == [1, 2, 3, 4], "not captured yet"
     assert iterations.run() == [11] and taken == [1, 2, 3, 4, 5, 6, 7]
     assert iterations.run() == [15] and taken == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert begun == [7]
 
 
 def test_a_microbatch_without_room_gets_a_larger_place_and_the_graph_is_captured_again(iterations, caplog):

@@ -43,6 +43,10 @@ def _of_a_worker(batch: LoadedBatch) -> LoadedBatch:
     return pickle.loads(pickle.dumps(batch))
 
 
+def _ignore(batch: LoadedBatch) -> None:
+    """For `LookAhead.look`."""
+
+
 def _planned(count: int) -> list[LoadedBatch]:
     return [_of_a_worker(LoadedBatch({"number": i}, ValueError("not planned"))) for i in range(count)]
 
@@ -52,23 +56,27 @@ def test_items_are_the_same_and_fetched_once() -> None:
     source = Source(batches)
     ahead = LookAhead(source)
     assert next(ahead) is batches[0]
-    ahead.look()
-    ahead.look()
+    ahead.look(_ignore)
+    ahead.look(_ignore)
     assert source.taken == 2
     assert next(ahead) is batches[1]
     assert next(ahead) is batches[2]
-    ahead.look()
+    ahead.look(_ignore)
     with pytest.raises(StopIteration):
         next(ahead)
 
 
 def test_an_error_of_the_data_loader_is_raised_when_the_item_is_due() -> None:
     first, last = _planned(2)
-    ahead = LookAhead(Source([first, RuntimeError("the disk is gone"), last]))
+    ahead, begun = LookAhead(Source([first, RuntimeError("the disk is gone"), last])), []
     next(ahead)
-    ahead.look()
+    ahead.look(begun.append)
+    failed = next(ahead)
+    assert begun == [failed]
     with pytest.raises(RuntimeError, match="the disk is gone"):
-        next(ahead)
+        failed.bring(DEVICE)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        BatchDispatcher(None, None).dispatch(failed)
     assert next(ahead) is last
 
 
@@ -83,7 +91,7 @@ def test_nothing_is_fetched_where_no_worker_plans(items: list) -> None:
     ahead = LookAhead(source)
     if items:
         next(ahead)
-    ahead.look()
+    ahead.look(_ignore)
     assert source.taken == len(items[:1])
 
 
@@ -96,11 +104,11 @@ def test_replays_of_an_iteration_do_not_take_what_was_fetched(monkeypatch: pytes
     assert look_ahead_of(data_iterator) is ahead
     for i in range(2):
         assert next(data_iterator) is batches[i]
-        ahead.look()
+        ahead.look(_ignore)
     data_iterator.rewind()
     for i in range(2):
         assert next(data_iterator) == {"number": i}
-        ahead.look()
+        ahead.look(_ignore)
     data_iterator.advance()
     assert next(data_iterator) is batches[2]
     assert next(data_iterator) is batches[3]

@@ -152,7 +152,8 @@ def test_the_loss_looks_ahead_in_what_megatron_reads_but_not_in_captured_iterati
     batch = SimpleNamespace(planned=None)
     forward_step, reads = _magi_step(events, monkeypatch), RerunDataIterator(iter([batch, batch]))
     _, loss = forward_step(reads, Model(events))
-    assert loss.keywords["meanwhile"] == reads.iterable.look
+    meanwhile = loss.keywords["meanwhile"]
+    assert meanwhile.func == forward_step.look and meanwhile.args == (reads.iterable,)
     read = forward_step.read(reads, Model(events))
     _, loss = forward_step(ReadBatches([read]), Model(events))
     assert loss.keywords["meanwhile"] is None

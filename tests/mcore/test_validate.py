@@ -13,12 +13,13 @@ from megatron_magi import envs
 from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
-from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, with_nodes
+from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
 from megatron_magi.mcore.validate import check_unused, settle_arguments, validate_arguments
 from megatron_magi.plan import make_dispatch
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 EXPERTS = ["--num-experts", "4", "--micro-batch-size", "2"]
+SEQUENCES = "causal inside sequences, or documents where the data set gives their bounds"
 FULL_ITERATION = ["--cuda-graph-impl", "full_iteration"]
 
 
@@ -242,3 +243,22 @@ def test_two_levels_that_only_the_environment_asks_for_are_an_error(monkeypatch)
     environment = envs.load({"MAGI_ATTENTION_HIERARCHICAL_COMM": "1"})
     with pytest.raises(ValueError, match="HIERARCHICAL_COMM: needs --hierarchical-context-parallel-sizes"):
         with_nodes(_parse(monkeypatch), MagiConfig(), environment)
+
+
+@pytest.mark.parametrize(
+    ("extra", "without", "mask"),
+    [
+        ([], (), "causal inside documents, which end at EOD tokens"),
+        (
+            [],
+            ("--reset-attention-mask",),
+            "causal inside sequences, or documents where the data set gives their bounds",
+        ),
+        (["--magi-mask", "block_causal:block_size=16"], (), "block_causal:block_size=16"),
+    ],
+)
+def test_the_log_says_what_attends_and_to_what(
+    extra: list[str], without: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = _parse(monkeypatch, *extra, without=without)
+    assert summary(args, has_kernels=False).endswith(f"torch (correct, but slow), context parallelism 2, mask: {mask}")

@@ -3,7 +3,7 @@ import torch
 from torch.autograd import forward_ad
 
 from megatron_magi import block_sparse_attention, slice_attention
-from megatron_magi.api import calc_attn, magi_attn_varlen_key
+from megatron_magi.api import calc_attn, magi_attn_varlen_key, roll, undispatch
 from megatron_magi.extensions import sdpa_func_with_sink
 from megatron_magi.mask import builders
 
@@ -44,3 +44,24 @@ def test_a_tensor_with_a_tangent_is_refused(monkeypatch, attend, place):
         qkv[place] = forward_ad.make_dual(qkv[place], torch.ones(6, 2, 8))
         with pytest.raises(RuntimeError, match="forward-mode"):
             attend(*qkv)
+
+
+def by_undispatch(q, _k, _v):
+    return undispatch(q, magi_attn_varlen_key([0, 6], [0, 6], causal=True))
+
+
+def by_roll(q, _k, _v):
+    return roll(q, 1, 0, magi_attn_varlen_key([0, 6], [0, 6], causal=True))
+
+
+@pytest.mark.parametrize("call", [by_mask, by_key, by_blocks, by_torch, by_undispatch, by_roll])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_a_transform_of_torch_func_is_refused(call, transform):
+    q, k, v = (torch.randn(6, 2, 8) for _ in "qkv")
+    transformed = {
+        "vmap": lambda: torch.vmap(call)(q[None], k[None], v[None]),
+        "grad": lambda: torch.func.grad(lambda q: call(q, k, v).sum())(q),
+        "jvp": lambda: torch.func.jvp(lambda q: call(q, k, v), (q,), (q,)),
+    }[transform]
+    with pytest.raises(RuntimeError, match=r"cannot be transformed by torch\.vmap or torch\.func"):
+        transformed()

@@ -323,3 +323,22 @@ def test_an_infinite_sink_takes_everything(impl, device, dim, dtype, determinist
         q, k, v, mask.bands, out=out.detach().clone(), lse=meta.lse.clone(), impl=impl
     )
     assert not merged_out[:, 0].any() and (merged_lse[:, 0] == torch.inf).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("softcap", [0.0, 1e30])
+@pytest.mark.parametrize("size", [1e6, 1e10, 1e20, 1e36])
+def test_logits_may_be_as_large_as_their_dtype_holds(impl, softcap, size, tiny_blocks):
+    """As training that diverges makes them: a row's weight goes to its largest logit."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(20, heads, 8, generator=gen) for heads in (4, 2, 2))
+    q, k, v = (x.requires_grad_() for x in (q * size**0.5, k * size**0.5, v))
+    results = []
+    for inputs, by in ((tuple(x.double() for x in (q, k, v)), "reference"), ((q, k, v), impl)):
+        out, meta = slice_attention(*inputs, builders.causal(20), impl=by, softcap=softcap)
+        results.append((out.double(), meta.lse.double()))
+    (exact, exact_lse), (out, lse) = results
+    assert torch.allclose(lse, exact_lse, rtol=1e-5)
+    if softcap == 0 or size < softcap:  # else logits are equal to the cap, and differences rounding
+        assert torch.allclose(out, exact, atol=1e-5)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))

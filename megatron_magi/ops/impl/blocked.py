@@ -4,6 +4,9 @@ Walks the blocks of `megatron_magi.ops.block_plan`. Inside, tensors are head-maj
 block and the query heads of one key head are one matrix dimension, so grouped heads need no
 copies of k and v. Inputs narrower than fp32 are multiplied as they are on CUDA, into fp32; on a CPU
 they are widened first.
+
+Both passes round a logit alike before they subtract, so that no probability exceeds 1, however large logits are: the
+largest logit of a row is subtracted from itself, and the lse is not below it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def forward(
     out, lse, accumulate = output
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
-    rows_q, rows_k, rows_v = _grouped(q, num_heads_kv), _head_major(k), _head_major(v)
+    rows_q, rows_k, rows_v = _queries(q, num_heads_kv, options), _head_major(k), _head_major(v)
     result = torch.zeros((*rows_q.shape[:3], v.shape[2]), dtype=dtype, device=q.device)
     # The largest logit and the lse of each row.
     stats = torch.full((2, *rows_q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
@@ -65,7 +68,7 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)
     tensors = _BackwardTensors(
-        q=_grouped(q, num_heads_kv),
+        q=_queries(q, num_heads_kv, options),
         k=_head_major(k),
         v=_head_major(v),
         dout=_grouped(dout.to(q.dtype), num_heads_kv),
@@ -79,12 +82,13 @@ def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, gr
         _attend_backward(block, plan, tensors, options)
     dq, dk, dv = _rows(tensors.dq), tensors.dk.transpose(0, 1), tensors.dv.transpose(0, 1)
     dq.mul_(options.softmax_scale)
-    dk.mul_(options.softmax_scale)
+    if not _is_wide(q):
+        dk.mul_(options.softmax_scale)
     grads.put((dq, dk, dv))
 
 
 class _BackwardTensors(NamedTuple):
-    """Head-major: ``[num_heads_kv, num_rows, group, dim]``, keys ``[num_heads_kv, num_keys, dim]``."""
+    """Head-major: ``[num_heads_kv, num_rows, group, dim]``, keys ``[num_heads_kv, num_keys, dim]``; q of `_queries`."""
 
     q: Tensor
     k: Tensor
@@ -104,12 +108,12 @@ def _attend(
     rows_q = _take(q, block.rows)
     out = largest = total = None
     for chunk in block.chunks:
-        x, factor = _logits(block, chunk, plan, rows_q, _take(k, chunk.keys), options)
+        logits, _ = _logits(block, chunk, plan, rows_q, _take(k, chunk.keys), options)
         # A row may see nothing of this chunk: a finite maximum keeps -inf - -inf away.
-        new = x.amax(dim=-1, keepdim=True).mul_(factor).clamp_(min=torch.finfo(x.dtype).min)
+        new = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
         if largest is not None:
             new = torch.maximum(new, largest)
-        p = torch.add(new.neg(), x, alpha=factor, out=x).exp_()
+        p = logits.sub_(new).exp_()
         chunk_total = p.sum(dim=-1, keepdim=True)
         chunk_out = _product(p.to(v.dtype), _take(v, chunk.keys))
         if largest is not None:
@@ -122,16 +126,15 @@ def _attend(
 
 def _attend_backward(block: RowBlock, plan: BlockPlan, t: _BackwardTensors, options: AttnOptions) -> None:
     rows_q, dout = _take(t.q, block.rows), _take(t.dout, block.rows)
-    minus_lse, delta = _take(t.lse, block.rows).neg(), _take(t.delta, block.rows)
+    lse, delta = _take(t.lse, block.rows), _take(t.delta, block.rows)
     dq = None
     for chunk in block.chunks:
         keys = _take(t.k, chunk.keys)
-        x, factor = _logits(block, chunk, plan, rows_q, keys, options)
-        p = torch.add(minus_lse, x, alpha=factor, out=None if options.softcap else x).exp_()
+        logits, capped = _logits(block, chunk, plan, rows_q, keys, options)
+        p = logits.sub_(lse).exp_()
         dlogits = _product(dout, _take(t.v, chunk.keys).transpose(1, 2)).sub_(delta).mul_(p)
-        if options.softcap:
-            # Hidden pairs: p is 0, the slope at -inf is not finite.
-            dlogits.mul_(x.square_().neg_().add_(1)).masked_fill_(p == 0, 0)
+        if capped is not None:
+            dlogits.mul_(capped.square_().neg_().add_(1))
         dlogits = dlogits.to(rows_q.dtype)
         _add_product(t.dv, chunk.keys, p.to(dout.dtype).transpose(1, 2), dout)
         _add_product(t.dk, chunk.keys, dlogits.transpose(1, 2), rows_q)
@@ -142,22 +145,23 @@ def _attend_backward(block: RowBlock, plan: BlockPlan, t: _BackwardTensors, opti
 
 def _logits(
     block: RowBlock, chunk: KeyChunk, plan: BlockPlan, rows_q: Tensor, keys: Tensor, options: AttnOptions
-) -> tuple[Tensor, float]:
-    """``(x, factor)``: logits are ``factor * x``, which later steps multiply in as they subtract.
+) -> tuple[Tensor, Tensor | None]:
+    """Logits ``[num_heads_kv, num_rows * group, num_keys]`` in the accumulation dtype, -inf where hidden.
 
-    x is ``[num_heads_kv, num_rows * group, num_keys]`` in the accumulation dtype, -inf where
-    hidden: q @ k, or with a cap the hyperbolic tangent.
+    With a cap also the hyperbolic tangent that it multiplies.
     """
-    logits, factor = _product(rows_q, keys.transpose(1, 2)), options.softmax_scale
+    logits, capped = _product(rows_q, keys.transpose(1, 2)), None
+    if not _is_wide(rows_q):
+        logits.mul_(options.softmax_scale)
     if options.softcap:
-        logits.mul_(options.softmax_scale / options.softcap).tanh_()
-        factor = options.softcap
+        capped = logits.div_(options.softcap).tanh_()
+        logits = capped * options.softcap
     mask = chunk.mask
     if mask is not None:
         hidden = mask.hidden(plan.columns, block.num_rows)
         by_row = logits.view(logits.shape[0], block.num_rows, -1, chunk.num_keys)
         by_row[..., mask.first : mask.last].masked_fill_(hidden[:, None], -torch.inf)
-    return logits, factor
+    return logits, capped
 
 
 def _is_wide(t: Tensor) -> bool:
@@ -174,6 +178,12 @@ def _grouped(t: Tensor, num_heads_kv: int) -> Tensor:
     """``[num_rows, num_heads_q, dim]`` as contiguous ``[num_heads_kv, num_rows, group, dim]``."""
     t = t.to(accumulate_dtype(t.dtype)) if _is_wide(t) else t
     return t.unflatten(1, (num_heads_kv, -1)).permute(1, 0, 2, 3).contiguous()
+
+
+def _queries(q: Tensor, num_heads_kv: int, options: AttnOptions) -> Tensor:
+    """`_grouped` queries; where products run in the accumulation dtype, times ``softmax_scale``."""
+    rows_q = _grouped(q, num_heads_kv)
+    return rows_q.mul(options.softmax_scale) if _is_wide(q) else rows_q
 
 
 def _head_major(t: Tensor) -> Tensor:
