@@ -9,6 +9,7 @@ ROOT = Path(megatron_magi.__file__).parents[1]
 FOLDERS = ("megatron_magi", "tests", "benchmarks", "pretrain_scripts", "examples")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAKES_TENSORS = {"tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "eye", "linspace"}
 
 
 def sources():
@@ -44,3 +45,19 @@ def test_no_file_has_a_name_that_says_nothing():
     says_nothing = {"utils", "util", "helpers", "helper", "misc", "common", "mgr"}
     names = [path.relative_to(ROOT).with_suffix("") for path in sources()]
     assert [name.as_posix() for name in names if says_nothing & set(name.parts)] == []
+
+
+def test_new_tensors_say_their_device():
+    """`torch.set_default_device` is the user's and not ours."""
+    silent = []
+    for path in sorted((ROOT / "megatron_magi").rglob("*.py")):
+        if {"testing", "demo"} & set(path.parts):
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKES_TENSORS}]
+        silent += [
+            f"{path.relative_to(ROOT).as_posix()}:{call.lineno}"
+            for call in made
+            if "device" not in {keyword.arg for keyword in call.keywords}
+        ]
+    assert silent == []

@@ -90,15 +90,15 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
     if not 0 <= value < 1 << 63:
         raise ValueError(f"value: expected 63 bits, got {value}")
     if group is None and not dist.is_initialized():
-        return Agreement(None, torch.tensor([value]), group, what)
+        return Agreement(None, torch.tensor([value], device="cpu"), group, what)
     num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
-        return Agreement(None, torch.tensor([value]), group, what)
+        return Agreement(None, torch.tensor([value], device="cpu"), group, what)
     log = log_of(dist.group.WORLD if group is None else group)
     call = log.begin(_Comparison(what))
     on_gpu = _needs_gpu(group)
-    mine = torch.tensor([value], dtype=torch.int64, pin_memory=on_gpu)
-    values = torch.empty(num_ranks, dtype=torch.int64, pin_memory=on_gpu)
+    mine = torch.tensor([value], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+    values = torch.empty(num_ranks, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
     if on_gpu:
         return Agreement(_gather_aside(values, mine, group), values, group, what, log, call)
     # The work keeps both tensors.

@@ -70,7 +70,7 @@ def abort(group: dist.ProcessGroup) -> None:
         for peer in range(group.size()):
             if peer != group.rank():
                 with suppress(RuntimeError):
-                    group.recv([torch.empty(1)], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
+                    group.recv([torch.empty(1, device="cpu")], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
 
 
 def store_of(group: dist.ProcessGroup | None) -> dist.Store:

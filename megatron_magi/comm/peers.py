@@ -214,7 +214,7 @@ class PeerMemory:
         self._meeting, self._control, self._device = meeting, control, device
         self._data: Shared | None = None
         self.slot_bytes = self.generation = 0
-        self.notice = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        self.notice = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True)
         self._owned = _Owned(meeting.rank, device, self.notice, control)
         self._finalizer = weakref.finalize(self, self._owned.leave)
         self._finalizer.atexit = False  # it goes with the process

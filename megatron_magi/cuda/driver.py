@@ -55,6 +55,16 @@ def _primary_context(device_index: int) -> int:
     return context.value
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph captures the current stream of a device, which need not be the current one."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def _in_context(context: int) -> Iterator[None]:
     """Makes a context current: for good where the thread has none, as in autograd's threads, else for a while."""

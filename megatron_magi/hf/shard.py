@@ -219,7 +219,7 @@ def _widest(text_config: Any) -> Callable:
     window, chunk = getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)
     kinds = set(getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     if "full_attention" not in kinds and chunk and "chunked_attention" in kinds:
-        return masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
+        return masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if "full_attention" not in kinds and window:
         return masking_utils.sliding_window_causal_mask_function(window)
     return masking_utils.causal_mask_function

@@ -196,7 +196,7 @@ class MagiTECoreAttention(MagiCoreAttention):
         torch.nn.init.zeros_(offset)
 
     def _checkpointed_state(self) -> dict:
-        return {**super()._checkpointed_state(), _EXTRA_STATE: torch.empty(0, dtype=torch.uint8)}
+        return {**super()._checkpointed_state(), _EXTRA_STATE: torch.empty(0, dtype=torch.uint8, device="cpu")}
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         state_dict.pop(prefix + _EXTRA_STATE, None)

@@ -199,7 +199,8 @@ class Planner:
         if missing:
             raise ValueError(f"dataset_provider: its items have no {' and no '.join(missing)}, only {sorted(fields)}")
         tokens = fields["tokens"]
-        for name in SEQUENCES[1:]:
+        for name in SEQUENCES:
+            _check_sequences(fields[name], name)
             if fields[name].shape != tokens.shape:
                 raise ValueError(f"{name}: expected shape {list(tokens.shape)}, got {list(fields[name].shape)}")
         if self.own_positions and fields["position_ids"].min() < 0:
@@ -213,6 +214,13 @@ class Planner:
         # Reading 8 bytes a token takes its time, and position ids follow from tokens otherwise.
         names = SEQUENCES if self.own_positions else SEQUENCES[:-1]
         return (of_plans ^ (checksum(fields, names) << 31)) % FAILED
+
+
+def _check_sequences(x: Any, name: str) -> None:
+    is_tensor = isinstance(x, torch.Tensor)
+    if not is_tensor or x.dim() != 2 or x.device.type != "cpu":
+        found = f"{list(x.shape)} on {x.device}" if is_tensor else f"a {type(x).__name__}"
+        raise ValueError(f"{name}: expected a tensor [batch_size, seqlen] on the CPU, got {found}")
 
 
 def checksum(fields: Fields, names: Sequence[str] = SEQUENCES) -> int:

@@ -80,8 +80,19 @@ def check_padding(args: Namespace, seq_length: int) -> None:
         raise ValueError(f"tp_comm_overlap: its buffers do not know that {advice}")
     if args.cuda_graph_impl == "transformer_engine":
         raise ValueError(f"cuda_graph_impl: transformer_engine captures without knowing that {advice}")
-    if args.num_experts and args.moe_z_loss_coeff and not args.calculate_per_token_loss:
+    if args.num_experts:
+        _check_padded_experts(args, advice)
+
+
+def _check_padded_experts(args: Namespace, advice: str) -> None:
+    if args.moe_z_loss_coeff and not args.calculate_per_token_loss:
         raise ValueError(
             f"moe_z_loss_coeff: Megatron weighs ranks alike, which padding makes unequal; {advice}, "
             "or --calculate-per-token-loss"
         )
+    balancing = args.moe_router_load_balancing_type
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in (balancing if isinstance(balancing, list) else [balancing]):
+            raise ValueError(f"moe_router_load_balancing_type: {kind} takes padding for tokens; {advice}")
+    if args.moe_expert_capacity_factor is not None:
+        raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")

@@ -133,7 +133,7 @@ def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
     if isinstance(values, np.ndarray):
         return torch.from_numpy(values)
     items = [list(item) if isinstance(item, Iterable) else int(item) for item in values]
-    return torch.tensor(items, dtype=torch.int64)
+    return torch.tensor(items, dtype=torch.int64, device="cpu")
 
 
 def _as_array(name: str, values: Tensor | Iterable) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from megatron_magi.attention import one_launch, prepare_batch
@@ -36,11 +37,16 @@ def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy
     plan = hopper_plan.DevicePlan(None, table, ready, 0)
     plan.schedules.update(first=hopper_plan.DeviceSchedule(items, 0, ready))
     plan.schedules.update(later=hopper_plan.DeviceSchedule(made_later, 0))
+    monkeypatch.setattr(hopper_plan, "is_capturing", lambda _device: False)
     for handle, expected in ((7, [made_later]), (8, ["copied", table, items, made_later])):
         stream = Stream(handle)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device, stream=stream: stream)
         plan.hold_for_stream()
         assert stream.done == expected
+    # What a graph reads would have to live as long as the graph.
+    monkeypatch.setattr(hopper_plan, "is_capturing", lambda device: device == table.device)
+    with pytest.raises(RuntimeError, match="make_static_key"):
+        plan.hold_for_stream()
 
 
 def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypatch):

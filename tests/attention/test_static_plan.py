@@ -298,6 +298,17 @@ def test_tables_are_not_made_while_a_graph_is_captured():
 
 
 @pytest.mark.sm90
+def test_a_graph_does_not_capture_tables_that_may_be_dropped():
+    key = api.magi_attn_varlen_key([0, 100, 256], [0, 100, 256], causal=True)
+    q, k, v, _ = (t.detach() for t in tensors(256, shape_of((8, 1), (128, 128)), "cuda"))
+    expected = api.calc_attn(q, k, v, key)[0]
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="make_static_key"), torch.cuda.graph(graph):
+        api.calc_attn(q, k, v, key)
+    assert torch.equal(api.calc_attn(q, k, v, key)[0], expected)
+
+
+@pytest.mark.sm90
 def test_a_static_key_takes_the_place_of_the_key_that_was_loaded():
     device, rows = torch.device("cuda", 0), 1000
     q, k, v, _ = (t.detach() for t in tensors(rows, shape_of((8, 2), (128, 128)), device))

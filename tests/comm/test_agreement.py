@@ -49,6 +49,16 @@ def test_the_message_tells_ranks_of_the_group_from_global_ranks(ranks):
     assert ranks(4, disagree_in_a_subgroup) == [None, True, None, True]
 
 
+def agree_under_another_default_device(rank, num_ranks):
+    with torch.device("meta"):
+        return start_agreement(7, None, "plan").values()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_default_device_of_new_tensors_does_not_matter(ranks, num_ranks):
+    assert ranks(num_ranks, agree_under_another_default_device) == [[7] * num_ranks] * num_ranks
+
+
 def test_one_rank_without_a_group_agrees_with_itself():
     start_agreement(3, None, "plan").wait()
 

@@ -189,6 +189,9 @@ def test_own_positions_turn_rows_and_may_pass_the_length_of_the_sequence() -> No
     [
         ({"labels": None}, "dataset_provider: its items have no labels, only"),
         ({"loss_mask": torch.ones(1, 15)}, r"loss_mask: expected shape \[1, 16\], got \[1, 15\]"),
+        ({"tokens": np.zeros((1, 16))}, "tokens: expected a tensor .* on the CPU, got a ndarray"),
+        ({"tokens": torch.zeros(16)}, r"tokens: expected a tensor \[batch_size, seqlen\] on .* got \[16\] on cpu"),
+        ({"labels": torch.zeros(1, 16, device="meta")}, r"labels: expected a tensor .* got \[1, 16\] on meta"),
         ({"position_ids": torch.full((1, 16), -1)}, "position_ids: must not be negative, got -1"),
         ({"cu_seqlens": torch.tensor([[0, 17]])}, "cu_seqlens: the bounds of sequence 0"),
     ],

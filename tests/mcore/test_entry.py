@@ -112,10 +112,31 @@ def test_buffers_that_do_not_know_the_padding_are_refused_by_name(name: str, val
 def test_padding_that_a_loss_of_experts_would_weigh_wrongly_is_refused_by_name() -> None:
     args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
     args.moe_z_loss_coeff, args.calculate_per_token_loss = 1e-3, True
+    args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = "aux_loss", None
     check_padding(args, 126)
     args.calculate_per_token_loss = False
     check_padding(args, 125)
     with pytest.raises(ValueError, match=r"^moe_z_loss_coeff: .* give --seq-length 126, or --calculate-per-token-loss"):
+        check_padding(args, 126)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", ["quantile_balancing"]),
+        ("moe_expert_capacity_factor", 1.0),
+    ],
+    ids=str,
+)
+def test_padding_that_would_take_the_place_of_tokens_at_experts_is_refused_by_name(name: str, value: object) -> None:
+    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
+    args.moe_z_loss_coeff, args.calculate_per_token_loss = None, False
+    args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = ["aux_loss", "seq_aux_loss"], None
+    check_padding(args, 126)
+    setattr(args, name, value)
+    check_padding(args, 125)
+    with pytest.raises(ValueError, match=f"^{name}: .* padded from 125 to 126; give --seq-length 126"):
         check_padding(args, 126)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_magi.cuda import launch as hopper_launch
 from megatron_magi.cuda.driver import Kernel
 from megatron_magi.ops.hopper import sparse_backward, sparse_kernels, sparse_lists, support, tuning
 from megatron_magi.ops.impl import sparse_hopper
@@ -166,3 +167,27 @@ def test_what_kernels_are_given_is_as_large_whatever_dtype_torch_gives_by_defaul
         finally:
             torch.set_default_dtype(torch.float32)
     assert len(sizes[0]) > 2 and sizes[0] == sizes[1]
+
+
+def test_captured_calls_have_counters_of_their_own(launched, monkeypatch):
+    """Graphs that were captured on one stream may be replayed at the same time."""
+    inputs, given = tensors(128), torch.zeros(7, 3, dtype=torch.int32)
+    addresses, kept = [], []
+
+    def step() -> None:
+        out, _ = block_sparse_attention(*inputs, given, q_block_size=16, k_block_size=64, impl="ffa")
+        out.sum().backward()
+        known = [launch.params for _, launch in hopper_launch._launches.items()]
+        owners = [getattr(params, "tiles", params) for params in known]
+        addresses.append({owner.counter for owner in owners if hasattr(owner, "counter")})
+
+    step()
+    step()
+    shared = support.work_counter(inputs[0].device, 0).data_ptr()
+    assert addresses == [{shared}] * 2
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: kept.append(zeros(*size, **options)) or kept[-1])
+    monkeypatch.setattr(support, "is_capturing", lambda _device: True)
+    step()
+    assert shared not in addresses[-1] and addresses[-1] <= {t.data_ptr() for t in kept}
+    assert len(addresses[-1]) == 4, "forward, turned lists, dq, and dk with dv"

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_magi.cuda.driver import is_capturing
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
@@ -184,9 +185,17 @@ class DevicePlan:
         """What the current stream queues from now on finds the tables there, and keeps their memory until it is done.
 
         The host may be masks ahead of the device, on several streams.
+
+        Raises:
+            RuntimeError: a graph captures the stream: it would read the tables after they are dropped.
         """
         if not self.memory.is_cuda:
             return
+        if is_capturing(self.memory.device):
+            raise RuntimeError(
+                "attention: a CUDA graph keeps no mask, and would read its tables after they are dropped; capture "
+                "calc_attn with a static key (megatron_magi.api.make_static_key)"
+            )
         current = torch.cuda.current_stream(self.memory.device)
         tables = [(self.memory, self.ready), *((s.items, s.ready) for s in tuple(self.schedules.values()))]
         tables = [(table, ready) for table, ready in tables if ready is None or ready.stream != current.cuda_stream]

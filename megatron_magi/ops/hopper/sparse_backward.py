@@ -23,7 +23,7 @@ from megatron_magi.ops.hopper.sparse_params import (
     SparseKeysParams,
     SparseStatsParams,
 )
-from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size
+from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size, launch_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 _UNIT = 16  # places, of the sums of dq
@@ -64,7 +64,7 @@ def backward_by_tiles(
 
     def make() -> Launch:
         params = SparseBackwardParams(
-            tiles=kernels.cut_tiles(q, k, pattern, stream),
+            tiles=kernels.cut_tiles(q, k, pattern),
             k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
             dq_row=dq.stride(0), dq_head=dq.stride(1), sum_rows=sum_rows,
@@ -80,11 +80,12 @@ def backward_by_tiles(
             kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)
         return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
 
+    counter = launch_counter(q.device, stream)
     launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
-        lists_of_rows.point(params.tiles)
+        lists_of_rows.point(params.tiles, counter)
         params.keys, params.values = k.data_ptr(), v.data_ptr()
         params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
         params.dk_sums, params.dv_sums = sums[0].data_ptr(), sums[1].data_ptr()
@@ -140,7 +141,7 @@ def backward_by_keys(
     stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block, sums, stream)
 
     def make() -> Launch:
-        tiles = kernels.cut_tiles(q, k, pattern, stream)
+        tiles = kernels.cut_tiles(q, k, pattern)
         tiles.num_items = parts * lists_kv
         params = SparseKeysParams(
             tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
@@ -153,11 +154,12 @@ def backward_by_keys(
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
         return Launch(kernel, grid_size(q.device, tiles.num_items, 0), params, maps)
 
+    counter = launch_counter(q.device, stream)
     launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq, parts), make)
     with launch.lock:
         launch.point_maps(*(t.data_ptr() for t in tensors))
         params = launch.params
-        lists.point(params.tiles)
+        lists.point(params.tiles, counter)
         params.lse, params.delta, params.dq_sums = stats[0].data_ptr(), stats[1].data_ptr(), sums.data_ptr()
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
         params.part_sums, params.parts_done = part_sums.data_ptr(), sums.data_ptr()

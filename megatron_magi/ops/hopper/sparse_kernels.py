@@ -12,7 +12,7 @@ from megatron_magi.cuda.driver import Kernel
 from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.kernels import element
 from megatron_magi.ops.hopper.sparse_params import SparseTiles
-from megatron_magi.ops.hopper.support import loadable, work_counter
+from megatron_magi.ops.hopper.support import loadable
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 DIMS = ((64, 64), (128, 128))
@@ -94,7 +94,7 @@ def query_box(t: Tensor, group: int) -> tuple[Tensor, int, int]:
     return t, PIECE // heads, heads
 
 
-def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups: int = 2) -> SparseTiles:
+def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, groups: int = 2) -> SparseTiles:
     """The tiles of queries, and what a kernel has to know of the pattern beside its lists."""
     num_rows, heads_kv = q.shape[0], k.shape[1]
     group = q.shape[1] // heads_kv
@@ -103,7 +103,6 @@ def cut_tiles(q: Tensor, k: Tensor, pattern: SparsePattern, stream: int, groups:
     block_tiles = num_blocks(pattern.q_block, groups * PIECE // heads)
     packs = group // heads
     return SparseTiles(
-        counter=work_counter(q.device, stream).data_ptr(),
         num_items=heads_kv * packs * query_blocks * block_tiles, query_blocks=query_blocks, block_tiles=block_tiles,
         packs=packs, heads_kv=heads_kv, list_heads=pattern.num_lists, query_block=pattern.q_block,
         key_block=pattern.k_block, key_blocks=num_blocks(k.shape[0], pattern.k_block),

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper.sparse_kernels import small_kernel
 from megatron_magi.ops.hopper.sparse_params import SparseListsParams, SparseTiles, SparseTurnParams
-from megatron_magi.ops.hopper.support import current_stream, work_counter
+from megatron_magi.ops.hopper.support import current_stream, launch_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 _LISTS_OF_BLOCK = 8  # of threads
@@ -33,8 +33,9 @@ class Lists:
     counts: Tensor | None = None
     offsets: Tensor | None = None
 
-    def point(self, tiles: SparseTiles) -> None:
-        """Sets the addresses of the lists."""
+    def point(self, tiles: SparseTiles, counter: Tensor) -> None:
+        """Sets the addresses of the lists, and of the counter by which tiles are dealt out."""
+        tiles.counter = counter.data_ptr()
         tiles.entries = self.entries.data_ptr()
         tiles.width = tiles.num_entries = self.entries.shape[-1]
         tiles.offsets = 0 if self.offsets is None else self.offsets.data_ptr()
@@ -90,6 +91,7 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
     rows, columns = num_blocks(num_rows, pattern.q_block), num_blocks(num_keys, pattern.k_block)
     num_lists, entries, offsets = pattern.num_lists, lists.entries, lists.offsets
     device, stream = entries.device, current_stream(entries.device)
+    counter = launch_counter(device, stream)
     chunk_rows = max(1, num_lists * rows // _MOST_CHUNKS)
     chunks = num_blocks(rows, chunk_rows)
     most = num_lists * entries.shape[0] if entries.ndim == 1 else entries.numel()  # lists may share entries
@@ -101,7 +103,6 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
         params = SparseTurnParams(
             head_step=steps[0], list_step=steps[1], width=width, num_lists=num_lists,
             num_rows=rows, num_columns=columns, chunks=chunks, chunk_rows=chunk_rows,
-            counter=work_counter(device, stream).data_ptr(),
         )  # fmt: skip
         blocks = num_blocks(num_lists * columns, _COLUMNS_OF_BLOCK) if part == 1 else num_lists * chunks
         return Launch(small_kernel(device, "sparse_turn", (f"PART={part}",)), blocks, params)
@@ -114,5 +115,6 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
             params.entries, params.offsets = entries.data_ptr(), 0 if offsets is None else offsets.data_ptr()
             params.counts, params.starts, params.rows = counts.data_ptr(), starts.data_ptr(), turned.data_ptr()
             params.num_entries, params.num_places = entries.shape[-1], most
+            params.counter = counter.data_ptr()
             launch.fire(stream, overlaps=part > 0)
     return Lists(turned, offsets=starts)

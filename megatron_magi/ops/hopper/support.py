@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.driver import fits_tensor_map
+from megatron_magi.cuda.driver import fits_tensor_map, is_capturing
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.choices import Problem, heads_together, make_problem
@@ -92,6 +92,15 @@ def current_stream(device: torch.device) -> int:
 def stream_lock(device: torch.device, stream: int) -> threading.Lock:
     """Held while kernels are queued of which one counts on what is right before it on the stream."""
     return threading.Lock()
+
+
+def launch_counter(device: torch.device, stream: int) -> Tensor:
+    """The `work_counter` of a stream; for what a graph captures one of its own, which the graph sets to zero: graphs
+    may be replayed in any order, and at the same time.
+    """
+    if is_capturing(device):
+        return torch.zeros(2 * COUNTER_BYTES, dtype=torch.uint8, device=device)
+    return work_counter(device, stream)
 
 
 @cache

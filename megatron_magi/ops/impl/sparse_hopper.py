@@ -21,6 +21,7 @@ from megatron_magi.ops.hopper.support import (
     current_stream,
     in_dtype,
     kernels_exist,
+    launch_counter,
     sm_count,
     why_not,
 )
@@ -92,7 +93,7 @@ def forward(
 
     def make() -> Launch:
         params = SparseForwardParams(
-            tiles=kernels.cut_tiles(q, k, pattern, stream, groups),
+            tiles=kernels.cut_tiles(q, k, pattern, groups),
             k_row=k.stride(0), k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
             out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
             scale_log2=softmax_scale * LOG2_E, logit_scale=softmax_scale,
@@ -110,11 +111,11 @@ def forward(
         pattern.causal, pattern.num_lists, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
         None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
-    launch = prepared(key, make)
+    launch, counter = prepared(key, make), launch_counter(q.device, stream)
     with launch.lock:
         launch.point_maps(q.data_ptr(), k.data_ptr(), v.data_ptr())
         params = launch.params
-        lists.point(params.tiles)
+        lists.point(params.tiles, counter)
         params.keys, params.values = k.data_ptr(), v.data_ptr()
         params.out, params.lse = out.data_ptr(), lse.data_ptr()
         params.sink_lse = 0 if sink_lse is None else sink_lse.data_ptr()
