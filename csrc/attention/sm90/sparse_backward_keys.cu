@@ -69,7 +69,7 @@ struct Shared {
                               // at the end: flags, part, parts, number of the keys
   int sums[kStages];          // piece of dq_sums, the first half
   int handed_piece[kGroups];  // -1: no more
-  int next_item;              // this and the next are the producer's alone
+  int taken;                  // the producer's alone, as the next: item
   int2 item;                  // number of its keys, key head
 };
 
@@ -134,13 +134,24 @@ struct Loader {
   }
 };
 
+// Items come from one counter, each after the list of the one before it has been loaded. So no part of a list waits for
+// ever for the part before it, which is an item of a lower number: of all items that have been taken and are not done,
+// the lowest waits for nobody, as all lower ones are done; and the block that took it is on an SM, where it has nothing
+// to do before, as it takes its items in rising order. Were the first items dealt out by block number, a part could
+// wait for that of a block which gets no SM while other kernels stay on theirs.
+DEVICE int take_item(const SparseTiles& t, Shared& s) {
+  s.taken = atomicAdd(t.counter, 1);
+  return *static_cast<volatile int*>(&s.taken);  // from there, for registers are scarce
+}
+
 DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   const SparseTiles& t = p.tiles;
   Loader loader{p, s};
   const int most_parts = ADD_DQ ? 1 : p.parts;
   const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
-  for (int item = blockIdx.x; item < t.num_items;) {
-    s.next_item = gridDim.x + atomicAdd(t.counter, 1);  // there, for registers are scarce
+  while (true) {
+    const int item = take_item(t, s);
+    if (item >= t.num_items) break;
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int row = item / pieces, piece = item - row * pieces, first_key = piece * kTileKeys;
     const int head_kv = row / most_parts, part = row - head_kv * most_parts;
@@ -148,10 +159,7 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     const i64 begin = t.offsets ? offset_at(t, list) : list * t.list_step;
     const int count = t.offsets ? offset_at(t, list + 1) - static_cast<int>(begin) : __ldg(t.counts + list);
     const int parts = ADD_DQ ? 1 : max(1, min(most_parts, count * steps / kLeastSteps));
-    if (part >= parts) {
-      item = s.next_item;
-      continue;
-    }
+    if (part >= parts) continue;
     const int most = (count + parts - 1) / parts, before = most * part;
     const int* at = t.entries + begin + before;
     int left = min(most, count - before);
@@ -166,7 +174,6 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
         for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
     }
     loader.say(kLastStep | s.item.y << 3, part, parts, s.item.x);
-    item = s.next_item;
   }
   loader.say(kNoMoreSteps, 0, 0, 0);
   leave(t.counter);
