@@ -15,8 +15,8 @@ from megatron_magi.ops.hopper.support import current_stream, work_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 _LISTS_OF_BLOCK = 8  # of threads
-_MOST_CHUNKS = 264  # about, of all lists: two for each SM
-_COLUMNS_OF_BLOCK = 32
+_CHUNKS = 264  # of all lists, about: two for each SM
+_COLUMNS_OF_BLOCK, _SLICES, _MOST_CHUNKS_OF_SLICE = 8, 32, 17  # as in sparse_turn.cu
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +90,9 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
     rows, columns = num_blocks(num_rows, pattern.q_block), num_blocks(num_keys, pattern.k_block)
     num_lists, entries, offsets = pattern.num_lists, lists.entries, lists.offsets
     device, stream = entries.device, current_stream(entries.device)
-    chunk_rows = max(1, num_lists * rows // _MOST_CHUNKS)
+    chunk_rows = max(1, num_lists * rows // _CHUNKS)
     chunks = num_blocks(rows, chunk_rows)
+    assert chunks <= _SLICES * _MOST_CHUNKS_OF_SLICE
     most = num_lists * entries.shape[0] if entries.ndim == 1 else entries.numel()  # lists may share entries
     sizes = [num_lists * columns + 1, most, num_lists * columns * chunks]
     starts, turned, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
