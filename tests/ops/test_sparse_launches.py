@@ -90,12 +90,15 @@ def test_lists_of_queries_are_cut_into_parts_by_the_bytes_that_a_key_head_reads(
     monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", 0)
     read = 2 * 100 * 4 * 128 * 2  # q and dout
     lists = torch.zeros(100, 3, dtype=torch.int32)
-    for k_block, most in ((64, read), (64, read - 1), (128, read // 3)):
-        monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", most)
-        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, impl="ffa")
-        out.sum().backward()
     blocks = [num_blocks(k.shape[0], size) for size in (64, 128)]
-    assert found == [(1, 2 * blocks[0]), (2, 4 * blocks[0]), (4, 8 * blocks[1])]
+    short = torch.ones(100, blocks[1], dtype=torch.bool)  # of 100 steps, where a part has 64 at least
+    for pattern, k_block, most in (
+        (lists, 64, read), (lists, 64, read - 1), (lists, 128, read // 3), (short, 128, read // 3),
+    ):  # fmt: skip
+        monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", most)
+        out, _ = block_sparse_attention(q, k, v, pattern, q_block_size=1, k_block_size=k_block, impl="ffa")
+        out.sum().backward()
+    assert found == [(1, 2 * blocks[0]), (2, 4 * blocks[0]), (4, 8 * blocks[1]), (1, 2 * blocks[1])]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])
