@@ -135,6 +135,16 @@ def test_scales_of_integer_sums_keep_the_largest_sum_in_64_bits():
     assert most * q.abs().max() * (dout[:, :, None] @ v[:1, :1, :, None].squeeze(-1).mT).abs().max() * of_dk < 2**62
 
 
+@pytest.mark.usefixtures("launched")
+def test_more_entries_than_32_bits_count_are_refused():
+    many = torch.zeros(1, dtype=torch.int32).expand(2**31)
+    with pytest.raises(ValueError, match=r"blocks: .*2147483648"):
+        sparse_lists.lists_of(SparsePattern((torch.zeros(1, 5, dtype=torch.int32), many), 1, 64, False))
+    many = sparse_lists.Lists(many[: 2**30].expand(1, 2, -1))
+    with pytest.raises(ValueError, match=r"blocks: .*2147483648"):
+        sparse_lists.lists_of_queries(SparsePattern((many.entries,), 1, 64, False), many, 2, 64)
+
+
 def test_numbers_that_32_bits_do_not_hold_stay_out_of_range():
     entries = torch.tensor([[[3, -1, 2**32 + 1, 2**31, -(2**40)]]])
     found = sparse_lists.lists_of(SparsePattern((entries,), 16, 64, False)).entries
