@@ -50,16 +50,9 @@ DEVICE void load_queries(const SparseBackwardParams& p, TileBuffers& s, const Ti
   barrier_expect_bytes(bar, bytes);
 #pragma unroll
   for (int w = 0; w < kGroups; ++w) {
-    const int row = tile.first_row + (w * kPlaces >> p.tiles.log2_heads);
-    const int head = tile.head + (w * kPlaces & (1 << p.tiles.log2_heads) - 1);
-    load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kPlaces * 128, row, head, bar);
-    load_panels<kHeadDim / kPanel>(&p.dout, smem_address(s.dout[w]), kPlaces * 128, row, head, bar);
+    load_places(&p.q, smem_address(s.q[w]), p.tiles, tile, w, bar);
+    load_places(&p.dout, smem_address(s.dout[w]), p.tiles, tile, w, bar);
   }
-}
-
-DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
-  *reinterpret_cast<int4*>(&info) =
-      make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, tile.head_kv);
 }
 
 // The two places that a thread has of a tile.
