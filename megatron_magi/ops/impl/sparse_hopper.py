@@ -134,7 +134,7 @@ def backward(
     """``(dq, dk, dv)`` of q, k, v, dout; see `sparse_reference.backward`.
 
     Raises:
-        ValueError: the device, dtype or head dims are not supported.
+        ValueError: the device, dtype or head dims are not supported, or lists of blocks have 2^31 numbers or more.
     """
     q, k, v, dout = tensors
     _check_support(q, v)
