@@ -19,18 +19,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 MOST_SECONDS = 5
 
 
-def case_of_cut_lists(k_block: int) -> Case:
-    """One key head; as many lists of queries as there are SMs, all cut into four parts of 128 steps."""
+def case_of_cut_lists(k_block: int, heads: tuple[int, int]) -> Case:
+    """For each key head as many lists of queries as there are SMs, all cut into four parts."""
     keys, rows = k_block * sm_count(torch.device("cuda", torch.cuda.current_device())), 256
     mask = torch.ones(1, rows, keys // k_block, dtype=torch.bool, device="cuda")
-    return make_case(SparsePattern((mask,), 1, k_block, False), rows, keys, (128, 1))
+    return make_case(SparsePattern((mask,), 1, k_block, False), rows, keys, heads)
 
 
 @pytest.mark.parametrize("free", [1, 8])
-@pytest.mark.parametrize("k_block", [64, 128])
-def test_parts_of_lists_wait_for_no_block_without_an_sm(monkeypatch, k_block, free):
-    x = case_of_cut_lists(k_block)
-    monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", x.q.numel())  # a quarter of what q and dout have
+@pytest.mark.parametrize(("k_block", "heads"), [(64, (128, 1)), (128, (128, 1)), (64, (96, 3))])
+def test_parts_of_lists_wait_for_no_block_without_an_sm(monkeypatch, k_block, heads, free):
+    x = case_of_cut_lists(k_block, heads)
+    monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", x.q.numel() // heads[1])  # a quarter of what a key head reads
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
 
