@@ -98,10 +98,10 @@ def single_keys() -> None:
 
 
 def blocks() -> None:
-    """Lists of blocks, in one kernel and two, with lists of queries that are cut into parts."""
+    """Lists of blocks, in one kernel and two, with lists of queries that are cut into parts, of three key heads."""
     tuning.SPARSE_PART_BYTES = 1 << 17
     leaves = [
-        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((900, 16), (333, 1), (333, 1))
+        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((900, 48), (333, 3), (333, 3))
     ]
     for k_block, deterministic in ((64, False), (128, False), (128, True)):
         mask = torch.rand(1, 45, -(-333 // k_block), device="cuda") < 0.7

@@ -14,7 +14,7 @@ from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, check_tensor, make_options
 from megatron_magi.ops.slice_attention import attend
 from megatron_magi.ops.slice_operator import slice_attention_traced
-from megatron_magi.ops.sparse_attention import attend_pattern
+from megatron_magi.ops.sparse_attention import GivenOptions, attend_pattern
 from megatron_magi.ops.sparse_ranges import sparse_pattern_of
 
 RangesLike = Tensor | Sequence[Sequence[int]] | None
@@ -115,7 +115,8 @@ def flex_flash_attn_func(
     on_host = _on_host(ranges, q.shape[0], k.shape[0])
     pattern = sparse_pattern_of(on_host, q, k, v, options) if impl in ("auto", "ffa") else None
     if pattern is not None:
-        return attend_pattern((q, k, v), pattern, sink, softmax_scale, return_max_logits, deterministic, "ffa")
+        given = GivenOptions(sink, softmax_scale, return_max_logits, deterministic, sanity_check, "ffa")
+        return attend_pattern(q, k, v, pattern, given)
     return attend(q, k, v, sink, on_host.mask.bands, options, impl, return_max_logits)
 
 

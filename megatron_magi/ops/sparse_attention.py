@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -83,7 +84,8 @@ def block_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = block_pattern(blocks, q, k, q_block_size, k_block_size, causal)
-    return attend_pattern((q, k, v), pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
+    options = GivenOptions(sink, softmax_scale, return_max_logits, deterministic, sanity_check, impl)
+    return attend_pattern(q, k, v, pattern, options)
 
 
 def index_sparse_attention(
@@ -115,40 +117,49 @@ def index_sparse_attention(
         ValueError: an argument, named in the message, has a wrong shape, dtype or value.
     """
     check_qkv(q, k, v)
-    pattern = index_pattern(indices, q, k)
-    return attend_pattern((q, k, v), pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
+    options = GivenOptions(sink, softmax_scale, return_max_logits, deterministic, sanity_check, impl)
+    return attend_pattern(q, k, v, index_pattern(indices, q, k), options)
+
+
+@dataclass(frozen=True)
+class GivenOptions:
+    """Arguments of `block_sparse_attention` that both functions have, not checked yet."""
+
+    sink: Tensor | None
+    softmax_scale: Any
+    return_max_logits: bool
+    deterministic: bool
+    sanity_check: bool
+    impl: str
 
 
 def attend_pattern(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    pattern: SparsePattern,
-    sink: Tensor | None,
-    softmax_scale: Any,
-    return_max_logits: bool,
-    deterministic: bool,
-    impl: str,
-    sanity_check: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern, given: GivenOptions
 ) -> tuple[Tensor, AttnForwardMeta]:
-    """`block_sparse_attention` of checked tensors and a checked pattern."""
-    q, k, v = qkv
+    """`block_sparse_attention` of checked tensors and a checked pattern.
+
+    Raises:
+        ValueError: an option, named in the message, is wrong.
+    """
+    sink, impl = given.sink, given.impl
     if sink is not None:
         check_sink(sink, q)
-    flag(return_max_logits, "return_max_logits")
-    flag(deterministic, "deterministic")
-    flag(sanity_check, "sanity_check")
+    for name in ("return_max_logits", "deterministic", "sanity_check"):
+        flag(getattr(given, name), name)
     if not isinstance(impl, str) or impl not in ("auto", *IMPLS):
         raise ValueError(f"impl: {impl!r} is not available; use one of {', '.join(['auto', *IMPLS])}")
+    scale, deterministic = given.softmax_scale, given.deterministic
     if torch.compiler.is_compiling():
-        scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+        scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     else:
         refuse_tangents(q, k, v, sink)
-        options = make_options(q, softmax_scale, 0.0, deterministic, 0)
+        options = make_options(q, scale, 0.0, deterministic, 0)
         scale, deterministic = options.softmax_scale, options.deterministic
     out, lse, max_logits = _forward_operator(
         q, k, v, sink, list(pattern.tensors), pattern.q_block, pattern.k_block, pattern.causal,
-        return_max_logits, scale, deterministic, sanity_check, impl,
+        given.return_max_logits, scale, deterministic, given.sanity_check, impl,
     )  # fmt: skip
-    return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
+    return out, AttnForwardMeta(lse=lse, max_logits=max_logits if given.return_max_logits else None)
 
 
 def _module(impl: str, q: Tensor, v: Tensor) -> ModuleType:
@@ -221,7 +232,7 @@ def _backward_operator(
     with torch.autocast(q.device.type, enabled=False):
         delta = row_delta(dout, out, "torch" if impl == "reference" else "auto")
         dq, dk, dv = _module(impl, q, v).backward(
-            dout, q, k, v, lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
+            (q, k, v, dout), lse, delta, SparsePattern(tuple(pattern), q_block, k_block, causal), softmax_scale,
             deterministic,
         )  # fmt: skip
     dq, dk, dv = (grad.contiguous() for grad in (dq, dk, dv))

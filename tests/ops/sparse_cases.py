@@ -81,7 +81,7 @@ def exact_backward(x: Case):
     out, lse, _ = exact_forward(x)
     x = x.cast(torch.float64)
     delta = (x.dout * out).sum(-1)
-    return sparse_reference.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, False)
+    return sparse_reference.backward((x.q, x.k, x.v, x.dout), lse, delta, x.pattern, x.scale, False)
 
 
 def plain_attention(x: Case):
@@ -120,7 +120,7 @@ def check_forward(x, sink_lse=None) -> None:
 def check_backward(x, deterministic=False) -> None:
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
     delta = (x.dout.float() * out.float()).sum(-1)
-    grads = sparse_hopper.backward(x.dout, x.q, x.k, x.v, lse, delta, x.pattern, x.scale, deterministic)
+    grads = sparse_hopper.backward((x.q, x.k, x.v, x.dout), lse, delta, x.pattern, x.scale, deterministic)
     for name, got, plain, want in zip(
         ("dq", "dk", "dv"), grads, plain_attention(x)[1:], exact_backward(x), strict=True
     ):

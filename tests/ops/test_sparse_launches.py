@@ -91,12 +91,15 @@ def test_lists_of_queries_are_cut_into_parts_by_the_bytes_that_a_key_head_reads(
     monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", 0)
     read = 2 * 100 * 4 * 128 * 2  # q and dout
     lists = torch.zeros(100, 3, dtype=torch.int32)
-    for k_block, most in ((64, read), (64, read - 1), (128, read // 3)):
-        monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", most)
-        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, impl="ffa")
-        out.sum().backward()
     blocks = [num_blocks(k.shape[0], size) for size in (64, 128)]
-    assert found == [(1, 2 * blocks[0]), (2, 4 * blocks[0]), (4, 8 * blocks[1])]
+    short = torch.ones(100, blocks[1], dtype=torch.bool)  # of 100 steps, where a part has 64 at least
+    for pattern, k_block, most in (
+        (lists, 64, read), (lists, 64, read - 1), (lists, 128, read // 3), (short, 128, read // 3),
+    ):  # fmt: skip
+        monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", most)
+        out, _ = block_sparse_attention(q, k, v, pattern, q_block_size=1, k_block_size=k_block, impl="ffa")
+        out.sum().backward()
+    assert found == [(1, 2 * blocks[0]), (2, 4 * blocks[0]), (4, 8 * blocks[1]), (1, 2 * blocks[1])]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])
@@ -131,6 +134,16 @@ def test_scales_of_integer_sums_keep_the_largest_sum_in_64_bits():
     most = q.shape[0] * q.shape[1]
     assert 2**59 < most * dout.abs().max() * of_dv < 2**62
     assert most * q.abs().max() * (dout[:, :, None] @ v[:1, :1, :, None].squeeze(-1).mT).abs().max() * of_dk < 2**62
+
+
+@pytest.mark.usefixtures("launched")
+def test_more_entries_than_32_bits_count_are_refused():
+    many = torch.zeros(1, dtype=torch.int32).expand(2**31)
+    with pytest.raises(ValueError, match=r"blocks: .*2147483648"):
+        sparse_lists.lists_of(SparsePattern((torch.zeros(1, 5, dtype=torch.int32), many), 1, 64, False))
+    many = sparse_lists.Lists(many[: 2**30].expand(1, 2, -1))
+    with pytest.raises(ValueError, match=r"blocks: .*2147483648"):
+        sparse_lists.lists_of_queries(SparsePattern((many.entries,), 1, 64, False), many, 2, 64)
 
 
 def test_numbers_that_32_bits_do_not_hold_stay_out_of_range():

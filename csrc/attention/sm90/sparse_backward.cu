@@ -20,16 +20,9 @@ using T = DTYPE;
 #include "row_products.cuh"
 #include "sparse_backward_tiles.cuh"
 
-struct Shared {
-  alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u16 probs[2][kGroups][kPlaces][kStep];
+struct Shared : TileBuffers {
+  alignas(1024) u16 probs[2][kGroups][kPlaces][kStep];
   u16 ds[2][kGroups][kPlaces][kStep];
-  u64 rows_full, rows_empty;
-  u64 full[kStages], empty[kStages];
-  StepInfo info[kStages];
   alignas(16) int index[kStages][kStep];  // numbers of keys in the order of the list, -1 for none
 };
 
@@ -256,14 +249,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     ffa_sparse_backward(const __grid_constant__ SparseBackwardParams p) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  if (threadIdx.x == 0) {
-    init_buffer(s.rows_full, s.rows_empty, 4 * kGroups);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(smem_address(&s.full[i]), kArrivals);
-      barrier_init(smem_address(&s.empty[i]), 4 * kGroups);
-    }
-    barrier_init_fence();
-  }
+  if (threadIdx.x == 0) s.init(kArrivals);
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {

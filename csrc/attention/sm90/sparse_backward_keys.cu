@@ -26,7 +26,8 @@ constexpr int kHalf = kHeadDim / 2;
 constexpr u32 kPieceFloats = kHalf * 16;       // sums of 16 places and half the columns, as a warp's accumulators lie
 constexpr bool kShares = kTileKeys > kStep;    // steps are of both warpgroups
 constexpr int kTurns = kShares ? 1 : kGroups;  // warpgroups that take steps in turn
-constexpr int kLeastSteps = 64;                // of a part
+constexpr int kLeastSteps = 64;                // of a part, as in sparse_backward.py, which also knows kSumHeads
+constexpr int kSumHeads = 2;                   // key heads whose sums of parts have places of their own
 constexpr int kSums = kShares ? 4 : 2;         // of an item: dK and dV, of each warpgroup or of one
 static_assert(kShares || !ADD_DQ);
 using T = DTYPE;
@@ -48,8 +49,8 @@ struct SparseKeysParams {
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
-  float4* part_sums;  // [blocks of keys of all heads, sums of one, head_dim / 8, 128 threads]
-  u32* parts_done;    // [these, these, 4 warps] of zeros; neither is read of one part
+  float4* part_sums;  // [kSumHeads or key heads if fewer, pieces of keys, kSums, head_dim / 8, 128 threads]
+  u32* parts_done;    // [as many, pieces of keys, kSums, 4 warps] of zeros; neither is read of one part
   int parts;          // of a long list, without ADD_DQ
   int stats_block, units, block_units;
   float scale, scale_log2;
@@ -69,7 +70,7 @@ struct Shared {
                               // at the end: flags, part, parts, number of the keys
   int sums[kStages];          // piece of dq_sums, the first half
   int handed_piece[kGroups];  // -1: no more
-  int next_item;              // this and the next are the producer's alone
+  int taken;                  // the producer's alone, as the next: item
   int2 item;                  // number of its keys, key head
 };
 
@@ -134,13 +135,24 @@ struct Loader {
   }
 };
 
+// Items come from one counter, each after the list of the one before it has been loaded. So no item waits for ever for
+// sums of another, which is one of a lower number: of all items that have been taken and are not done, the lowest waits
+// for nobody, as all lower ones are done; and the block that took it is on an SM, where it has nothing to do before, as
+// it takes its items in rising order. Were the first items dealt out by block number, some could wait for that of a
+// block which gets no SM while other kernels stay on theirs.
+DEVICE int take_item(const SparseTiles& t, Shared& s) {
+  s.taken = atomicAdd(t.counter, 1);
+  return *static_cast<volatile int*>(&s.taken);  // from there, for registers are scarce
+}
+
 DEVICE void produce(const SparseKeysParams& p, Shared& s) {
   const SparseTiles& t = p.tiles;
   Loader loader{p, s};
   const int most_parts = ADD_DQ ? 1 : p.parts;
   const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
-  for (int item = blockIdx.x; item < t.num_items;) {
-    s.next_item = gridDim.x + atomicAdd(t.counter, 1);  // there, for registers are scarce
+  while (true) {
+    const int item = take_item(t, s);
+    if (item >= t.num_items) break;
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int row = item / pieces, piece = item - row * pieces, first_key = piece * kTileKeys;
     const int head_kv = row / most_parts, part = row - head_kv * most_parts;
@@ -148,10 +160,7 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     const i64 begin = t.offsets ? offset_at(t, list) : list * t.list_step;
     const int count = t.offsets ? offset_at(t, list + 1) - static_cast<int>(begin) : __ldg(t.counts + list);
     const int parts = ADD_DQ ? 1 : max(1, min(most_parts, count * steps / kLeastSteps));
-    if (part >= parts) {
-      item = s.next_item;
-      continue;
-    }
+    if (part >= parts) continue;
     const int most = (count + parts - 1) / parts, before = most * part;
     const int* at = t.entries + begin + before;
     int left = min(most, count - before);
@@ -166,7 +175,6 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
         for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
     }
     loader.say(kLastStep | s.item.y << 3, part, parts, s.item.x);
-    item = s.next_item;
   }
   loader.say(kNoMoreSteps, 0, 0, 0);
   leave(t.counter);
@@ -346,29 +354,33 @@ struct Consumer {
     }
   }
 
-  // Adds what the parts before have summed up; of the last part the sum is whole, else it is left for the next.
+  // Adds what the parts before have summed up; of the last part the sum is whole, else it is left for the next. A place
+  // of sums is that of the same list of every kSumHeads-th key head, one after another: what is `done` there grows by
+  // p.parts with each.
   DEVICE bool whole(float (&acc)[kHeadDim / 2], int head_kv, const int4& item, int sum) const {
-    const int part = item.y, parts = item.z;
-    if (ADD_DQ || parts == 1) return true;
-    const int pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys, thread = threadIdx.x % 128;
-    const i64 place = static_cast<i64>(head_kv * pieces + item.w) * kSums + sum;
+    if (ADD_DQ || p.parts == 1) return true;
+    const int part = item.y, pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys, thread = threadIdx.x % 128;
+    const bool last = part + 1 == item.z;
+    const i64 place = static_cast<i64>(head_kv % kSumHeads * pieces + item.w) * kSums + sum;
     float4* sums = p.part_sums + place * (kHeadDim / 8 * 128) + thread;
     u32* done = p.parts_done + place * 4 + thread / 32;
+    const u32 begin = head_kv / kSumHeads * p.parts;
+    while (load_acquire_gpu(done) < begin + part) sleep_ns(100);
     if (part > 0) {
-      while (load_acquire_gpu(done) < part) sleep_ns(100);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         const float4 other = __ldcg(sums + 128 * i);
         acc[4 * i] += other.x, acc[4 * i + 1] += other.y, acc[4 * i + 2] += other.z, acc[4 * i + 3] += other.w;
       }
     }
-    if (part + 1 == parts) return true;
+    if (!last) {
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i)
-      __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+      for (int i = 0; i < kHeadDim / 8; ++i)
+        __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+    }
     __syncwarp();
-    if (lane == 0) store_release_gpu(done, part + 1);
-    return false;
+    if (lane == 0) store_release_gpu(done, begin + (last ? p.parts : part + 1));
+    return last;
   }
 
   DEVICE void store(const float (&acc)[kHeadDim / 2], void* to, i64 row_stride, i64 head_stride, float factor,

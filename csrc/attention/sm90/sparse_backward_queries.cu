@@ -16,16 +16,7 @@ using T = DTYPE;
 #include "row_products.cuh"
 #include "sparse_backward_tiles.cuh"
 
-struct Shared {
-  alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
-  u64 rows_full, rows_empty;
-  u64 full[kStages], empty[kStages];
-  StepInfo info[kStages];
-};
-
+using Shared = TileBuffers;
 constexpr u32 kBytesK = sizeof(Shared::k) / kStages;
 
 // ---- producer: a warp ----
@@ -180,11 +171,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     ffa_sparse_backward_queries(const __grid_constant__ SparseBackwardParams p) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  if (threadIdx.x == 0) {
-    init_buffer(s.rows_full, s.rows_empty, 4 * kGroups);
-    init_buffers(s.full, s.empty, 4 * kGroups);
-    barrier_init_fence();
-  }
+  if (threadIdx.x == 0) s.init(kArrivals);
   __syncthreads();
   await_earlier_kernels();
   if (threadIdx.x < 128) {

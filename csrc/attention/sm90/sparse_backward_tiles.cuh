@@ -1,7 +1,7 @@
 // What the kernels of the sparse backward share that compute dQ, a tile of 128 places (sparse_tiles.cuh) after the
 // other.
 //
-// Before it: what sparse_tiles.cuh needs, and T, the element type.
+// Before it: what sparse_tiles.cuh needs; kStages, buffers of keys and values; and T, the element type.
 #pragma once
 
 #include "sparse_tiles.cuh"
@@ -22,24 +22,37 @@ struct SparseBackwardParams {
   float scale, scale_log2;
 };
 
+// Shared memory of both: a tile, and the keys of its list as they come.
+struct TileBuffers {
+  alignas(1024) u16 q[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
+  u16 dout[kGroups][kHeadDim / kPanel][kPlaces][kPanel];
+  u16 k[kStages][kHeadDim / kPanel][kStep][kPanel];
+  u16 v[kStages][kHeadDim / kPanel][kStep][kPanel];
+  u64 rows_full, rows_empty;
+  u64 full[kStages], empty[kStages];
+  StepInfo info[kStages];
+
+  // Of the barriers, by one thread; `arrivals` fill a buffer of keys.
+  DEVICE void init(u32 arrivals) {
+    init_buffer(rows_full, rows_empty, 4 * kGroups);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(smem_address(&full[i]), arrivals);
+      barrier_init(smem_address(&empty[i]), 4 * kGroups);
+    }
+    barrier_init_fence();
+  }
+};
+
 // Queries and dO of a tile, once the tile before is done with its own. By one thread.
-template <typename Shared>
-DEVICE void load_queries(const SparseBackwardParams& p, Shared& s, const Tile& tile, u32 parity) {
-  const u32 bar = smem_address(&s.rows_full), bytes = sizeof(Shared::q) + sizeof(Shared::dout);
+DEVICE void load_queries(const SparseBackwardParams& p, TileBuffers& s, const Tile& tile, u32 parity) {
+  const u32 bar = smem_address(&s.rows_full), bytes = sizeof(s.q) + sizeof(s.dout);
   barrier_wait(smem_address(&s.rows_empty), parity);
   barrier_expect_bytes(bar, bytes);
 #pragma unroll
   for (int w = 0; w < kGroups; ++w) {
-    const int row = tile.first_row + (w * kPlaces >> p.tiles.log2_heads);
-    const int head = tile.head + (w * kPlaces & (1 << p.tiles.log2_heads) - 1);
-    load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[w]), kPlaces * 128, row, head, bar);
-    load_panels<kHeadDim / kPanel>(&p.dout, smem_address(s.dout[w]), kPlaces * 128, row, head, bar);
+    load_places(&p.q, smem_address(s.q[w]), p.tiles, tile, w, bar);
+    load_places(&p.dout, smem_address(s.dout[w]), p.tiles, tile, w, bar);
   }
-}
-
-DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
-  *reinterpret_cast<int4*>(&info) =
-      make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, tile.head_kv);
 }
 
 // The two places that a thread has of a tile.

@@ -61,19 +61,9 @@ struct Loader {
       barrier_wait(smem_address(&s.q_empty[rq.index]), rq.parity ^ 1);
       barrier_expect_bytes(bar, kGroups * kBytesQ);
 #pragma unroll
-      for (int w = 0; w < kGroups; ++w)
-        load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[rq.index][w]), kPlaces * 128,
-                                       tile.first_row + (w * kPlaces >> p.tiles.log2_heads),
-                                       tile.head + (w * kPlaces & (1 << p.tiles.log2_heads) - 1), bar);
+      for (int w = 0; w < kGroups; ++w) load_places(&p.q, smem_address(s.q[rq.index][w]), p.tiles, tile, w, bar);
     }
     rq.advance();
-  }
-
-  DEVICE void describe(const Tile& tile, int flags, const int4& keys) const {
-    StepInfo& info = s.info[rk.index];
-    *reinterpret_cast<int4*>(&info) =
-        make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, 0);
-    if (!INDEXED) *reinterpret_cast<int4*>(info.keys) = keys;
   }
 
   // Blocks.
@@ -81,7 +71,8 @@ struct Loader {
     if (lane == 0) {
       const u32 bar = smem_address(&s.k_full[rk.index]);
       barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
-      describe(tile, flags, keys);
+      describe(s.info[rk.index], tile, flags);
+      *reinterpret_cast<int4*>(s.info[rk.index].keys) = keys;
       barrier_expect_bytes(bar, kBytesK);
       load_pieces(&p.k, smem_address(s.k[rk.index]), keys, tile.head_kv, bar);
       load_values();
@@ -108,7 +99,7 @@ struct Loader {
     share_numbers(s.numbers[slot], warp, lane, seen ? index : -1);
     barrier_wait(smem_address(&s.k_empty[rk.index]), rk.parity ^ 1);
     if (lane == 0) {
-      if (warp == 0) describe(tile, flags, earlier);
+      if (warp == 0) describe(s.info[rk.index], tile, flags);
       s.info[rk.index].keys[warp] = static_cast<int>(bits);
       barrier_arrive(bar);
     }

@@ -69,9 +69,22 @@ DEVICE Tile tile_of(const SparseTiles& p, int item) {
 enum : int { kLastStep = 1, kNoMoreSteps = 2, kHidesKeys = 4 };
 
 struct alignas(16) StepInfo {
-  int flags, first_row, head_rows, unused;  // of the tile: first query, first head and 65536 * queries
-  int keys[4];                              // INDEXED: bits of keys that are seen; else of each piece the first key
+  int flags, first_row, head_rows, head_kv;  // of the tile: first query, first head and 65536 * queries, key head
+  int keys[4];                               // INDEXED: bits of keys that are seen; else of each piece the first key
 };
+
+DEVICE void describe(StepInfo& info, const Tile& tile, int flags) {
+  *reinterpret_cast<int4*>(&info) =
+      make_int4(flags, tile.first_row, tile.head | tile.past_row - tile.first_row << 16, tile.head_kv);
+}
+
+// Rows of queries, or of dO, that a warpgroup has of a tile, into swizzled panels.
+DEVICE void load_places(const TensorMap* map, u32 smem, const SparseTiles& p, const Tile& tile, int warpgroup,
+                        u32 bar) {
+  const int place = warpgroup * kPlaces;
+  load_panels<kHeadDim / kPanel>(map, smem, kPlaces * 128, tile.first_row + (place >> p.log2_heads),
+                                 tile.head + (place & (1 << p.log2_heads) - 1), bar);
+}
 
 // Single keys: kChunks lanes copy a row, 16 bytes each, so that four warps copy kUnits at once. Unit u brings kUnitKeys
 // entries that follow each other in the list to rows u, u + kUnits and so on: these differ by multiples of 8, which the

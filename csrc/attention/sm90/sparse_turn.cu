@@ -93,37 +93,50 @@ DEVICE void count_or_place(const SparseTurnParams& p) {
   }
 }
 
-constexpr int kAtOnce = 16;  // loads that a thread has under way
+constexpr int kColumns = 8, kSlices = kThreads / kColumns;  // of a block: columns of all lists, and slices of chunks
+constexpr int kMostChunks = 17;                             // of a slice; see sparse_lists.py
 
-// One block: 32 columns of all lists, in 8 slices of chunks. The last block to be done adds up the columns.
+// For each thread the sum of the numbers of those before it; `sums`: one word a warp.
+DEVICE int sum_before(int number, int* sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = number;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();
+  sum -= number;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) sum += i < warp ? sums[i] : 0;
+  return sum;
+}
+
+// The last block to be done adds up the columns.
 DEVICE void scan(const SparseTurnParams& p) {
   __shared__ int sums[kThreads];
   __shared__ bool last;
-  const int column = blockIdx.x * 32 + threadIdx.x % 32, slice = threadIdx.x / 32, all = p.num_lists * p.num_columns;
-  const int list = column / p.num_columns, per_slice = (p.chunks + 7) / 8;
-  const int first = slice * per_slice, past = min(p.chunks, first + per_slice);
-  int* counts = p.counts + (static_cast<i64>(list) * p.chunks) * p.num_columns + column % p.num_columns;
-  int sum = 0;
-  if (column < all) {
-#pragma unroll kAtOnce
-    for (int i = first; i < past; ++i) sum += counts[static_cast<i64>(i) * p.num_columns];
-  }
+  const int at = threadIdx.x % kColumns, slice = threadIdx.x / kColumns, all = p.num_lists * p.num_columns;
+  const int column = blockIdx.x * kColumns + at, list = column / p.num_columns;
+  const int per_slice = (p.chunks + kSlices - 1) / kSlices, first = slice * per_slice;
+  const int num = column < all ? min(p.chunks, first + per_slice) - first : 0;
+  int* counts = p.counts + (static_cast<i64>(list) * p.chunks + first) * p.num_columns + column % p.num_columns;
+  int count[kMostChunks], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kMostChunks; ++i) count[i] = i < num ? counts[static_cast<i64>(i) * p.num_columns] : 0;
+#pragma unroll
+  for (int i = 0; i < kMostChunks; ++i) sum += count[i];
   sums[threadIdx.x] = sum;
   __syncthreads();
-  if (column < all) {
-    int before = 0;
-    for (int i = 0; i < slice; ++i) before += sums[32 * i + threadIdx.x % 32];
-    if (slice == 7) p.starts[column + 1] = before + sum;
-    for (int i = first; i < past; i += kAtOnce) {  // loads together: none would pass a store
-      int count[kAtOnce];
+  int before = 0;
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) count[j] = i + j < past ? counts[static_cast<i64>(i + j) * p.num_columns] : 0;
+  for (int i = 0; i < kSlices; ++i) before += i < slice ? sums[kColumns * i + at] : 0;
+  if (column < all && slice == kSlices - 1) p.starts[column + 1] = before + sum;
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (i + j < past) counts[static_cast<i64>(i + j) * p.num_columns] = before;
-        before += count[j];
-      }
-    }
+  for (int i = 0; i < kMostChunks; ++i) {
+    if (i < num) counts[static_cast<i64>(i) * p.num_columns] = before;
+    before += count[i];
   }
   __threadfence();
   __syncthreads();
@@ -135,15 +148,7 @@ DEVICE void scan(const SparseTurnParams& p) {
   sum = 0;
 #pragma unroll 8
   for (int i = begin; i < end; ++i) sum += __ldcg(p.starts + i + 1);
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  for (int step = 1; step < kThreads; step *= 2) {
-    const int other = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
-    __syncthreads();
-    sums[threadIdx.x] += other;
-    __syncthreads();
-  }
-  sum = sums[threadIdx.x] - sum;
+  sum = sum_before(sum, sums);
 #pragma unroll 8
   for (int i = begin; i < end; ++i) {
     sum += __ldcg(p.starts + i + 1);

@@ -8,6 +8,8 @@ sums of integers, which need none.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,64 @@ from megatron_magi.ops.hopper.sparse_params import (
 from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size, launch_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and dout."""
+
 _UNIT = 16  # places, of the sums of dq
+_LEAST_STEPS, _SUM_HEADS = 64, 2  # of parts of lists: kLeastSteps, kSumHeads of sparse_backward_keys.cu
 _ZEROING_BLOCKS = 2048
 _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How queries lie for the kernel along lists of queries: query heads in packs, whose rows share tiles.
+
+    Attributes:
+        q_block: queries of a block.
+        heads, packs: query heads of a pack, packs of all query heads.
+        stats_block, stats_rows: rows of statistics for each block of queries, which so begins at a multiple of 16
+            bytes; and of a pack, with one tile more than there are, for what the last tile reads behind the last row.
+        block_units, units: units of 16 places of sums of dq, of a block of queries and of a pack; the last tile may
+            add zeros behind its own.
+    """
+
+    q_block: int
+    heads: int
+    packs: int
+    stats_block: int
+    stats_rows: int
+    block_units: int
+    units: int
+
+    @property
+    def log2_heads(self) -> int:
+        return self.heads.bit_length() - 1
+
+
+def _rows_of(q: Tensor, k: Tensor, q_block: int) -> _Rows:
+    """Of the queries q, in blocks of ``q_block``."""
+    num_rows, num_heads, _ = q.shape
+    heads, blocks = kernels.heads_of_tile(num_heads // k.shape[1], 2), num_blocks(num_rows, q_block)
+    aligned = max(1, 4 // heads)  # rows of 16 bytes
+    stats_block, block_units = num_blocks(q_block, aligned) * aligned, num_blocks(q_block * heads, _UNIT)
+    return _Rows(
+        q_block, heads, num_heads // heads, stats_block, blocks * stats_block + kernels.PIECE,
+        block_units, blocks * block_units + kernels.PIECE // _UNIT,
+    )  # fmt: skip
+
+
+def _most_parts(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> int:
+    """Parts that a list of queries is cut into at most: one for so many bytes that a key head reads, if the longest
+    list that there may be has enough steps.
+    """
+    of_bytes = num_blocks(4 * q.numel() // k.shape[1], tuning.SPARSE_PART_BYTES)
+    entries = pattern.tensors[-1]
+    num_lists = pattern.num_lists if entries.ndim == 3 else 1
+    # A mask names a block of keys once for each block of queries; entries of lists may all name the same.
+    longest = entries.shape[1] if pattern.is_mask else entries.numel() // num_lists
+    steps = rows.packs // k.shape[1] * num_blocks(pattern.q_block * rows.heads, kernels.PIECE)
+    return max(1, min(of_bytes, longest * steps // _LEAST_STEPS))
 
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
@@ -43,7 +100,7 @@ def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
 
 
 def backward_by_tiles(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    tensors: Tensors,
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
@@ -52,7 +109,7 @@ def backward_by_tiles(
     deterministic: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """``(dq, (dk, dv))`` of q, k, v, dout, which TMA can load; of a pattern of blocks ``(dq, None)``."""
-    q, k, v, dout = tensors
+    q, k, v, _ = tensors
     (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
     stream, indexed = current_stream(q.device), pattern.k_block == 1
     dq = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
@@ -70,15 +127,11 @@ def backward_by_tiles(
             dq_row=dq.stride(0), dq_head=dq.stride(1), sum_rows=sum_rows,
             scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
-        group = num_heads // heads_kv
-        maps = (
-            kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
-        )  # fmt: skip
         if indexed:
             kernel = kernels.backward_kernel(q.device, q.dtype, dim, fixed)
         else:
             kernel = kernels.backward_queries_kernel(q.device, q.dtype, dim)
-        return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, maps)
+        return Launch(kernel, grid_size(q.device, params.tiles.num_items, 0), params, _boxes(tensors))
 
     counter = launch_counter(q.device, stream)
     launch = prepared(_key("sparse_backward", tensors, (lse, delta), pattern, softmax_scale, stream, fixed), make)
@@ -94,7 +147,7 @@ def backward_by_tiles(
     return dq, _finished(sums, scales, k, v, softmax_scale, stream) if indexed else None
 
 
-def _fixed_scales(tensors: tuple[Tensor, Tensor, Tensor, Tensor], delta: Tensor) -> Tensor:
+def _fixed_scales(tensors: Tensors, delta: Tensor) -> Tensor:
     """Scales of integer sums of dk and dv, powers of two, which no sum can make overflow; fp32 ``[2]``.
 
     Weights are at most 1 and dS at most ``|dout| |v| + |delta|``. Where a tensor is not finite the scales are not,
@@ -108,7 +161,7 @@ def _fixed_scales(tensors: tuple[Tensor, Tensor, Tensor, Tensor], delta: Tensor)
 
 
 def backward_by_keys(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    tensors: Tensors,
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
@@ -120,39 +173,32 @@ def backward_by_keys(
 
     ``lists_of_rows``: the lists of the pattern, which a mask does without.
     """
-    q, k, v, dout = tensors
-    (num_rows, num_heads, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
-    group = num_heads // heads_kv
-    stream = current_stream(q.device)
+    q, k, v, _ = tensors
+    (num_rows, _, dim), (num_keys, heads_kv) = q.shape, k.shape[:2]
+    stream, rows = current_stream(q.device), _rows_of(q, k, pattern.q_block)
     lists = lists_of_queries(pattern, lists_of_rows, num_rows, num_keys)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    heads, blocks = kernels.heads_of_tile(group, 2), num_blocks(num_rows, pattern.q_block)
-    unit = max(1, 4 // heads)  # rows of 16 bytes
-    stats_block = num_blocks(pattern.q_block, unit) * unit
-    block_units = num_blocks(pattern.q_block * heads, _UNIT)
-    units = blocks * block_units + kernels.PIECE // _UNIT  # the last tile may add zeros behind its own
-    packs = num_heads // heads
-    lists_kv = heads_kv * num_blocks(num_keys, pattern.k_block)
-    parts = 1 if adds_dq else max(1, num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES))
-    waiting = 2 * lists_kv * pattern.k_block // kernels.PIECE if parts > 1 else 0  # sums of a warpgroup
+    pieces = num_blocks(num_keys, pattern.k_block)
+    parts = 1 if adds_dq else _most_parts(q, k, pattern, rows)
+    # Of parts: tiles of 64 keys of dk and dv that wait for the next part, and four counts of each.
+    waiting = 2 * min(heads_kv, _SUM_HEADS) * pieces * pattern.k_block // kernels.PIECE if parts > 1 else 0
     part_sums = torch.empty(waiting * kernels.PIECE * dim, dtype=torch.float32, device=q.device)
-    num_sums = packs * units * _UNIT * dim if adds_dq else 4 * waiting
+    num_sums = rows.packs * rows.units * _UNIT * dim if adds_dq else 4 * waiting
     sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else the parts that are done
-    stats = _packed_stats(lse, delta, heads, pattern.q_block, stats_block, sums, stream)
+    stats = _packed_stats(lse, delta, rows, sums, stream)
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern)
-        tiles.num_items = parts * lists_kv
+        tiles.num_items = parts * heads_kv * pieces
         params = SparseKeysParams(
-            tiles=tiles, stats_rows=stats.shape[2], stats_block=stats_block, units=units, block_units=block_units,
+            tiles=tiles, stats_rows=rows.stats_rows, stats_block=rows.stats_block,
+            units=rows.units, block_units=rows.block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
             parts=parts, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
-        maps = (
-            kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group),
-        )  # fmt: skip
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
-        return Launch(kernel, grid_size(q.device, tiles.num_items, 0), params, maps)
+        grid = grid_size(q.device, tiles.num_items, 0)
+        return Launch(kernel, grid, params, _boxes(tensors))
 
     counter = launch_counter(q.device, stream)
     launch = prepared(_key("sparse_backward_keys", tensors, (), pattern, softmax_scale, stream, adds_dq, parts), make)
@@ -164,8 +210,14 @@ def backward_by_keys(
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
         params.part_sums, params.parts_done = part_sums.data_ptr(), sums.data_ptr()
         launch.fire(stream)
-    dq = _finished_dq(sums, q, (heads, pattern.q_block, units, block_units), softmax_scale, stream) if adds_dq else None
-    return dq, dk, dv
+    return _finished_dq(sums, q, rows, softmax_scale, stream) if adds_dq else None, dk, dv
+
+
+def _boxes(tensors: Tensors) -> tuple[tuple[Tensor, int] | tuple[Tensor, int, int], ...]:
+    """What is loaded at once of q, k, v, dout: the tensor, rows, and heads."""
+    q, k, v, dout = tensors
+    group = q.shape[1] // k.shape[1]
+    return kernels.query_box(q, group), (k, kernels.PIECE), (v, kernels.PIECE), kernels.query_box(dout, group)
 
 
 def _key(name: str, tensors: tuple, stats: tuple, pattern: SparsePattern, *rest: object) -> tuple:
@@ -176,28 +228,22 @@ def _key(name: str, tensors: tuple, stats: tuple, pattern: SparsePattern, *rest:
     )  # fmt: skip
 
 
-def _packed_stats(
-    lse: Tensor, delta: Tensor, heads: int, q_block: int, block: int, sums: Tensor, stream: int
-) -> Tensor:
-    """lse times log2 e, and delta, ``[2, packs, rows, heads]``: ``block`` rows for each ``q_block`` queries.
-
-    Sums are zeroed. There is one tile more than that, for what the last tile reads behind the last row.
-    """
+def _packed_stats(lse: Tensor, delta: Tensor, rows: _Rows, sums: Tensor, stream: int) -> Tensor:
+    """lse times log2 e, and delta, fp32 ``[2, packs, stats_rows, heads]``. Sums are zeroed."""
     num_rows, num_heads = lse.shape
-    rows = num_blocks(num_rows, q_block) * block + kernels.PIECE
-    stats = torch.empty((2, num_heads // heads, rows, heads), dtype=torch.float32, device=lse.device)
+    stats = torch.empty((2, rows.packs, rows.stats_rows, rows.heads), dtype=torch.float32, device=lse.device)
+    count = rows.stats_rows * num_heads
 
     def make() -> Launch:
         params = SparseStatsParams(
             lse_row=lse.stride(0), lse_head=lse.stride(1), delta_row=delta.stride(0), delta_head=delta.stride(1),
-            count=rows * num_heads, num_rows=num_rows, rows=rows, query_block=q_block, stats_block=block,
-            log2_heads=heads.bit_length() - 1, num_sums=sums.numel() // 4,
+            count=count, num_rows=num_rows, rows=rows.stats_rows, query_block=rows.q_block,
+            stats_block=rows.stats_block, log2_heads=rows.log2_heads, num_sums=sums.numel() // 4,
         )  # fmt: skip
         kernel = kernels.small_kernel(lse.device, "sparse_stats")
-        return Launch(kernel, min(_ZEROING_BLOCKS, num_blocks(max(rows * num_heads, sums.numel() // 4), 256)), params)
+        return Launch(kernel, min(_ZEROING_BLOCKS, num_blocks(max(count, sums.numel() // 4), 256)), params)
 
-    key = ("sparse_stats", lse.device, lse.shape, lse.stride(), delta.stride(), heads, q_block, sums.numel())
-    launch = prepared(key, make)
+    launch = prepared(("sparse_stats", lse.device, lse.shape, lse.stride(), delta.stride(), rows, sums.numel()), make)
     with launch.lock:
         params = launch.params
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
@@ -207,22 +253,21 @@ def _packed_stats(
     return stats
 
 
-def _finished_dq(sums: Tensor, q: Tensor, cut: tuple[int, int, int, int], softmax_scale: float, stream: int) -> Tensor:
-    """dq of its sums as the kernel has them; ``cut``: heads of a pack, rows of a block, units of a pack, of a block."""
-    num_rows, num_heads, dim = q.shape
-    heads, q_block, units, block_units = cut
+def _finished_dq(sums: Tensor, q: Tensor, rows: _Rows, softmax_scale: float, stream: int) -> Tensor:
+    """dq of its sums as the kernel has them."""
+    num_rows, _, dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def make() -> Launch:
         params = SparseFinishDqParams(
-            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, units=units, block_units=block_units,
-            query_block=q_block, log2_heads=heads.bit_length() - 1, scale=softmax_scale,
+            dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, units=rows.units,
+            block_units=rows.block_units, query_block=rows.q_block, log2_heads=rows.log2_heads, scale=softmax_scale,
         )  # fmt: skip
         defines = (f"HEAD_DIM={dim}", element(q.dtype))
         kernel = kernels.small_kernel(q.device, "sparse_finish_dq", defines)
-        return Launch(kernel, num_heads // heads * num_blocks(units, 4), params)
+        return Launch(kernel, rows.packs * num_blocks(rows.units, 4), params)
 
-    launch = prepared(("sparse_finish_dq", q.device, q.dtype, q.shape, cut, softmax_scale), make)
+    launch = prepared(("sparse_finish_dq", q.device, q.dtype, q.shape, rows, softmax_scale), make)
     with launch.lock:
         launch.params.sums, launch.params.dq = sums.data_ptr(), dq.data_ptr()
         launch.fire(stream)

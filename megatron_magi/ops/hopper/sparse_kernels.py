@@ -63,7 +63,7 @@ def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_b
 
 
 def small_kernel(device: torch.device, name: str, defines: tuple[str, ...] = ()) -> Kernel:
-    """``sparse_lists`` or ``sparse_finish``."""
+    """One without tiles: 256 threads a block, no dynamic shared memory."""
     return _load(device, name, defines, 256, 0)
 
 

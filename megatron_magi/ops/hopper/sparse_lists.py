@@ -15,8 +15,8 @@ from megatron_magi.ops.hopper.support import current_stream, launch_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 _LISTS_OF_BLOCK = 8  # of threads
-_MOST_CHUNKS = 264  # about, of all lists: two for each SM
-_COLUMNS_OF_BLOCK = 32
+_CHUNKS = 264  # of all lists, about: two for each SM
+_COLUMNS_OF_BLOCK, _SLICES, _MOST_CHUNKS_OF_SLICE = 8, 32, 17  # as in sparse_turn.cu
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +45,27 @@ class Lists:
 
 
 def lists_of(pattern: SparsePattern) -> Lists:
-    """The lists of a pattern."""
+    """The lists of a pattern.
+
+    Raises:
+        ValueError: offsets would not fit into 32 bits.
+    """
     if pattern.is_mask:
         return lists_of_mask(pattern.tensors[0])
     entries = pattern.tensors[-1]
+    if entries.ndim == 1:
+        _check_count(entries.shape[0])
     if entries.dtype != torch.int32:  # what is too large stays behind the last
         entries = entries.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     if entries.stride(-1) != 1:
         entries = entries.contiguous()
     offsets = pattern.tensors[0].to(torch.int32).contiguous() if len(pattern.tensors) == 2 else None
     return Lists(entries, offsets=offsets)
+
+
+def _check_count(num_entries: int) -> None:
+    if num_entries > torch.iinfo(torch.int32).max:
+        raise ValueError(f"blocks: kernels take fewer than 2^31 numbers of blocks, got {num_entries}; give a mask")
 
 
 def lists_of_mask(mask: Tensor) -> Lists:
@@ -85,6 +96,9 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
     """For each block of keys the blocks of queries that see it, in rising order, as often as they list it.
 
     ``lists``: `lists_of` the pattern; None of a mask.
+
+    Raises:
+        ValueError: places in the lists would not fit into 32 bits.
     """
     if lists is None or pattern.is_mask:
         return lists_of_mask(pattern.tensors[0].transpose(1, 2))
@@ -92,9 +106,11 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
     num_lists, entries, offsets = pattern.num_lists, lists.entries, lists.offsets
     device, stream = entries.device, current_stream(entries.device)
     counter = launch_counter(device, stream)
-    chunk_rows = max(1, num_lists * rows // _MOST_CHUNKS)
+    chunk_rows = max(1, num_lists * rows // _CHUNKS)
     chunks = num_blocks(rows, chunk_rows)
+    assert chunks <= _SLICES * _MOST_CHUNKS_OF_SLICE
     most = num_lists * entries.shape[0] if entries.ndim == 1 else entries.numel()  # lists may share entries
+    _check_count(most)
     sizes = [num_lists * columns + 1, most, num_lists * columns * chunks]
     starts, turned, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     steps, width = (entries.stride()[:2], entries.shape[-1]) if offsets is None else ((0, 0), 0)

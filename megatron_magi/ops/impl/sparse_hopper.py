@@ -125,21 +125,19 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
     softmax_scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``; see `sparse_reference.backward`.
+    """``(dq, dk, dv)`` of q, k, v, dout; see `sparse_reference.backward`.
 
     Raises:
-        ValueError: the device, dtype or head dims are not supported.
+        ValueError: the device, dtype or head dims are not supported, or lists of blocks have 2^31 numbers or more.
     """
+    q, k, v, dout = tensors
     _check_support(q, v)
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -68,18 +68,16 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     lse: Tensor,
     delta: Tensor,
     pattern: SparsePattern,
     softmax_scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``; ``lse`` and ``delta``, rowsum(dout * out), as the forward left them."""
+    """``(dq, dk, dv)`` of q, k, v, dout; ``lse`` and ``delta``, rowsum(dout * out), as the forward left them."""
     del deterministic
+    q, k, v, dout = tensors
     dtype, heads_kv = accumulate_dtype(q.dtype), k.shape[1]
     counts = multiplicity(pattern, q.shape[0], k.shape[0])
     counts = counts.repeat_interleave(q.shape[1] // counts.shape[0], 0)
