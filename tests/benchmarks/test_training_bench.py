@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 
 import bench_training as bench
 import pytest
@@ -182,6 +183,15 @@ def test_parity_run_that_failed_or_stopped_early_is_no_success() -> None:
 def test_largest_number_of_gpus_runs_the_long_batch_and_one_gpu_the_references() -> None:
     assert {run.name for run in parity.runs_of(1, False)} == {"stock", "magi_dense", "magi"}
     assert [run.name for run in parity.runs_of(8, True)] == ["magi", "magi", "long"]
+
+
+def test_schedules_are_compared_on_several_gpus_two_levels_where_a_node_has_several() -> None:
+    assert [run.name for run in parity.runs_of(1, False, schedules=True)] == ["stock", "stock"]
+    assert {run.name for run in parity.runs_of(2, True, True)} == {"magi", *parity.SCHEDULES} - {"magi_two_levels"}
+    (two_levels, _) = (run for run in parity.runs_of(4, True, True) if run.name == "magi_two_levels")
+    assert " ".join(two_levels.args(pathlib.Path("data"))).count("--hierarchical-context-parallel-sizes 2 2") == 1
+    found = [("stock", "fp32", 1, 4.0), ("stock", "bf16", 1, 4.04), ("magi_1_stage", "fp32", 2, 4.1)]
+    assert len(parity.judge([parity_run(*run) for run in found])[1]) == 1
 
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
