@@ -4,7 +4,7 @@
 
 A call is a forward and a backward pass: ``staged``, in one to three remote stages; ``one_launch``, which waits for
 fetched keys inside the kernels; ``captured``, a CUDA graph of the same, into which another plan is loaded. Way, size
-and plan change at random from call to call, so the ways also follow each other; each makes about `--calls` of them.
+and plan change at random from call to call, so the ways also follow each other.
 Every tenth call is compared with attention of the whole sequence on one GPU, row by row; of the others no number may
 be NaN. Memory of device and host is read twenty times; what it grows by after the first fifth is a leak. `check` with
 fewer calls is also a test.
@@ -204,13 +204,13 @@ class Soak:
 
 
 def check(rank: int, num_ranks: int, num_calls: int, ways: tuple[str, ...] = WAYS, device: str = "cuda") -> dict:
-    """Makes ``num_calls`` calls of each way; wrong numbers, calls compared, and what memory was."""
+    """Makes calls in ``ways`` by turns; wrong numbers, calls compared, calls made of each way, and what memory was."""
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    soak, total = Soak(rank, num_ranks, where, ways), num_calls * len(ways)
+    soak = Soak(rank, num_ranks, where, ways)
     wrong, compared, made = torch.zeros((), dtype=torch.int64, device=where), 0, Counter[str]()
     memory, began = [], time.monotonic()
-    for number in range(total):
-        if number % max(total // SAMPLES, 1) == 0:
+    for number in range(num_calls):
+        if number % max(num_calls // SAMPLES, 1) == 0:
             memory.append((number, *(made[way] for way in WAYS), *memory_mb(device), time.monotonic() - began))
             if rank == 0:
                 print("  ".join(f"{h}={x:.0f}" for h, x in zip(HEADER[1:], memory[-1], strict=True)), flush=True)
@@ -218,14 +218,14 @@ def check(rank: int, num_ranks: int, num_calls: int, ways: tuple[str, ...] = WAY
         wrong += bad
         compared += number % EVERY == 0
         made[way] += 1
-    memory.append((total, *(made[way] for way in WAYS), *memory_mb(device), time.monotonic() - began))
+    memory.append((num_calls, *(made[way] for way in WAYS), *memory_mb(device), time.monotonic() - began))
     return {"wrong": int(wrong), "compared": compared, "made": dict(made), "memory": memory}
 
 
 def main() -> None:
     """Runs on all GPUs of the machine; ends with an error if a number is wrong or memory grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=10_000, help="forward and backward passes of each way, on average")
+    parser.add_argument("--calls", type=int, default=10_000, help="forward and backward passes, of all ways")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--csv", help="also write memory over calls, of rank 0, to this file")
     options = parser.parse_args()
