@@ -114,7 +114,7 @@ def runs_of(size: int, is_largest: bool, schedules: bool = False) -> list[Run]:
 
 def work(runs: Sequence[Run], data: Path, out: Path) -> None:
     """In a rank: trains one run after another, and renews the results after each."""
-    session = TrainingSession(keeps_groups=True)
+    session = TrainingSession()
     for number, run in enumerate(runs):
         log = out / f"losses_{run.name}_{run.dtype}_{run.ranks}.jsonl"
         begin = time.perf_counter()
@@ -136,7 +136,8 @@ def work(runs: Sequence[Run], data: Path, out: Path) -> None:
             run.tokens_per_s = 1e3 * seq_length * batch * len(steps) / sum(steps)
         run.seconds = time.perf_counter() - begin
         if os.environ["RANK"] == "0":
-            run.record = json.loads(log.read_text().splitlines()[-1]) if log.exists() else {}
+            logged = log.read_text().splitlines() if log.exists() else []
+            run.record = json.loads(logged[-1]) if logged else {}
             _path(out, run.ranks).write_text(json.dumps([asdict(done) for done in runs[: number + 1]]))
             print(f"RUN {run.name} {run.dtype} {run.ranks}: {run.error or run.losses}", flush=True)
 
@@ -172,7 +173,7 @@ def judge(runs: Sequence[Run]) -> tuple[list[list], list[str]]:
         if run.error:
             continue
         compared = ["", "", ""]
-        if run.name != "long" and stock.keys() == {"fp32", "bf16"}:
+        if run.name != "long" and stock.keys() >= {"fp32", run.dtype}:
             exact = difference(run, stock["fp32"])
             budget = FP32_BUDGET if run.dtype == "fp32" else 2 * difference(stock["bf16"], stock["fp32"])
             compared = [f"{exact:.2e}", f"{budget:.2e}", f"{difference(run, stock[run.dtype]):.2e}"]

@@ -7,7 +7,6 @@
 // sent by TMA, through a ring of places in shared memory: an SM has three times as much under way), SUMS (0: rows are
 // copied; 1: they are added, see numbers.cuh).
 
-#include "bulk.cuh"
 #include "send_row.cuh"
 #if SUMS
 #include "numbers.cuh"
@@ -82,6 +81,21 @@ struct Ring {
   u32 num_there, num_told, ended;
 };
 
+template <int N>
+DEVICE void bulk_wait_but() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+DEVICE u32 load_acquire_block(const u32& x) {
+  u32 y;
+  asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(y) : "r"(smem_address(&x)) : "memory");
+  return y;
+}
+
+DEVICE void store_release_block(u32& x, u32 y) {
+  asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(smem_address(&x)), "r"(y) : "memory");
+}
+
 // Tells of a chunk, if it ends with this piece, for which the thread has waited; or has it told of.
 DEVICE void end_piece(Ring& ring, u32 piece, u32 call, bool has_teller) {
   u32* flag = ring.flag[piece % kPieces];
@@ -147,7 +161,7 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
       const u64 to = chunk.slot + chunk.row * row_bytes + offset;
       const u32 place = places + at * kPieceBytes;
       if (lane == 0) {
-        bulk_wait_read_but<kSpare>();
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kSpare) : "memory");
         barrier_expect_bytes(full + 8 * at, bytes);
       }
       for (int r = 0; r < rows; ++r) {
@@ -182,7 +196,9 @@ DEVICE void send(const ExchangeParams& p, const Chunks& c, u32 call, u32 group, 
     if (stored == loaded) break;
     if (lane == 0) {
       barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
-      store_bytes(ring.to[stored % kPieces], places + stored % kDepth * kPieceBytes, ring.bytes[stored % kPieces]);
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(ring.to[stored % kPieces]),
+                   "r"(places + stored % kDepth * kPieceBytes), "r"(ring.bytes[stored % kPieces])
+                   : "memory");
       bulk_commit();
       if (stored >= kLag) {
         bulk_wait_but<kLag>();

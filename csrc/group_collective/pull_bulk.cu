@@ -7,7 +7,6 @@
 // beside it; what follows this kernel follows that one, too.
 
 #include "../common/arrivals.cuh"
-#include "bulk.cuh"
 #include "peers.cuh"
 
 #ifndef ANNOUNCES
@@ -28,6 +27,11 @@ struct PullParams {
 
 constexpr int kWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
 constexpr int kSpare = 2;  // places that stores may still be read from when the next load is due
+
+DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(smem), "r"(bytes)
+               : "memory");
+}
 
 #if ANNOUNCES
 // Runs of rows part by part, and those of a part side by side: keys that come first are there first.
@@ -175,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) magi_pull_bulk(const _
         }
         const int left = (s.units - loads.piece * kPieceUnits) * 16, bytes = left < kPieceBytes ? left : kPieceBytes;
         const u32 at = loaded % kDepth, offset = loads.piece * kPieceBytes;
-        bulk_wait_read_but<kSpare>();
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kSpare) : "memory");
         barrier_expect_bytes(full + 8 * at, bytes);
         load_bytes(ring + at * kPieceBytes, reinterpret_cast<const void*>(from + offset), bytes, full + 8 * at);
         loads.advance();

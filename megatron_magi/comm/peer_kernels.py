@@ -43,7 +43,6 @@ class Shape(NamedTuple):
 SHAPES = {
     "exchange": Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
     "publish_rows": Shape(512, 64, "3Qq"),
-    "publish_bulk": Shape(160, 32, "3Qq", shared_bytes=4 * 12 * 4096),
     "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
 }
 """24 blocks of ``exchange``: 16 fill the links to 0.94 of what 128 do; sums take more."""
@@ -79,18 +78,11 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     Args:
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
-    vector, needed = WIDEST // partial.itemsize, [("pull_bulk", ("ANNOUNCES=1",))]
+    vector, needed = WIDEST // partial.itemsize, [("publish_rows", (f"UNIT={WIDEST}",))]
     for row_bytes in (1, BULK_ROW_BYTES):
-        needed.append(publish_kernel(WIDEST, row_bytes))
         needed.append(("exchange", exchange_defines(WIDEST, row_bytes)))
         needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector)))
-    return [(_source(name), macros) for name, macros in needed]
-
-
-def publish_kernel(unit: int, row_bytes: int) -> tuple[str, tuple[str, ...]]:
-    """Name and macros of the kernel that publishes rows; arguments as in `exchange_defines`."""
-    is_bulk = unit == WIDEST and row_bytes >= BULK_ROW_BYTES
-    return ("publish_bulk", ()) if is_bulk else ("publish_rows", (f"UNIT={unit}",))
+    return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
 
 
 def exchange_defines(

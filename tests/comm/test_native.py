@@ -191,7 +191,6 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
         ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
-        ("publish_bulk", "PublishParams", 0, ()),
         ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
     ],
 )
@@ -235,7 +234,7 @@ def test_kernels_that_wait_for_other_ranks_have_sms_of_their_own_however_many_gr
         # One kernel sends while another takes, of the same call or the next, but none sends beside one that takes sums.
         apart = max(sum(casts), sum(sums), sums[0] + casts[1])
         assert apart <= share and min(*casts, *sums) > 0
-        others = [peer_kernels.blocks_of(name, share) for name in peer_kernels.SHAPES]
+        others = [peer_kernels.blocks_of(name, share) for name in ("exchange", "publish_rows", "pull_bulk")]
         assert min(others) > 0
         free = num_sms - num_groups * max(apart, *others)
         # NCCL's kernel in clusters, which need SMs of one GPC, wherever the others lie; then one cluster more.

@@ -390,8 +390,7 @@ class Native:
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None
         counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), widest(rows)
-        name, defines = peer_kernels.publish_kernel(unit, row_bytes)
-        publish = kernel_of(name, defines, self._device)
+        publish = kernel_of("publish_rows", (f"UNIT={unit}",), self._device)
         pull = kernel_of("pull_bulk", ("ANNOUNCES=1",), self._device)
         packed = self._memory.packed
         published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
@@ -402,7 +401,7 @@ class Native:
             for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
         )
         return (
-            Launch(publish, blocks_of(name, share), packed, of_rows, *published, shift),
+            Launch(publish, blocks_of("publish_rows", share), packed, of_rows, *published, shift),
             Launch(pull, blocks_of("pull_bulk", share), packed, of_results, *pulled, shift, *after),
         )
 
