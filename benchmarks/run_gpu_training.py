@@ -43,12 +43,12 @@ from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 FP32_BUDGET = 1e-5
 SCHEDULES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "magi_nccl": ({"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}, ()),
-    "magi_1_stage": ({}, ("--magi-overlap-degree", "1")),
     "magi_4_stages": ({}, ("--magi-overlap-degree", "4")),
     "magi_4_stages_nccl": ({"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}, ("--magi-overlap-degree", "4")),
-    "magi_no_overlap": ({}, ("--magi-overlap-degree", "0")),
     "magi_hidden_tail": ({"MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE": "1"}, ("--magi-overlap-degree", "4")),
+    "magi_no_overlap": ({}, ("--magi-overlap-degree", "0")),
+    "magi_1_stage": ({}, ("--magi-overlap-degree", "1")),
+    "magi_nccl": ({"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}, ()),
     "magi_two_levels": ({}, ("--hierarchical-context-parallel-sizes", "2")),
 }
 """Variables and arguments of a run; the number of nodes follows the last."""
