@@ -28,6 +28,7 @@ part tests "${TESTS_S:-300}" "$PYTHON" benchmarks/record_tests.py --csv "$OUT/gp
 part distributed 75 "$PYTHON" benchmarks/bench_distributed.py --csv "$OUT/distributed.csv"
 part collectives 75 "$PYTHON" benchmarks/bench_group_collective.py --csv "$OUT/group_collective.csv"
 part soak "${SOAK_S:-120}" "$PYTHON" benchmarks/soak_collectives.py --csv "$OUT/soak.csv"
+part soak_attention "${SOAK_S:-180}" "$PYTHON" benchmarks/soak_attention.py --csv "$OUT/soak_attention.csv"
 if "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
   part te "${TE_S:-420}" "$PYTHON" benchmarks/run_gpu_te.py --out te_work
   cp te_work/training_te.csv "$OUT/" 2>/dev/null

@@ -1,6 +1,6 @@
 """Training on GPUs: parity with stock attention, and a long packed batch.
 
-    python benchmarks/run_gpu_training.py --out DIR [--sizes 1 2 ...] [--judge DIR ...]
+    python benchmarks/run_gpu_training.py --out DIR [--sizes 1 2 ...] [--schedules] [--judge DIR ...]
 
 Parity: a small GPT on packed documents, Megatron's own unfused attention at CP=1 against
 `--attention-backend magi` on 1, 2, 4, ... GPUs, in fp32 and bf16. Losses are compared with those of
@@ -11,6 +11,10 @@ for the dense reference (`magi_dense`), which shows what another order of the sa
 
 Long: 64k tokens a sequence, packed documents, the largest number of GPUs; prints tokens/s, balance, bytes and the
 largest memory of a rank.
+
+With `--schedules` instead of these: stock attention on one GPU, and on several magi as it is by default and in the ways
+of `SCHEDULES`, which differ in collectives and stages. In fp32 attention is always in stages, by the implementation in
+torch; in bf16 the default is one launch. Two levels need four GPUs: a node of one rank is no node.
 
 The trainings of one number of GPUs share a launch. `--sizes` takes some of them and `--judge` makes one table of what
 several calls have measured.
@@ -38,6 +42,17 @@ from megatron_magi.testing.descendants import become_subreaper, kill_descendants
 from megatron_magi.testing.megatron_launch import tiny_gpt_args
 
 FP32_BUDGET = 1e-5
+SCHEDULES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "magi_4_stages": ({}, ("--magi-overlap-degree", "4")),
+    "magi_4_stages_nccl": ({"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}, ("--magi-overlap-degree", "4")),
+    "magi_hidden_tail": ({"MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE": "1"}, ("--magi-overlap-degree", "4")),
+    "magi_no_overlap": ({}, ("--magi-overlap-degree", "0")),
+    "magi_1_stage": ({}, ("--magi-overlap-degree", "1")),
+    "magi_nccl": ({"MAGI_ATTENTION_NATIVE_GRPCOLL": "0"}, ()),
+    "magi_two_levels": ({}, ("--hierarchical-context-parallel-sizes", "2")),
+}
+"""Variables and arguments of a run; the number of nodes follows the last."""
+_SET = {name for variables, _ in SCHEDULES.values() for name in variables} | {"MAGI_ATTENTION_SDPA_BACKEND"}
 HEADER = ["run", "dtype", "ranks", "iterations", "first_loss", "last_loss", "difference_to_fp32", "budget",
           "difference_to_stock", "tokens_per_s", "balance", "received_rows", "lower_bound_rows",
           "max_allocated_gib", "seconds"]  # fmt: skip
@@ -48,7 +63,7 @@ class Run:
     """One training.
 
     Attributes:
-        name: ``stock``, ``magi``, ``magi_dense`` or ``long``.
+        name: ``stock``, ``magi``, ``magi_dense``, ``long`` or one of `SCHEDULES`.
         dtype: ``fp32`` or ``bf16``.
         ranks: GPUs, which hold each sequence together.
         losses: of each iteration, from 1.
@@ -81,14 +96,20 @@ class Run:
         args += ["--num-query-groups", "2", "--log-interval", "1", "--context-parallel-size", str(self.ranks)]
         args += ["--bf16"] if self.dtype == "bf16" else []
         args += [] if self.name == "stock" else ["--attention-backend", "magi"]
+        args += SCHEDULES.get(self.name, ({}, ()))[1]
+        args += [str(self.ranks // 2)] if self.name == "magi_two_levels" else []
         return tiny_gpt_args(data, *args, seq_length=seq_length, train_iters=steps, global_batch_size=batch)
 
 
-def runs_of(size: int, is_largest: bool) -> list[Run]:
+def runs_of(size: int, is_largest: bool, schedules: bool = False) -> list[Run]:
     """What is trained on so many GPUs."""
-    names = ("stock", "magi_dense", "magi") if size == 1 else ("magi",)
+    if schedules:
+        ways = [name for name in SCHEDULES if name != "magi_two_levels" or size >= 4]
+        names = ["stock"] if size == 1 else ["magi", *ways]
+    else:
+        names = ["stock", "magi_dense", "magi"] if size == 1 else ["magi"]
     parity = [Run(name, dtype, size) for dtype in ("fp32", "bf16") for name in names]
-    return [*parity, Run("long", "bf16", size)] if is_largest else parity
+    return [*parity, Run("long", "bf16", size)] if is_largest and not schedules else parity
 
 
 def work(runs: Sequence[Run], data: Path, out: Path) -> None:
@@ -97,6 +118,9 @@ def work(runs: Sequence[Run], data: Path, out: Path) -> None:
     for number, run in enumerate(runs):
         log = out / f"losses_{run.name}_{run.dtype}_{run.ranks}.jsonl"
         begin = time.perf_counter()
+        for name in _SET:
+            os.environ.pop(name, None)
+        os.environ |= SCHEDULES.get(run.name, ({}, ()))[0]
         os.environ["MAGI_ATTENTION_SDPA_BACKEND"] = str(int(run.name == "magi_dense"))
         try:
             training = session.run([*run.args(data), "--magi-loss-log", str(log)])
@@ -112,7 +136,8 @@ def work(runs: Sequence[Run], data: Path, out: Path) -> None:
             run.tokens_per_s = 1e3 * seq_length * batch * len(steps) / sum(steps)
         run.seconds = time.perf_counter() - begin
         if os.environ["RANK"] == "0":
-            run.record = json.loads(log.read_text().splitlines()[-1]) if log.exists() else {}
+            logged = log.read_text().splitlines() if log.exists() else []
+            run.record = json.loads(logged[-1]) if logged else {}
             _path(out, run.ranks).write_text(json.dumps([asdict(done) for done in runs[: number + 1]]))
             print(f"RUN {run.name} {run.dtype} {run.ranks}: {run.error or run.losses}", flush=True)
 
@@ -143,12 +168,12 @@ def judge(runs: Sequence[Run]) -> tuple[list[list], list[str]]:
     """Rows of the table, and what failed or left its budget."""
     rows, failures = [], [f"{r.name} {r.dtype} on {r.ranks} GPUs: {r.error}" for r in runs if r.error]
     stock = {r.dtype: r for r in runs if r.name == "stock" and not r.error}
-    names = ("stock", "magi_dense", "magi", "long")
+    names = ("stock", "magi_dense", "magi", *SCHEDULES, "long")
     for run in sorted(runs, key=lambda r: (r.name == "long", r.dtype != "fp32", names.index(r.name), r.ranks)):
         if run.error:
             continue
         compared = ["", "", ""]
-        if run.name != "long" and stock.keys() == {"fp32", "bf16"}:
+        if run.name != "long" and stock.keys() >= {"fp32", run.dtype}:
             exact = difference(run, stock["fp32"])
             budget = FP32_BUDGET if run.dtype == "fp32" else 2 * difference(stock["bf16"], stock["fp32"])
             compared = [f"{exact:.2e}", f"{budget:.2e}", f"{difference(run, stock[run.dtype]):.2e}"]
@@ -177,6 +202,7 @@ def launch(size: int, devices: Sequence[int], options: argparse.Namespace) -> su
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", __file__, "--out", str(options.out), "--worker", str(size)]
     command += ["--data", str(options.data), "--sizes", *map(str, options.sizes)]
+    command += ["--schedules"] if options.schedules else []
     with (options.out / f"log_{size}.txt").open("w") as log:
         return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -203,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of GPUs; powers of two up to all if not given")
+    parser.add_argument("--schedules", action="store_true", help="compare implementations and schedules instead")
     parser.add_argument("--judge", type=Path, nargs="+", metavar="DIR", help="only judge the results in these folders")
     parser.add_argument("--timeout", type=float, default=270.0, help="seconds for all of it")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -210,7 +237,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out = options.out.resolve()
     if options.worker:
-        work(runs_of(options.worker, options.worker == max(options.sizes)), options.data, options.out)
+        runs = runs_of(options.worker, options.worker == max(options.sizes), options.schedules)
+        work(runs, options.data, options.out)
         sys.stdout.flush()
         os._exit(0)
     options.out.mkdir(parents=True, exist_ok=True)

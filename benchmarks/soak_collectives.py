@@ -111,16 +111,16 @@ def check(rank: int, num_ranks: int, num_calls: int, device: str = "cuda", impls
             wrong += (total != (1 + 2 * table.count).unsqueeze(1)).sum()
             looked_at += 1
         if call % max(num_calls // SAMPLES, 1) == 0:
-            memory.append((call, *_memory(device), time.monotonic() - began))
+            memory.append((call, *memory_mb(device), time.monotonic() - began))
             if rank == 0:
                 print("  ".join(f"{h}={x:.0f}" for h, x in zip(HEADER[1:], memory[-1], strict=True)), flush=True)
     if before is not None:
         before.wait()
-    memory.append((num_calls, *_memory(device), time.monotonic() - began))
+    memory.append((num_calls, *memory_mb(device), time.monotonic() - began))
     return {"wrong": int(wrong), "checked": looked_at, "memory": memory}
 
 
-def _memory(device: str) -> tuple[float, float, float]:
+def memory_mb(device: str) -> tuple[float, float, float]:
     """MB of the device in use, of torch's tensors there, and of this process."""
     gc.collect()
     host = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -186,6 +186,15 @@ def test_largest_number_of_gpus_runs_the_long_batch_and_one_gpu_the_references()
     assert [run.name for run in parity.runs_of(8, True)] == ["magi", "magi", "long"]
 
 
+def test_schedules_are_compared_on_several_gpus_two_levels_where_a_node_has_several() -> None:
+    assert [run.name for run in parity.runs_of(1, False, schedules=True)] == ["stock", "stock"]
+    assert {run.name for run in parity.runs_of(2, True, True)} == {"magi", *parity.SCHEDULES} - {"magi_two_levels"}
+    (two_levels, _) = (run for run in parity.runs_of(4, True, True) if run.name == "magi_two_levels")
+    assert " ".join(two_levels.args(Path("data"))).count("--hierarchical-context-parallel-sizes 2 2") == 1
+    found = [("stock", "fp32", 1, 4.0), ("stock", "bf16", 1, 4.04), ("magi_1_stage", "fp32", 2, 4.1)]
+    assert len(parity.judge([parity_run(*run) for run in found])[1]) == 1
+
+
 def test_idle_time_is_what_no_kernel_covers() -> None:
     assert bench.idle([]) == 0.0
     assert bench.idle([(5.0, 7.0), (0.0, 4.0), (1.0, 2.0), (10.0, 11.0)]) == 4.0

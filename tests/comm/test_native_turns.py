@@ -42,6 +42,25 @@ def test_a_call_that_was_waited_for_with_all_others_does_not_count_for_a_later_o
     assert mover._beside == 0
 
 
+def test_calls_that_have_all_been_waited_for_are_not_waited_for_again(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    mover = object.__new__(native.Native)
+    mover._device, mover._side, mover._streams, mover._events = torch.device("cuda", 0), None, {7: Stream()}, []
+    mover._last, mover._joins, mover._beside, mover._sends_beside = 7, 0, 2, True
+    mover._lock, mover._captures, mover._notice = threading.Lock(), lambda: False, bytes(5)
+    queued = []
+    calls = SimpleNamespace(queue=lambda *_: queued.append(mover._joins))
+    first, second = (native._Done(object(), 0, mover) for _ in range(2))
+    first.wait()
+    assert mover._sends_beside, "the other call may send"
+    second.wait()
+    mover.queue(calls, 7)
+    assert not mover._sends_beside and queued == [0]
+    mover._beside = 1
+    mover.queue(calls, 7)
+    assert queued == [0, 1]
+
+
 def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(monkeypatch):
     rows = [[np.arange(4 * (i != j)) for j in range(2)] for i in range(2)]
     args = Transfers([4, 4], rows, [None] * 2).args(0, "cpu")

@@ -70,7 +70,7 @@ class Native:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
-        self._sends_beside = False  # some of them send there, or leave too few SMs to a kernel that sends
+        self._sends_beside = False  # one of them sends there, or leaves too few SMs to a kernel that sends
         self._joins = 0  # how often it has been made to wait for all of them
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -205,10 +205,10 @@ class Native:
         if (failure := self.failure()) is not None:
             raise RuntimeError(failure)
         with self._lock:
-            captures, beside = self._captures(), self._beside or self._sends_beside
-            if captures or beside or self._last != raw:
+            captures = self._captures()
+            if captures or self._beside or self._last != raw:
                 current = self._take_turn(raw, captures)
-                if beside and not captures:
+                if self._beside and not captures:
                     self._join(current)
             calls.queue(*addresses)
 
@@ -284,7 +284,7 @@ class Native:
             self._ready.record(current)
             self._side.wait_event(self._ready)
             if not kept:
-                if self._beside and self._sends_beside:
+                if self._sends_beside:
                     self._join(current)
                 launches[0].fire(raw, rows, results)
             launches[-1].fire(self._side.cuda_stream, rows, results)
@@ -413,17 +413,13 @@ class Native:
         return stream
 
     def await_event(self, event: torch.cuda.Event, joins: int) -> None:
-        """Makes the current stream wait for an event of this object, and takes that back.
-
-        Args:
-            event: the end of a call.
-            joins: how often all calls had been waited for when that one was made.
-        """
+        """Makes the current stream wait for the event of a call made after so many joins, and takes the event back."""
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._stream(raw).wait_event(event)
         self._events.append(event)
         # A call that the stream was made to wait for with all others is not counted any more.
         self._beside -= raw == self._last and joins == self._joins and self._beside > 0
+        self._sends_beside &= self._beside > 0
 
 
 class _Done:
