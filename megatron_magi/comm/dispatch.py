@@ -68,7 +68,11 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
     if x.dtype in _MOVED_AS_BYTES:
         moved = as_moved(x)
         # The bits of 0 are 0 in all of these dtypes but float8_e8m0fnu, which has no 0.
-        pad = as_moved(torch.tensor([pad_value]).to(x.dtype)).item() if pad_value else 0
+        pad = (
+            as_moved(torch.tensor([pad_value], dtype=torch.float32, device="cpu").to(x.dtype)).item()
+            if pad_value
+            else 0
+        )
         return dispatch(moved, index, dim=dim, pad_value=pad).view(x.dtype)
     dim = sequence_dimension(dim, x)
     total_seqlen = x.shape[dim]
