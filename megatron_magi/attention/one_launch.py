@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
@@ -23,7 +23,8 @@ from megatron_magi.comm.announced import announced_cast, may_announce, returned_
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
-from megatron_magi.cuda.call_list import CallList, Place, Step
+from megatron_magi.cuda.arriving import part_rows
+from megatron_magi.cuda.call_list import CallList, Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated, gated_backward
@@ -41,6 +42,8 @@ from megatron_magi.profiling import profiled_backward_calls, profiled_forward_ca
 
 _ALIGNMENT = 256
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)
+_LATER = ("scratch", "later.k"), ("scratch", "later.v")
+_OF_LATER = ("scratch", "later.dk"), ("scratch", "later.dv")
 _GRADIENTS = ("dk", 0), ("dv", 0)
 
 
@@ -48,6 +51,7 @@ class _Walk:
     """What a pass queues, for tensors of one layout on one stream.
 
     Attributes:
+        numbers: of the mask, by name.
         num_scratch: bytes of memory that it takes.
         later: where in them partial gradients of fetched keys and values are, which are left to be sent.
         is_empty: this rank has no rows; the calls move those of others, there and in a second list back.
@@ -56,23 +60,17 @@ class _Walk:
 
     make: Callable[[OneLaunch, dist.ProcessGroup | None], tuple[_Walk | None, Any]]
 
-    def __init__(
-        self,
-        native: Native | None,
-        lists: Sequence[Sequence[Step]],
-        slots: Sequence[str],
-        stream: int,
-        device: torch.device,
-        num_scratch: int,
-        later: tuple[int, int] | None = None,
-        is_empty: bool = False,
-    ) -> None:
+    def __init__(self, queued: _Queued, lists: Sequence[CallList], numbers: Mapping[str, int]) -> None:
         # Not kept alive: with the group goes memory that other ranks have mapped.
-        self._native = None if native is None else ref(native)
-        self._version = None if native is None else native.version()
-        self._stream, self.num_scratch, self.later, self.is_empty = stream, num_scratch, later, is_empty
-        lock = stream_lock(device, stream)
-        self._lists = [CallList(steps, slots, stream, lock) for steps in lists]
+        self._native = None if queued.native is None else ref(queued.native)
+        self._version = None if queued.native is None else queued.native.version()
+        self._stream, self._left, self.is_empty = queued.stream, queued.left, queued.is_empty
+        self._lists, self.num_scratch = [calls.with_numbers(numbers) for calls in lists], numbers["num_scratch"]
+        self.later = (numbers["later.dk"], numbers["later.dv"]) if queued.left else None
+
+    def like(self, native: Native | None, numbers: Mapping[str, int]) -> _Walk:
+        """The same for another mask."""
+        return _Walk(_Queued(native, self._stream, self._left, self.is_empty), self._lists, numbers)
 
     def holds(self) -> bool:
         """Whether it can be queued still."""
@@ -87,6 +85,22 @@ class _Walk:
             self._lists[part].queue(*addresses)
         else:
             self._native().queue(self._lists[part], self._stream, *addresses)
+
+
+class _Queued(NamedTuple):
+    """How a walk is queued.
+
+    Attributes:
+        native: by which its kernels move rows; None where none do.
+        stream: raw handle.
+        left: partial gradients are left to be sent.
+        is_empty: see `_Walk`.
+    """
+
+    native: Native | None
+    stream: int
+    left: bool = False
+    is_empty: bool = False
 
 
 @profiled_forward_calls
@@ -110,6 +124,8 @@ class OneLaunch:
         bands: over all keys, as `gated` numbers them.
         impl: of the cast.
         is_prepared: tables of the mask came with the plan, and go with it.
+        device: where it runs.
+        numbers: what the mask makes of a forward and of a backward, where that came with the plan.
         walks: of both passes, by layout. Kept by the passes, which hold device memory and are forgotten when that is
             too much; and by `kept`, with its pass, where that adds none or goes with the plan.
         last_announced: what brings the keys for one layout, the implementation that does and its version: both passes
@@ -120,6 +136,8 @@ class OneLaunch:
     bands: np.ndarray
     impl: str
     is_prepared: bool
+    device: torch.device
+    numbers: tuple[gated.MaskNumbers | None, gated.MaskNumbers | None] = (None, None)
     walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
     kept: dict[tuple, tuple[_Walk, Any]] = field(default_factory=dict)
     last_announced: list = field(default_factory=list)
@@ -128,7 +146,8 @@ class OneLaunch:
     def of(cls, plan: RankPlan, impl: str, device: torch.device) -> OneLaunch:
         """For a plan."""
         cast = joined_cast(plan, device) if plan.degree else None
-        return cls(cast, joined_bands(plan), impl, is_prepared=bool(plan.runtime.get("tables")))
+        numbers = plan.runtime.get("numbers", (None, None))
+        return cls(cast, joined_bands(plan), impl, bool(plan.runtime.get("tables")), device, numbers)
 
     @property
     def num_recv(self) -> int:
@@ -249,7 +268,7 @@ class OneLaunch:
         walk = self.walks.get(key)
         if walk is None or not walk.holds():
             layouts = tuple(None if t is None else Layout.of(t) for t in tensors)
-            walk = self.make(key, group, functools.partial(_made, make, layouts, options))
+            walk = self.make(key, group, functools.partial(_made, make, layouts, options, {}))
         return walk
 
     def make(self, key: tuple, group: dist.ProcessGroup | None, make: Callable) -> _Walk | None:
@@ -265,77 +284,115 @@ class OneLaunch:
         return walk
 
     def _make_forward(
-        self, group, tensors: tuple[Layout, ...], options: AttnOptions, max_logits: bool, stream: int
+        self, group, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, max_logits: bool, stream: int
     ) -> tuple[_Walk | None, Any]:
         q, k, v, rows_k, rows_v, out, lse, sink = tensors
-        places, num_scratch = _places("scratch", [(self.num_recv, k), (self.num_recv, v)])
-        native, arriving = self._announced(group, rows_k, rows_v, places, stream)
+        numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v})
+        native, arriving = self._announced(group, rows_k, rows_v, stream)
         if self.cast is not None and native is None:
             return None, None
-        moving = () if arriving is None else arriving.steps
+        moving, slots = () if arriving is None else arriving.steps, ("k_rows", "v_rows", "scratch")
         if not q.shape[0]:
-            slots = "k_rows", "v_rows", "scratch"
-            return _Walk(native, [moving], slots, stream, q.device, num_scratch, is_empty=True), None
-        given = {"out": out, "lse": lse, "sink_lse": sink, "max_logits": max_logits, "stream": stream,
-                 "remembered": not self.is_prepared}  # fmt: skip
-        if self.num_recv:
-            keeper, step = gated.forward_step(q, k, v, arriving, self.bands, options, **given)
-        else:
-            keeper, step = hopper.forward_step(q, k, v, self.bands, options, **given)
+            return self._walk(made, None, _Queued(native, stream, is_empty=True), [moving], slots, numbers), None
+        use = gated.PassUse(options, stream, remembered=not self.is_prepared)
+        lie = gated.ForwardTensors(q, k, v, out, lse, sink)
+        known = gated.forward_pass(lie, self.num_recv, self.bands, use, self.numbers[0])
+
+        def steps() -> list[Sequence[Step]]:
+            if self.num_recv:
+                return [(*moving, gated.forward_step(lie, arriving, known.form, use, max_logits))]
+            return [(*moving, gated.own_forward_step(lie, known.form, use, max_logits))]
+
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
-        slots = ("k_rows", "v_rows", "scratch", "q", "k", "v", "out", "lse", *more)
-        return _Walk(native, [(*moving, step)], slots, stream, q.device, num_scratch), keeper
+        slots = (*slots, "q", "k", "v", "out", "lse", *more)
+        numbers |= known.numbers
+        return self._walk(made, known.form, _Queued(native, stream), steps, slots, numbers, moving), known
 
     def _make_backward(
-        self, group, tensors: tuple[Layout, ...], options: AttnOptions, delta: bool, stream: int
+        self, group, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, delta: bool, stream: int
     ) -> tuple[_Walk | None, Any]:
         q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv = tensors
-        count, device = self.num_recv, q.device
-        places, num_scratch = _places("scratch", [(count, k), (count, v), (count, dk), (count, dv)])
-        of_keys, of_gradients = places[:2], places[2:]
-        native, arriving = self._announced(group, rows_k, rows_v, of_keys, stream)
+        numbers = _later_numbers(self.num_recv, {"later.k": k, "later.v": v, "later.dk": dk, "later.dv": dv})
+        native, arriving = self._announced(group, rows_k, rows_v, stream)
         if self.cast is not None and native is None:
             return None, None
-        moving, left, back = () if arriving is None else arriving.steps, None, ()
-        later = tuple(dk.new_empty((count, *t.shape[1:])) for t in (dk, dv))
+        moving, left, back = () if arriving is None else arriving.steps, False, ()
         if self.cast is not None:
-            sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), of_gradients, _GRADIENTS)
-            left, back = (tuple(at for _, at in of_gradients), ()) if sums is None else (None, (sums,))
-        slots: tuple[str, ...] = ("k_rows", "v_rows", "scratch", "dk", "dv")
+            later = tuple(dk.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv))
+            sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), _OF_LATER, _GRADIENTS)
+            left, back = sums is None, () if sums is None else (sums,)
+        queued, slots = _Queued(native, stream, left), ("k_rows", "v_rows", "scratch", "dk", "dv")
         if not q.shape[0]:
-            return _Walk(native, [moving, back], slots, stream, device, num_scratch, left, is_empty=True), None
-        given = {"grads": (dq, dk, dv), "scratch": ("scratch", num_scratch), "delta": delta, "sends": bool(back),
-                 "remembered": not self.is_prepared}  # fmt: skip
-        inputs = q, k, v, dout
-        if count:
-            keeper, steps = gated_backward.backward_steps(
-                inputs, out, lse, arriving, self.bands, options,
-                arriving_grads=later, places=of_gradients, stream=stream, **given,
-            )  # fmt: skip
-        else:
-            keeper, steps = hopper.backward_steps(
-                inputs, out, lse, self.bands, options, published=bool(moving), stream=stream, **given
-            )  # fmt: skip
-        ends = [*back, *steps.rest]
-        if steps.rest_is_apart and back:
-            if arriving.overlaps:
-                back[0].config.num_attributes = 1
-            else:  # it would keep its SMs until the other ranks come
-                ends = [*steps.rest, *back]
-        queued = [*moving, *steps.before, *steps.keys, *ends]
-        slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
-        return _Walk(native, [queued], slots, stream, device, num_scratch + keeper.num_scratch, left), keeper
+            return self._walk(made, left, queued._replace(is_empty=True), [moving, back], slots, numbers), None
+        use = gated.PassUse(options, stream, remembered=not self.is_prepared)
+        lie = gated_backward.BackwardTensors((q, k, v, dout), out, lse, (dq, dk, dv))
+        known = gated_backward.backward_pass(lie, self.num_recv, self.bands, use, self.numbers[1])
+        numbers |= known.numbers
+        scratch, numbers["num_scratch"] = gated_backward.scratch_numbers(
+            lie, known.form, use, numbers["key_sums"], numbers["num_scratch"]
+        )
+        numbers |= scratch
 
-    def _announced(self, group, k: Layout, v: Layout, places: tuple[Place, ...], stream: int):
+        def steps() -> list[Sequence[Step]]:
+            comes = arriving if self.num_recv else None
+            sent = gated_backward.Sent(comes, _OF_LATER, moves=bool(moving), returns=bool(back))
+            found = gated_backward.backward_steps(lie, sent, known, use, delta)
+            ends = [*back, *found.rest]
+            if found.rest_is_apart and back and arriving.overlaps:
+                ends[0] = back[0].overlapping()
+            elif found.rest_is_apart:  # it would keep its SMs until the other ranks come
+                ends = [*found.rest, *back]
+            return [[*moving, *found.before, *found.keys, *ends]]
+
+        slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
+        form = known.form, left
+        return self._walk(made, form, queued, steps, slots, numbers, (*moving, *back)), known
+
+    def _walk(
+        self,
+        made: dict[Any, _Walk],
+        form: Any,
+        queued: _Queued,
+        steps: Sequence[Sequence[Step]] | Callable[[], Sequence[Sequence[Step]]],
+        slots: Sequence[str],
+        numbers: dict[str, int],
+        moving: Sequence[Step] = (),
+    ) -> _Walk:
+        """A walk for these numbers.
+
+        Args:
+            made: walks of other masks, by the ``form`` that they were made for; one that holds is copied.
+            queued: how it is queued.
+            steps: the lists; of some, what makes them where there is no such walk.
+            slots: as `CallList` takes them.
+            numbers: of the mask, without those that the steps bring.
+            moving: these.
+        """
+        if not callable(steps):
+            moving = [step for calls in steps for step in calls]
+        for step in moving:
+            numbers |= step.numbers
+        form = form, self.num_recv > 0, queued.is_empty
+        known = made.get(form)
+        if known is None or not known.holds():
+            lock = stream_lock(self.device, queued.stream)
+            lists = [CallList(calls, slots, queued.stream, lock) for calls in (steps() if callable(steps) else steps)]
+            found = _Walk(queued, lists, numbers)
+        else:
+            found = known.like(queued.native, numbers)
+        made[form] = found
+        return found
+
+    def _announced(self, group, k: Layout, v: Layout, stream: int):
         """The implementation of the cast, and what it queues; None and None where no keys arrive, or not so."""
         if self.cast is None:
             return None, None
-        form = stream, places, [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (k, v)]
+        form = stream, [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (k, v)]
         of_form, native, version, arriving = self.last_announced or (None, lambda: None, None, None)
         native = native()
         if of_form != form or native is None or native.version() != version:
             into = [t.new_empty((self.num_recv, *t.shape[1:])) for t in (k, v)]
-            found = announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, places)
+            found = announced_cast([k, v], self.cast, group, self.impl, into, _PUBLISHED, _LATER)
             if found is None:
                 return None, None
             native, arriving = found
@@ -343,18 +400,20 @@ class OneLaunch:
         return native, arriving
 
 
-def _made(make: Callable, tensors: tuple, options: tuple, one: OneLaunch, group: dist.ProcessGroup | None):
-    """A `_Walk.make`."""
-    return make(one, group, tensors, *options)
+def _made(make: Callable, tensors: tuple, options: tuple, made: dict, one: OneLaunch, group: dist.ProcessGroup | None):
+    """A `_Walk.make`; ``made``: those that it has made, by form."""
+    return make(one, group, tensors, made, *options)
 
 
-def _places(slot: str, rows: Sequence[tuple[int, Layout]]) -> tuple[tuple[Place, ...], int]:
-    """Where rows like those of tensors, so many of each, lie one behind the other, and bytes of all."""
-    places, end = [], 0
-    for count, like in rows:
-        places.append((slot, end))
-        end += -(-count * like[:1].numel() * like.element_size() // _ALIGNMENT) * _ALIGNMENT
-    return tuple(places), end
+def _later_numbers(count: int, rows: Mapping[str, Layout]) -> dict[str, int]:
+    """Of ``count`` keys that arrive: where in the memory of a call ``rows`` like those of tensors lie, by name, and how
+    much that is.
+    """
+    numbers, end = {"later.num_rows": count, "later.part_rows": part_rows(count)}, 0
+    for name, like in rows.items():
+        numbers[name] = end
+        end += -(-count * like.shape[1] * like.shape[2] * like.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return {**numbers, "num_scratch": end}
 
 
 def _view(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

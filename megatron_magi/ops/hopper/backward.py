@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial, reduce
 from operator import or_
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Place
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.cuda.layout import Layout, Like
@@ -112,21 +110,19 @@ def backward(
 
 def _known(
     tensors: Sequence[Like], adds: tuple[bool, bool], is_part: bool, bands: np.ndarray, options: AttnOptions,
-    stream: int, out: Like | None = None, remembered: bool = True,
+    stream: int,
 ) -> _Pass:  # fmt: skip
-    """The pass over tensors of a layout, made unless it is kept; of an ``out`` it computes delta itself."""
+    """The pass over tensors of a layout, made unless it is kept."""
     key = (
         hopper_plan.content_digest(bands), tensors[0].device, stream, options, *adds, is_part,
-        None if out is None else out.stride(),
         *((t.dtype, tuple(t.shape), t.stride()) for t in tensors), *(t.data_ptr() % 16 for t in tensors[-3:]),
     )  # fmt: skip
     found = _passes.get(key)
     if found is None:
         layouts = tuple(map(Layout.of, tensors))
-        found = _Pass(layouts, adds, bands, options, stream, out)
+        found = _Pass(layouts, adds, bands, options, stream)
         found.make = partial(_make_pass, layouts, adds, is_part, options, stream)
-        if remembered:
-            _passes.put(key, found, found.num_bytes)
+        _passes.put(key, found, found.num_bytes)
     return found
 
 
@@ -143,28 +139,6 @@ def _make_pass(
 def _layout(stream: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, grads: Grads) -> tuple:
     """What may change from call to call: hooks of saved tensors may give them back with other strides."""
     return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, *grads)]
-
-
-def backward_steps(
-    inputs: hopper_parts.Inputs,
-    out: Like,
-    lse: Like,
-    bands: np.ndarray,
-    options: AttnOptions,
-    *,
-    grads: tuple[Like, Like, Like],
-    scratch: Place,
-    delta: bool,
-    sends: bool,
-    published: bool,
-    stream: int,
-    remembered: bool = True,
-) -> tuple[_Pass, hopper_parts.Steps]:
-    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`.
-    ``published``: the first is queued right behind kernels that move keys."""
-    tensors = *inputs, lse, lse.new_empty(lse.shape), *grads
-    known = _known(tensors, (False, False), False, bands, options, stream, out, remembered)
-    return known, known.steps(inputs, scratch, delta, sends, published)
 
 
 class Parts:
@@ -210,13 +184,11 @@ class _Pass:
     Attributes:
         num_bytes: of device memory that is kept: the tile plans.
         make: makes one for another mask, over so many keys.
-        num_scratch: bytes of memory that `steps` take, aligned to 128.
-        lists: calls that it is part of, by who makes them; they go with either.
     """
 
     make: Callable[[np.ndarray, int], _Pass]
 
-    def __init__(self, tensors: Sequence[Layout], adds, bands, options, stream: int, out: Like | None = None) -> None:
+    def __init__(self, tensors: Sequence[Layout], adds, bands, options, stream: int) -> None:
         q, k, v, dout, lse, delta, *grads = tensors
         inputs = q, k, v, dout
         problem, dtype, scale = problem_of(q, k, v), q.dtype, options.softmax_scale
@@ -240,7 +212,6 @@ class _Pass:
         self._lock = stream_lock(q.device, stream)
         is_split = hopper_kernels.splits_stats(dtype, dims, options.softcap > 0, adds_dq)
         self.num_bytes = plan.num_bytes
-        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         self._finish_dq = self._finish_keys = self._queries = None
         self._key_sums_in_dq, self._whole, num_stats = False, whole, rows * packed
         common = hopper_parts.Common(inputs, dims, num_stats, seen, options, stream)
@@ -261,19 +232,16 @@ class _Pass:
         else:
             self._keys, self._keys_numbers = hopper_parts.keys_launch(common, plan, splits, store, (dk, dv))
         self._stats = stats_launch(
-            lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E,
-            of_delta=None if out is None else (dout, out), numbers=numbers,
+            lse, delta, rows, packed, adds_dq, is_split * scale * LOG2_E, numbers=numbers,
         )  # fmt: skip
         if adds_dq:
-            self._of_dq = dq, num_stats // UNIT, dtype, scale, dq_store
-            self._finish_dq = finish_dq_launch(*self._of_dq)
+            self._finish_dq = finish_dq_launch(dq, num_stats // UNIT, dtype, scale, dq_store)
         else:
             self._queries, self._queries_numbers = self._queries_of(
                 common, bands, query_tiles(problem, packed), dq_store, dq
             )
         own_key_sums = 0 if self._key_sums_in_dq else self._num_key_sums
         self._num_floats = 2 * self._num_stats + self._num_sums + own_key_sums
-        self.num_scratch = 4 * self._num_floats
 
     def _split(self, num_split: int, plan: DevicePlan, tile_sums: int, room: int | None) -> None:
         """Notes where sums of so many tiles lie, of ``tile_sums`` floats each; ``room``: bytes in dq."""
@@ -346,50 +314,6 @@ class _Pass:
                 if target.columns and (is_last or grad is not grads[0]):
                     made = buffer[..., : grad.shape[2]]
                     grad.copy_(grad + made if adds else made)
-
-    def steps(
-        self, inputs: hopper_parts.Inputs, scratch: Place, delta: bool, sends: bool, published: bool
-    ) -> hopper_parts.Steps:
-        """The kernels, for tensors of the layout, of a pass that computes delta."""
-        assert self._is_direct and self._whole
-        (slot, begin), overlaps = scratch, self._overlaps
-        of: dict[str, Place] = {name: (name, 0) for name in ("dout", "out", "lse", "delta", "dq", "dk", "dv")}
-        stats, minus_delta = (slot, begin), (slot, begin + 4 * self._num_stats)
-        sums = slot, begin + 8 * self._num_stats
-        key_sums = of["dq"] if self._key_sums_in_dq else (slot, sums[1] + 4 * self._num_sums)
-        maps = (("q", 0), ("k", 0), ("v", 0), of["dout"])
-        of_rows, of_keys = {"lse": stats, "delta": minus_delta}, {"dk": of["dk"], "dv": of["dv"]}
-        before = self._stats.step(
-            {
-                **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
-                "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
-            },
-            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_zeroed // 4, "beside": published},
-            overlaps=overlaps,
-        )  # fmt: skip
-        keys = [
-            self._keys.step(
-                {**of_rows, **of_keys, "dq": sums, "key_sums": key_sums}, maps,
-                numbers=self._keys_numbers, mapped=inputs, overlaps=overlaps,
-            )
-        ]  # fmt: skip
-        if self._finish_keys is not None:
-            keys.append(
-                self._finish_keys.step(
-                    {"sums": key_sums, **of_keys}, values={"tiles": self._tiles},
-                    num_blocks=self._finish_keys_blocks, overlaps=overlaps,
-                )
-            )  # fmt: skip
-        if self._finish_dq is not None:
-            finish_dq = finish_dq_launch(*self._of_dq, beside=True) if sends else self._finish_dq
-            rest = finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=overlaps)
-        else:
-            assert self._queries is not None
-            rest = self._queries.step(
-                {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
-                numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
-            )  # fmt: skip
-        return hopper_parts.Steps((before,), tuple(keys), (rest,), self._finish_dq is None and overlaps)
 
     def _places(self, dq: int, parts: Parts | None) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Memory for this pass, and addresses of lse, of -delta, of sums, and of those of dk and dv."""

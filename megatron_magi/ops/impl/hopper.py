@@ -11,22 +11,19 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping, Sequence
 from functools import cache, partial
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
-from megatron_magi.cuda.layout import Layout, Like
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import Parts, backward, backward_steps
+from megatron_magi.ops.hopper.backward import Parts, backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.params import CapturedForwardParams, ForwardParams
@@ -53,9 +50,7 @@ from megatron_magi.ops.options import AttnOptions
 __all__ = [
     "Parts",
     "backward",
-    "backward_steps",
     "forward",
-    "forward_step",
     "is_supported",
     "row_delta",
     "say_why_not",
@@ -127,42 +122,15 @@ def forward(
     return max_logits
 
 
-def _known(
-    q, k, v, bands: np.ndarray, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream, remembered=True
-) -> _Pass:
+def _known(q, k, v, bands: np.ndarray, options: AttnOptions, out, lse, accumulate: bool, sink_lse, stream) -> _Pass:
     """The pass over tensors of a layout, made unless it is kept."""
     key = _key(q, k, v, bands, options, out, lse, accumulate, sink_lse, stream)
     known = _passes.get(key)
     if known is None:
         tensors = *map(Layout.of, (q, k, v, out, lse)), None if sink_lse is None else Layout.of(sink_lse)
         known = _Pass(*tensors, bands, options, accumulate, stream)
-        if remembered:
-            _passes.put(key, known, known.plan.num_bytes)
+        _passes.put(key, known, known.plan.num_bytes)
     return known
-
-
-def forward_step(
-    q: Like,
-    k: Like,
-    v: Like,
-    bands: np.ndarray,
-    options: AttnOptions,
-    *,
-    out: Like,
-    lse: Like,
-    sink_lse: Like | None,
-    max_logits: bool,
-    stream: int,
-    remembered: bool = True,
-) -> tuple[_Pass, Step]:
-    """`forward` as a step of a list of calls, for head dims that kernels have; arguments as of `gated.forward_step`.
-
-    Raises:
-        ValueError: as `forward`.
-    """
-    check_support(q, (q.shape[2], v.shape[2]))
-    known = _known(q, k, v, bands, options, out, lse, False, sink_lse, stream, remembered)
-    return known, known.step((q, k, v), sink_lse is not None, max_logits)
 
 
 def _target(out: Tensor, dtype: torch.dtype, columns: int, accumulate: bool) -> Tensor:
@@ -196,7 +164,6 @@ class _Pass:
     Attributes:
         plan: the tiles of the mask.
         make: makes one for another mask, over so many keys.
-        lists: calls that it is part of, by who makes them; they go with either.
     """
 
     def __init__(self, q, k, v, out, lse, sink_lse, bands, options: AttnOptions, accumulate: bool, stream: int) -> None:
@@ -212,7 +179,6 @@ class _Pass:
         work = row_work(plan, num_heads, tile[1], k, v)
         grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
         self._stream = stream
-        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         rows, keys = seen_rows(bands)
         self._numbers = Numbers(
             plan, grid, (rows, keys, keys),
@@ -260,16 +226,6 @@ class _Pass:
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
             launch.fire(self._stream)
         return True
-
-    def step(self, qkv: tuple[Like, Like, Like], has_sink: bool, max_logits: bool) -> Step:
-        """The kernel, for tensors of the layout."""
-        fields = {"out": ("out", 0), "lse": ("lse", 0)}
-        if has_sink:
-            fields["sink_lse"] = ("sink", 0)
-        if max_logits:
-            fields["max_logits"] = ("max_logits", 0)
-        maps = (("q", 0), ("k", 0), ("v", 0), ("out", 0))
-        return self._launch.step(fields, maps, numbers=self._numbers, mapped=qkv)
 
 
 def _make_pass(tensors: tuple, options: AttnOptions, accumulate: bool, stream: int, bands: np.ndarray, num_keys: int):
