@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
@@ -19,18 +19,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.runtime import joined_cast
+from megatron_magi.attention.stream_calls import CallsForm, StreamCalls
 from megatron_magi.comm.announced import announced_cast, may_announce, returned_sums
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_memory import with_rows
 from megatron_magi.cuda.arriving import part_rows
-from megatron_magi.cuda.call_list import CallList, Step
+from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS, kernel_dims
 from megatron_magi.ops.hopper.plan import is_static
-from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable, stream_lock
+from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
 from megatron_magi.ops.options import AttnOptions
@@ -40,7 +41,7 @@ from megatron_magi.plan.predict import MOST_FORWARD_BYTES
 from megatron_magi.plan.types import own
 from megatron_magi.profiling import profiled_backward_calls, profiled_forward_calls
 
-_ALIGNMENT = 256
+_ALIGNMENT, _TMA_ALIGNMENT = 256, 16
 _PUBLISHED = ("k_rows", 0), ("v_rows", 0)
 _LATER = ("scratch", "later.k"), ("scratch", "later.v")
 _OF_LATER = ("scratch", "later.dk"), ("scratch", "later.dv")
@@ -51,56 +52,22 @@ class _Walk:
     """What a pass queues, for tensors of one layout on one stream.
 
     Attributes:
-        numbers: of the mask, by name.
-        num_scratch: bytes of memory that it takes.
+        calls: lists of them.
+        num_scratch: bytes of memory that they take.
         later: where in them partial gradients of fetched keys and values are, which are left to be sent.
-        is_empty: this rank has no rows; the calls move those of others, there and in a second list back.
-        make: makes one for another mask, of its `OneLaunch` and the group.
+        make: makes one for another mask, of its `OneLaunch` and the group. It does not refer to this one, which is gone
+            when the tables are that the calls read.
     """
 
     make: Callable[[OneLaunch, dist.ProcessGroup | None], tuple[_Walk | None, Any]]
 
-    def __init__(self, queued: _Queued, lists: Sequence[CallList], numbers: Mapping[str, int]) -> None:
-        # Not kept alive: with the group goes memory that other ranks have mapped.
-        self._native = None if queued.native is None else ref(queued.native)
-        self._version = None if queued.native is None else queued.native.version()
-        self._stream, self._left, self.is_empty = queued.stream, queued.left, queued.is_empty
-        self._lists, self.num_scratch = [calls.with_numbers(numbers) for calls in lists], numbers["num_scratch"]
-        self.later = (numbers["later.dk"], numbers["later.dv"]) if queued.left else None
-
-    def like(self, native: Native | None, numbers: Mapping[str, int]) -> _Walk:
-        """The same for another mask."""
-        return _Walk(_Queued(native, self._stream, self._left, self.is_empty), self._lists, numbers)
+    def __init__(self, calls: StreamCalls, numbers: Mapping[str, int]) -> None:
+        self.calls, self.num_scratch = calls, numbers["num_scratch"]
+        self.later = (numbers["later.dk"], numbers["later.dv"]) if calls.form.left else None
 
     def holds(self) -> bool:
         """Whether it can be queued still."""
-        if self._native is None:
-            return True
-        native = self._native()
-        return native is not None and native.version() == self._version
-
-    def queue(self, *addresses: int, part: int = 0) -> None:
-        """Queues one of the lists."""
-        if self._native is None:
-            self._lists[part].queue(*addresses)
-        else:
-            self._native().queue(self._lists[part], self._stream, *addresses)
-
-
-class _Queued(NamedTuple):
-    """How a walk is queued.
-
-    Attributes:
-        native: by which its kernels move rows; None where none do.
-        stream: raw handle.
-        left: partial gradients are left to be sent.
-        is_empty: see `_Walk`.
-    """
-
-    native: Native | None
-    stream: int
-    left: bool = False
-    is_empty: bool = False
+        return self.calls.hold()
 
 
 @profiled_forward_calls
@@ -124,7 +91,6 @@ class OneLaunch:
         bands: over all keys, as `gated` numbers them.
         impl: of the cast.
         is_prepared: tables of the mask came with the plan, and go with it.
-        device: where it runs.
         numbers: what the mask makes of a forward and of a backward, where that came with the plan.
         walks: of both passes, by layout. Kept by the passes, which hold device memory and are forgotten when that is
             too much; and by `kept`, with its pass, where that adds none or goes with the plan.
@@ -136,7 +102,6 @@ class OneLaunch:
     bands: np.ndarray
     impl: str
     is_prepared: bool
-    device: torch.device
     numbers: tuple[gated.MaskNumbers | None, gated.MaskNumbers | None] = (None, None)
     walks: WeakValueDictionary[tuple, _Walk] = field(default_factory=WeakValueDictionary)
     kept: dict[tuple, tuple[_Walk, Any]] = field(default_factory=dict)
@@ -147,7 +112,7 @@ class OneLaunch:
         """For a plan."""
         cast = joined_cast(plan, device) if plan.degree else None
         numbers = plan.runtime.get("numbers", (None, None))
-        return cls(cast, joined_bands(plan), impl, bool(plan.runtime.get("tables")), device, numbers)
+        return cls(cast, joined_bands(plan), impl, bool(plan.runtime.get("tables")), numbers)
 
     @property
     def num_recv(self) -> int:
@@ -169,16 +134,19 @@ class OneLaunch:
         """
         if self.cast is not None and not forward_pays(self.cast, k, v):
             return None
-        q, k, v = loadable(q), loadable(k), loadable(v)
-        rows_k, rows_v = self._rows(k), self._rows(v)
         device, stream = q.device, current_stream(q.device)
+        key = stream, q.stride(), k.stride(), v.stride()
+        if self._is_direct(key, (q, k, v)):
+            rows_k, rows_v = k, v
+        else:
+            q, k, v = loadable(q), loadable(k), loadable(v)
+            rows_k, rows_v, key = self._rows(k), self._rows(v), (stream, q.stride(), k.stride(), v.stride())
         num_rows, num_heads, _ = q.shape
         out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=device)
         lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=device)
         given = sink
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
-        key = stream, q.stride(), k.stride(), v.stride()
         walk = self._known(
             key, group, OneLaunch._make_forward, (q, k, v, rows_k, rows_v, out, lse, sink),
             options, return_max_logits, stream,
@@ -186,8 +154,8 @@ class OneLaunch:
         if walk is None:
             return None
         scratch = torch.empty(walk.num_scratch, dtype=torch.uint8, device=device)
-        if walk.is_empty:
-            walk.queue(rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr())
+        if walk.calls.form.is_empty:
+            walk.calls.queue(rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr())
             return forward_pass(q, k, v, self.bands, options, hopper, given, return_max_logits, q.dtype)
         max_logits, more = None, []
         if sink is not None:
@@ -199,7 +167,7 @@ class OneLaunch:
             rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(),
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more,
         )  # fmt: skip
-        _attend(walk.queue, addresses, q, v, self.bands)
+        _attend(walk.calls.queue, addresses, q, v, self.bands)
         return out, lse, max_logits
 
     def backward(
@@ -225,13 +193,17 @@ class OneLaunch:
                 to which they are added, in fp32, and rounded once.
             wants_delta: ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``, is returned too.
         """
-        q, k, v = map(loadable, qkv)
-        rows_k, rows_v = self._rows(k), self._rows(v)
-        dout, out = loadable(in_dtype(dout, q.dtype)), loadable(out)
-        device, stream = q.device, current_stream(q.device)
+        q, k, v = qkv
+        device, stream, dout = q.device, current_stream(q.device), in_dtype(dout, q.dtype)
+        key = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta)
+        if self._is_direct(key, (q, k, v, dout, out)):
+            rows_k, rows_v = k, v
+        else:
+            q, k, v, dout, out = map(loadable, (q, k, v, dout, out))
+            rows_k, rows_v = self._rows(k), self._rows(v)
+            key = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta)
         new = functools.partial(torch.empty, device=device)
         dq, dk, dv = new(q.shape, dtype=q.dtype), new(k.shape, dtype=partial), new(v.shape, dtype=partial)
-        key = stream, q.stride(), k.stride(), v.stride(), dout.stride(), out.stride(), lse.stride(), wants_delta
         walk = self._known(
             key, group, OneLaunch._make_backward, (q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv),
             options, wants_delta, stream,
@@ -240,22 +212,36 @@ class OneLaunch:
             return None
         scratch = new(walk.num_scratch, dtype=torch.uint8)
         addresses = rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        delta = new(lse.shape, dtype=torch.float32) if wants_delta and not walk.is_empty else None
-        if walk.is_empty:
+        delta = new(lse.shape, dtype=torch.float32) if wants_delta and not walk.calls.form.is_empty else None
+        if walk.calls.form.is_empty:
             delta = hopper.row_delta(dout, out)
-            walk.queue(*addresses)
+            walk.calls.queue(*addresses)
             hopper.backward(dout, q, k, v, lse, delta, self.bands, options, grads=(dq, dk, dv), accumulate=False)
         else:
             rest = (t.data_ptr() for t in (q, k, v, dout, out, lse, dq, *(() if delta is None else (delta,))))
-            _attend_back(walk.queue, (*addresses, *rest), q, v, self.bands)
-        if walk.later is None and walk.is_empty:
-            walk.queue(*addresses, part=1)
+            _attend_back(walk.calls.queue, (*addresses, *rest), q, v, self.bands)
+        if walk.later is None and walk.calls.form.is_empty:
+            walk.calls.queue(*addresses, part=1)
         if walk.later is not None:
             assert self.cast is not None
             shapes = ((self.cast.num_recv, *t.shape[1:]) for t in (k, v))
             later = [_view(scratch, at, shape, partial) for at, shape in zip(walk.later, shapes, strict=True)]
             group_reduce(later, self.cast, group, into=[dk, dv], impl=self.impl, at_once=True, kept=True).wait()
         return dq, dk, dv, delta
+
+    @staticmethod
+    def _backward_key(stream: int, tensors: Sequence[torch.Tensor], wants_delta: bool) -> tuple:
+        return stream, wants_delta, *[t.stride() for t in tensors]
+
+    def _is_direct(self, key: tuple, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors of a layout are known to be taken as they are, by all that is queued."""
+        walk = self.walks.get(key)
+        if walk is None or not walk.calls.form.is_direct:
+            return False
+        bits = 0
+        for t in tensors:
+            bits |= t.data_ptr()
+        return not bits % _TMA_ALIGNMENT
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """What is published; where nothing is it need not lie in rows."""
@@ -292,8 +278,9 @@ class OneLaunch:
         if self.cast is not None and native is None:
             return None, None
         moving, slots = () if arriving is None else arriving.steps, ("k_rows", "v_rows", "scratch")
-        if not q.shape[0]:
-            return self._walk(made, None, _Queued(native, stream, is_empty=True), [moving], slots, numbers), None
+        of = CallsForm(q.device, stream, _are_same((k, v), (rows_k, rows_v)), is_empty=not q.shape[0])
+        if of.is_empty:
+            return self._walk(made, None, of, native, [moving], slots, numbers), None
         use = gated.PassUse(options, stream, remembered=not self.is_prepared)
         lie = gated.ForwardTensors(q, k, v, out, lse, sink)
         known = gated.forward_pass(lie, self.num_recv, self.bands, use, self.numbers[0])
@@ -306,7 +293,7 @@ class OneLaunch:
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
         slots = (*slots, "q", "k", "v", "out", "lse", *more)
         numbers |= known.numbers
-        return self._walk(made, known.form, _Queued(native, stream), steps, slots, numbers, moving), known
+        return self._walk(made, known.form, of, native, steps, slots, numbers, moving), known
 
     def _make_backward(
         self, group, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, delta: bool, stream: int
@@ -321,9 +308,10 @@ class OneLaunch:
             later = tuple(dk.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv))
             sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), _OF_LATER, _GRADIENTS)
             left, back = sums is None, () if sums is None else (sums,)
-        queued, slots = _Queued(native, stream, left), ("k_rows", "v_rows", "scratch", "dk", "dv")
-        if not q.shape[0]:
-            return self._walk(made, left, queued._replace(is_empty=True), [moving, back], slots, numbers), None
+        of = CallsForm(q.device, stream, _are_same((k, v), (rows_k, rows_v)), not q.shape[0], left)
+        slots = ("k_rows", "v_rows", "scratch", "dk", "dv")
+        if of.is_empty:
+            return self._walk(made, left, of, native, [moving, back], slots, numbers), None
         use = gated.PassUse(options, stream, remembered=not self.is_prepared)
         lie = gated_backward.BackwardTensors((q, k, v, dout), out, lse, (dq, dk, dv))
         known = gated_backward.backward_pass(lie, self.num_recv, self.bands, use, self.numbers[1])
@@ -346,13 +334,14 @@ class OneLaunch:
 
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
         form = known.form, left
-        return self._walk(made, form, queued, steps, slots, numbers, (*moving, *back)), known
+        return self._walk(made, form, of, native, steps, slots, numbers, (*moving, *back)), known
 
     def _walk(
         self,
-        made: dict[Any, _Walk],
+        made: dict[Any, StreamCalls],
         form: Any,
-        queued: _Queued,
+        of: CallsForm,
+        native: Native | None,
         steps: Sequence[Sequence[Step]] | Callable[[], Sequence[Sequence[Step]]],
         slots: Sequence[str],
         numbers: dict[str, int],
@@ -361,8 +350,9 @@ class OneLaunch:
         """A walk for these numbers.
 
         Args:
-            made: walks of other masks, by the ``form`` that they were made for; one that holds is copied.
-            queued: how it is queued.
+            made: calls of other masks, by the ``form`` that they were made for; those that hold are copied.
+            of: how they are queued.
+            native: by which they move rows.
             steps: the lists; of some, what makes them where there is no such walk.
             slots: as `CallList` takes them.
             numbers: of the mask, without those that the steps bring.
@@ -372,16 +362,14 @@ class OneLaunch:
             moving = [step for calls in steps for step in calls]
         for step in moving:
             numbers |= step.numbers
-        form = form, self.num_recv > 0, queued.is_empty
+        form = form, self.num_recv > 0, of.is_empty
         known = made.get(form)
-        if known is None or not known.holds():
-            lock = stream_lock(self.device, queued.stream)
-            lists = [CallList(calls, slots, queued.stream, lock) for calls in (steps() if callable(steps) else steps)]
-            found = _Walk(queued, lists, numbers)
+        if known is not None and known.hold():
+            known = known.like(native, numbers)
         else:
-            found = known.like(queued.native, numbers)
-        made[form] = found
-        return found
+            known = StreamCalls(of, native, steps() if callable(steps) else steps, slots).like(native, numbers)
+        made[form] = known
+        return _Walk(known, numbers)
 
     def _announced(self, group, k: Layout, v: Layout, stream: int):
         """The implementation of the cast, and what it queues; None and None where no keys arrive, or not so."""
@@ -403,6 +391,11 @@ class OneLaunch:
 def _made(make: Callable, tensors: tuple, options: tuple, made: dict, one: OneLaunch, group: dist.ProcessGroup | None):
     """A `_Walk.make`; ``made``: those that it has made, by form."""
     return make(one, group, tensors, made, *options)
+
+
+def _are_same(tensors: Sequence[Layout], others: Sequence[Layout]) -> bool:
+    """Whether tensors are others, of which they are copies else, with other strides."""
+    return all(a.stride() == b.stride() for a, b in zip(tensors, others, strict=True))
 
 
 def _later_numbers(count: int, rows: Mapping[str, Layout]) -> dict[str, int]:
