@@ -158,7 +158,7 @@ def _make_kind(
     )  # fmt: skip
     return Kind(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
-        resolve_impl(config.attend.impl, q, v, options.deterministic), options.softmax_scale, options.softcap,
+        resolve_impl(config.attend.impl, q, v), options.softmax_scale, options.softcap,
         options.deterministic, sink_layout, return_max_logits, record, {},
     )  # fmt: skip
 
@@ -287,7 +287,7 @@ class _DistributedAttention(torch.autograd.Function):
             if grads is not None:
                 *grads, delta = grads
             elif call.delta_memo is None:
-                delta = row_delta(dout, out, call.config.attend.impl, call.backward_options.deterministic)
+                delta = row_delta(dout, out, call.config.attend.impl)
             else:
                 delta = call.module.row_delta(dout, out, call.delta_memo)
             dsink = _reduce_dsink(sink_gradient(sink, lse, delta), call) if wants_sink else None

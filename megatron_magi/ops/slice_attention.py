@@ -20,7 +20,7 @@ from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, bands, options: AttnOptions, impl: str, return_max_logits: bool):
-        module = resolve_impl(impl, q, v, options.deterministic)
+        module = resolve_impl(impl, q, v)
         out, lse, max_logits = forward_pass((q, k, v), bands, options, module, sink, return_max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.bands, ctx.options, ctx.impl = bands, options, impl
@@ -36,10 +36,10 @@ class _SliceAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         if ctx.options.sanity_check:
             require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(ctx.bands))
-        delta = row_delta(dout, out, ctx.impl, ctx.options.deterministic)
+        delta = row_delta(dout, out, ctx.impl)
         dq = dk = dv = dsink = None
         if any(ctx.needs_input_grad[:3]):
-            module = resolve_impl(ctx.impl, q, v, ctx.options.deterministic)
+            module = resolve_impl(ctx.impl, q, v)
             inputs = BackwardInputs(q, k, v, dout, lse, delta)
             dq, dk, dv = backward_pass(inputs, ctx.bands, ctx.options, module, (None, None, None), q.dtype)
         if ctx.needs_input_grad[3]:
@@ -137,6 +137,6 @@ def attend(
     if wanted and torch.is_grad_enabled():
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
     else:
-        module = resolve_impl(impl, q, v, options.deterministic)
+        module = resolve_impl(impl, q, v)
         out, lse, max_logits = forward_pass((q, k, v), bands, options, module, sink, return_max_logits)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)

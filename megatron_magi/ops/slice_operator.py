@@ -65,7 +65,7 @@ def _backward_operator(
     bands = bands_of(mask, q.shape[0], k.shape[0])
     if sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
-    delta = row_delta(dout, out, impl, deterministic)
+    delta = row_delta(dout, out, impl)
     dq, dk, dv = slice_attention_backward(
         dout, q, k, v, lse, delta, bands,
         softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, impl=impl,

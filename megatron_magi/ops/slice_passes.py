@@ -35,7 +35,7 @@ IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa":
 """Implementations by name: modules with `forward` and `backward`."""
 
 
-def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
+def resolve_impl(impl: str, q: Tensor, v: Tensor) -> ModuleType:
     """The module that computes: the one asked for, or for ``auto`` the best that takes such tensors.
 
     Where that is not the fastest that GPUs have, the reason is logged, once.
@@ -47,7 +47,7 @@ def resolve_impl(impl: str, q: Tensor, v: Tensor, deterministic: bool = False) -
     if isinstance(impl, str) and impl == "auto":
         impl = "torch"
         if q.device.type == "cuda":
-            if hopper.is_supported(q, v, deterministic):
+            if hopper.is_supported(q, v):
                 impl = "ffa"
             else:
                 hopper.say_why_not(q, v)
@@ -101,7 +101,7 @@ def slice_attention_forward(
     check_qkv(q, k, v)
     check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q, v, deterministic)
+    module = resolve_impl(impl, q, v)
     if (out is None) != (lse is None):
         raise ValueError("out, lse: give both, to merge into, or none")
     if out is None or lse is None:
@@ -201,7 +201,7 @@ def slice_attention_backward(
     check_qkv(q, k, v)
     check_bands(bands, q.shape[0], k.shape[0])
     options = make_options(q, softmax_scale, softcap, deterministic, sm_margin)
-    module = resolve_impl(impl, q, v, deterministic)
+    module = resolve_impl(impl, q, v)
     check_like("dout", dout, (*q.shape[:2], v.shape[2]), q.device)
     check_like("lse", lse, q.shape[:2], q.device)
     check_like("delta", delta, q.shape[:2], q.device)
@@ -241,7 +241,7 @@ def backward_pass(
     return dq, dk, dv
 
 
-def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: bool = False) -> Tensor:
+def row_delta(dout: Tensor, out: Tensor, impl: str = "torch") -> Tensor:
     """Computes ``rowsum(dout * out)``, which the backward needs, ``[num_rows, num_heads_q]``.
 
     fp32, fp64 when both are. An output of 0 counts as 0 whatever its gradient is, so that
@@ -249,7 +249,7 @@ def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: boo
 
     Args:
         dout, out: ``[num_rows, num_heads_q, head_dim_v]``.
-        impl, deterministic: as in `slice_attention_forward`; an implementation may have a kernel for it.
+        impl: as in `slice_attention_forward`; an implementation may have a kernel for it.
 
     Raises:
         ValueError: there is no implementation of that name, or it does not take such tensors; shapes disagree.
@@ -258,5 +258,5 @@ def row_delta(dout: Tensor, out: Tensor, impl: str = "torch", deterministic: boo
     check_like("dout", dout, out.shape, out.device)
     if impl == "auto" and out.dtype.itemsize > 2:  # no kernel takes it, and nothing is slow for it
         return row_products(dout, out)
-    kernel = getattr(resolve_impl(impl, out, out, deterministic), "row_delta", row_products)
+    kernel = getattr(resolve_impl(impl, out, out), "row_delta", row_products)
     return kernel(dout, out)

@@ -254,9 +254,8 @@ def _make_launch(signature: _Signature, plan: DevicePlan, tile: tuple[int, int],
     return Launch(kernel, 1, params, (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored))
 
 
-def is_supported(q: Tensor, v: Tensor, deterministic: bool) -> bool:
-    """Whether both passes take tensors like these; they do so ``deterministic`` or not."""
-    del deterministic
+def is_supported(q: Tensor, v: Tensor) -> bool:
+    """Whether both passes take tensors like these."""
     return takes(q.device, q.dtype, (q.shape[2], v.shape[2]))
 
 
@@ -267,7 +266,7 @@ def takes(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> bo
 
 def sums_meet(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[np.ndarray], num_keys: Sequence[int], options) -> bool:
     """Whether backward passes over several stages, ``bands`` and ``num_keys`` of each, are to add dq in one place."""
-    if not is_supported(q, v, options.deterministic):
+    if not is_supported(q, v):
         return False
     problems = [problem_of(q, k, v)._replace(num_keys=count) for count in num_keys]
     return masks_meet(bands, problems, options.deterministic)
