@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.runtime import joined_cast
-from megatron_magi.attention.stream_calls import CallsForm, StreamCalls
+from megatron_magi.attention.stream_calls import CallsForm, StreamCalls, brought
 from megatron_magi.comm.announced import announced_cast, may_announce, returned_sums
 from megatron_magi.comm.group_collective import GroupCastArgs, group_reduce
 from megatron_magi.comm.impl.native import Native
@@ -279,9 +279,10 @@ class OneLaunch:
         if self.cast is not None and native is None:
             return None, None
         moving, slots = () if arriving is None else arriving.steps, ("k_rows", "v_rows", "scratch")
-        of = CallsForm(q.device, stream, _are_same((k, v), (rows_k, rows_v)), is_empty=not q.shape[0])
-        if of.is_empty:
-            return self._walk(made, None, of, native, [moving], slots, numbers), None
+        numbers |= brought(moving)
+        form = CallsForm(q.device, stream, self.num_recv > 0, _are_same((k, v), (rows_k, rows_v)), not q.shape[0])
+        if form.is_empty:
+            return self._walk(made, form, native, lambda: [moving], slots, numbers), None
         use = gated.PassUse(options, stream, remembered=not self.is_prepared)
         lie = gated.ForwardTensors(q, k, v, out, lse, sink)
         known = gated.forward_pass(lie, self.num_recv, self.bands, use, self.numbers[0])
@@ -293,8 +294,8 @@ class OneLaunch:
 
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
         slots = (*slots, "q", "k", "v", "out", "lse", *more)
-        numbers |= known.numbers
-        return self._walk(made, known.form, of, native, steps, slots, numbers, moving), known
+        form, numbers = form._replace(kernels=known.form), numbers | known.numbers
+        return self._walk(made, form, native, steps, slots, numbers), known
 
     def _make_backward(
         self, group, tensors: tuple[Layout, ...], made: dict, options: AttnOptions, delta: bool, stream: int
@@ -309,10 +310,11 @@ class OneLaunch:
             later = tuple(dk.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv))
             sums = returned_sums(later, self.cast, group, self.impl, (dk, dv), _OF_LATER, _GRADIENTS)
             left, back = sums is None, () if sums is None else (sums,)
-        of = CallsForm(q.device, stream, _are_same((k, v), (rows_k, rows_v)), not q.shape[0], left)
-        slots = ("k_rows", "v_rows", "scratch", "dk", "dv")
-        if of.is_empty:
-            return self._walk(made, left, of, native, [moving, back], slots, numbers), None
+        numbers |= brought((*moving, *back))
+        is_direct, slots = _are_same((k, v), (rows_k, rows_v)), ("k_rows", "v_rows", "scratch", "dk", "dv")
+        form = CallsForm(q.device, stream, self.num_recv > 0, is_direct, not q.shape[0], left)
+        if form.is_empty:
+            return self._walk(made, form, native, lambda: [moving, back], slots, numbers), None
         use = gated.PassUse(options, stream, remembered=not self.is_prepared)
         lie = gated_backward.BackwardTensors((q, k, v, dout), out, lse, (dq, dk, dv))
         known = gated_backward.backward_pass(lie, self.num_recv, self.bands, use, self.numbers[1])
@@ -334,43 +336,32 @@ class OneLaunch:
             return [[*moving, *found.before, *found.keys, *ends]]
 
         slots += "q", "k", "v", "dout", "out", "lse", "dq", *(("delta",) if delta else ())
-        form = known.form, left
-        return self._walk(made, form, of, native, steps, slots, numbers, (*moving, *back)), known
+        return self._walk(made, form._replace(kernels=known.form), native, steps, slots, numbers), known
 
+    @staticmethod
     def _walk(
-        self,
-        made: dict[Any, StreamCalls],
-        form: Any,
-        of: CallsForm,
+        made: dict[CallsForm, StreamCalls],
+        form: CallsForm,
         native: Native | None,
-        steps: Sequence[Sequence[Step]] | Callable[[], Sequence[Sequence[Step]]],
+        steps: Callable[[], Sequence[Sequence[Step]]],
         slots: Sequence[str],
-        numbers: dict[str, int],
-        moving: Sequence[Step] = (),
+        numbers: Mapping[str, int],
     ) -> _Walk:
         """A walk for these numbers.
 
         Args:
-            made: calls of other masks, by the ``form`` that they were made for; those that hold are copied.
-            of: how they are queued.
+            made: calls of other masks, by form; those that hold are copied.
+            form: of these.
             native: by which they move rows.
-            steps: the lists; of some, what makes them where there is no such walk.
+            steps: makes them where there are none to copy.
             slots: as `CallList` takes them.
-            numbers: of the mask, without those that the steps bring.
-            moving: these.
+            numbers: of the mask.
         """
-        if not callable(steps):
-            moving = [step for calls in steps for step in calls]
-        for step in moving:
-            numbers |= step.numbers
-        form = form, self.num_recv > 0, of.is_empty
         known = made.get(form)
-        if known is not None and known.hold():
-            known = known.like(native, numbers)
-        else:
-            known = StreamCalls(of, native, steps() if callable(steps) else steps, slots).like(native, numbers)
-        made[form] = known
-        return _Walk(known, numbers)
+        if known is None or not known.hold():
+            known = StreamCalls(form, native, steps(), slots)
+        made[form] = calls = known.like(native, numbers)
+        return _Walk(calls, numbers)
 
     def _announced(self, group, k: Layout, v: Layout, stream: int):
         """The implementation of the cast, and what it queues; None and None where no keys arrive, or not so."""

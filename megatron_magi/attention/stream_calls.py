@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -18,16 +18,25 @@ class CallsForm(NamedTuple):
 
     Attributes:
         device, stream: where they are queued; the stream's raw handle.
+        fetches: keys arrive.
         is_direct: keys and values are published from where attention reads them.
         is_empty: this rank has no rows; the calls move those of others, there and in a second list back.
         left: partial gradients of fetched keys are left to be sent.
+        kernels: the form of the pass, if this rank has rows.
     """
 
     device: torch.device
     stream: int
+    fetches: bool
     is_direct: bool
     is_empty: bool
     left: bool = False
+    kernels: Any = None
+
+
+def brought(steps: Sequence[Step]) -> dict[str, int]:
+    """Numbers of the mask that steps bring."""
+    return {name: number for step in steps for name, number in step.numbers.items()}
 
 
 class StreamCalls:
