@@ -115,7 +115,7 @@ def flex_flash_attn_func(
     on_host = _on_host(ranges, q.shape[0], k.shape[0])
     pattern = sparse_pattern_of(on_host, q, k, v, options) if impl in ("auto", "ffa") else None
     if pattern is not None:
-        return attend_pattern((q, k, v), pattern, sink, softmax_scale, return_max_logits, deterministic, "ffa")
+        return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, "ffa")
     return attend(q, k, v, sink, on_host.mask.bands, options, impl, return_max_logits)
 
 

@@ -83,7 +83,7 @@ def block_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = block_pattern(blocks, q, k, q_block_size, k_block_size, causal)
-    return attend_pattern((q, k, v), pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
 
 
 def index_sparse_attention(
@@ -116,11 +116,13 @@ def index_sparse_attention(
     """
     check_qkv(q, k, v)
     pattern = index_pattern(indices, q, k)
-    return attend_pattern((q, k, v), pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
+    return attend_pattern(q, k, v, pattern, sink, softmax_scale, return_max_logits, deterministic, impl, sanity_check)
 
 
 def attend_pattern(
-    qkv: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: SparsePattern,
     sink: Tensor | None,
     softmax_scale: Any,
@@ -130,7 +132,6 @@ def attend_pattern(
     sanity_check: bool = False,
 ) -> tuple[Tensor, AttnForwardMeta]:
     """`block_sparse_attention` of checked tensors and a checked pattern."""
-    q, k, v = qkv
     if sink is not None:
         check_sink(sink, q)
     flag(return_max_logits, "return_max_logits")
