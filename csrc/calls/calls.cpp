@@ -7,9 +7,10 @@
 
 namespace {
 
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 
-// A place that is given the address in a slot, and a distance from it.
+// Where the address in a slot, and a distance from it, is put. `at`, like the places in a Step, is in bytes from the
+// begin of the memory of the calls, of which there are copies.
 struct Patch {
   uint64_t at, last;
   int64_t add;
@@ -17,11 +18,12 @@ struct Patch {
 };
 
 struct Step {
-  uint64_t config, function, pointers;
+  uint64_t config, function, params;
 };
 
 struct Calls {
   uint64_t launch, move;  // cuLaunchKernelEx, cuTensorMapReplaceAddress
+  uint64_t memory;
   Patch* patches;
   Step* steps;
   uint64_t* slots;
@@ -34,7 +36,7 @@ void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 int move_map(const Calls& calls, Patch& patch, uint64_t address) {
   if (address == patch.last) return 0;
   const auto move = reinterpret_cast<int (*)(void*, void*)>(calls.move);
-  const int status = move(pointer(patch.at), pointer(address));
+  const int status = move(pointer(calls.memory + patch.at), pointer(address));
   if (!status) patch.last = address;
   return status;
 }
@@ -50,15 +52,15 @@ EXPORT int64_t magi_calls_queue(Calls* calls) {
       Patch& patch = calls->patches[i];
       const uint64_t address = calls->slots[patch.slot] + patch.add;
       if (!patch.is_map)
-        *static_cast<uint64_t*>(pointer(patch.at)) = address;
+        *static_cast<uint64_t*>(pointer(calls->memory + patch.at)) = address;
       else if ((calls->status = move_map(*calls, patch, address)))
         return calls->status;
     }
   const auto launch = reinterpret_cast<int (*)(void*, void*, void**, void**)>(calls->launch);
   for (; calls->next < calls->num_steps; ++calls->next) {
     const Step& step = calls->steps[calls->next];
-    calls->status =
-        launch(pointer(step.config), pointer(step.function), static_cast<void**>(pointer(step.pointers)), nullptr);
+    void* params = pointer(calls->memory + step.params);
+    calls->status = launch(pointer(calls->memory + step.config), pointer(step.function), &params, nullptr);
     if (calls->status) return calls->status;
   }
   calls->next = 0;

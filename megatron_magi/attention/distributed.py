@@ -14,7 +14,7 @@ from megatron_magi.attention.kinds import Call, Kind
 from megatron_magi.attention.one_launch import OneLaunch, backward_pays, is_alone, pays
 from megatron_magi.attention.runtime import cleared, plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
-from megatron_magi.comm.group_collective import group_cast, group_reduce, make_room
+from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
@@ -112,7 +112,7 @@ def distributed_attention(
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
             with torch.no_grad():
-                out, lse, max_logits = _Forward(q, k, v, sink, call).run()
+                (out, lse, max_logits), _ = _attend(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
 
@@ -160,7 +160,7 @@ def _make_kind(
     return Kind(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
         resolve_impl(config.attend.impl, q, v), options.softmax_scale, options.softcap,
-        options.deterministic, sink_layout, return_max_logits, record, {},
+        options.deterministic, sink_layout, return_max_logits, record, {}, [],
     )  # fmt: skip
 
 
@@ -233,7 +233,13 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
     back = of_gradients if call.record.gradient or call.tail is not None else None
     joined = None if call.one_launch is None else call.one_launch.cast
     casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
-    make_room(casts, of_keys, back, call.group, call.comm_impl)
+    rows = [cast.most for cast in casts if isinstance(cast, GroupCastArgs) and not cast.is_static]
+    most = [max(counts) for counts in zip(*rows, strict=True)] if len(rows) == len(casts) and None not in rows else []
+    room = call.kind.room
+    if most and room and all(count <= known for count, known in zip(most, room, strict=True)):
+        return
+    if make_room(casts, of_keys, back, call.group, call.comm_impl) and most:
+        room[:] = [max(counts) for counts in zip(most, room or most, strict=True)]
 
 
 def _partial_dtype(k: torch.Tensor, call: Call) -> torch.dtype:
@@ -263,11 +269,10 @@ def _agree(
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, sink, call: Call, plan: RankPlan):
-        walk = _Forward(q, k, v, sink, call)
-        out, lse, max_logits = walk.run()
+        (out, lse, max_logits), saved_keys = _attend(q, k, v, sink, call)
         ctx.call, ctx.plan = call, plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sink, out, lse, *walk.saved_keys)
+        ctx.save_for_backward(q, k, v, sink, out, lse, *saved_keys)
         ctx.mark_non_differentiable(lse)
         if max_logits is not None:
             ctx.mark_non_differentiable(max_logits)
@@ -299,6 +304,18 @@ class _DistributedAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, None, None
 
 
+def _attend(q, k, v, sink, call: Call) -> tuple[tuple, Sequence[torch.Tensor]]:
+    """Output, lse and largest logits, and the fetched keys and values that the backward takes."""
+    if call.one_launch is not None:
+        found = call.one_launch.forward(
+            call.group, q, k, v, sink, call.forward_options, call.return_max_logits
+        )  # fmt: skip
+        if found is not None:
+            return found, ()
+    walk = _Forward(q, k, v, sink, call)
+    return walk.run(), walk.saved_keys
+
+
 class _Forward:
     """One forward pass: partial results of the stages are merged into ``out`` and ``lse``."""
 
@@ -312,13 +329,6 @@ class _Forward:
         self.saved_keys: list[torch.Tensor] = []
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if self._call.one_launch is not None:
-            call = self._call
-            done = call.one_launch.forward(
-                call.group, self._q, self._k, self._v, self._sink, call.forward_options, call.return_max_logits
-            )
-            if done is not None:
-                return done
         self._call.know_stages()
         for step in self._schedule.forward:
             if step.kind is StepKind.FETCH:

@@ -29,6 +29,7 @@ class Kind(NamedTuple):
         layouts: of q, k and v.
         made: of earlier masks, by form, stage ("walk": all in one launch), pass and layout: what makes the kernels of
             another mask of that form (`Call.form`). Calls of later masks add to it.
+        room: for how many rows collectives have memory, as `CastFacts.most`; empty where that is not known.
     """
 
     layouts: tuple[Layout, Layout, Layout]
@@ -42,6 +43,7 @@ class Kind(NamedTuple):
     return_max_logits: bool
     record: AttentionCall
     made: dict[tuple, Callable]
+    room: list[int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,14 +18,22 @@ import torch
 from torch import Tensor
 
 from megatron_magi.attention.distributed import make_calls_ready
-from megatron_magi.attention.one_launch import backward_pays, joined_bands, pays
+from megatron_magi.attention.one_launch import backward_pays, is_alone, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
 from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
+from megatron_magi.ops.hopper.gated import MaskNumbers, PassShape
 from megatron_magi.ops.hopper.plan import Ready, mask_facts
-from megatron_magi.ops.hopper.prepare import BackwardUse, MaskTables, facts_meet, make_gated_tables, make_tables
+from megatron_magi.ops.hopper.prepare import (
+    BackwardUse,
+    MaskTables,
+    PassShapes,
+    facts_meet,
+    make_gated_tables,
+    make_tables,
+)
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
@@ -76,6 +84,7 @@ class _PreparedPlan:
         stages: of the bands of each stage, where ``tables`` are of all at once: they are seldom asked for.
         joined: the bands of all at once, if that is prepared.
         num_arrays, num_tile_plans: arrays of all these, and tile plans.
+        numbers: what the mask makes of a forward and of a backward in one launch, where these are known.
     """
 
     plan: RankPlan
@@ -85,6 +94,7 @@ class _PreparedPlan:
     joined: np.ndarray | None = None
     num_arrays: int = 0
     num_tile_plans: int = 0
+    numbers: tuple[MaskNumbers | None, MaskNumbers | None] = (None, None)
 
     def keep(self, tensors: Sequence[Tensor], device: torch.device, ready: Ready | None, plan_bytes: int) -> None:
         """Makes the plan ready to run on ``device``, where its arrays, ``tensors``, are."""
@@ -95,6 +105,7 @@ class _PreparedPlan:
         self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
         if len(casts) > self.plan.degree:
             self.plan.runtime[joined_key(device)] = casts[-1]
+        self.plan.runtime["numbers"] = self.numbers
         joined = () if self.joined is None else (joined_bands(self.plan, self.joined),)
         kept, bands = self.plan.runtime.setdefault("tables", []), self.plan.bands
 
@@ -278,30 +289,50 @@ def _prepare_plan(
     at_once = None
     if one_launch and needs_backward and backward_pays(dims):
         at_once = _backward_use(plan, shape, problems[0], config, True, sums_meet=True)  # which writes dq in its dtype
+    shapes = _pass_shapes(plan, shape, problems[0], config, needs_backward, one_launch)
     for stage, (bands, problem) in enumerate(zip(plan.bands, problems, strict=True)):
         writes_dq = stage == first == 0
         use = _backward_use(plan, shape, problem, config, writes_dq, sums_meet) if needs_backward else None
         if stage == 0 and at_once is not None and not joined_transfer(plan).num_recv:
             use = replace(use, rooms=(*use.rooms, *at_once.rooms))  # as this rank's own keys are all
-        table, made = make_tables(bands, problem, use, config.dispatch.planner, facts[stage])
+        of_own = shapes if stage == 0 and shapes is not None and not shapes.forward.num_arriving else None
+        table, made = make_tables(bands, problem, use, config.dispatch.planner, facts[stage], of_own)
         tables.append(table)
         of_tables += made
     stages = joined = None
+    numbers = tables[0].numbers
     if one_launch:
-        num_arriving = joined_transfer(plan).num_recv
-        problem = problems[0]._replace(num_keys=plan.num_rows + num_arriving)
         joined = joined_bands(plan)
-        table, made = make_gated_tables(
-            joined, problem, num_arriving, shape.num_sms, at_once, config.dispatch.planner
-        )  # fmt: skip
+        table, made = make_gated_tables(joined, shapes, at_once, config.dispatch.planner)
         if table.plans:
             stages, tables, of_tables = _Closed(tuple(tables)), [table], [*made, *of_tables]
+            numbers = table.numbers
         else:
             tables.append(table)
     arrays += of_tables
     num_tile_plans = sum(len(table.plans) for table in (*tables, *(stages.parts if stages else ())))
     num_arrays = len(arrays) - before
-    return _PreparedPlan(plan, tuple(casts), tuple(tables), stages, joined, num_arrays, num_tile_plans)
+    return _PreparedPlan(plan, tuple(casts), tuple(tables), stages, joined, num_arrays, num_tile_plans, numbers)
+
+
+def _pass_shapes(
+    plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, needs_backward: bool, one_launch: bool
+) -> PassShapes | None:
+    """Of passes in one launch each; None where there are none. ``problem``: of this rank's own keys."""
+    dims, attend = (shape.head_dim, shape.head_dim_v), config.attend
+    assert shape.num_sms is not None
+    if not one_launch and not is_alone(plan, dims):
+        return None
+    num_arriving = joined_transfer(plan).num_recv if plan.degree else 0
+    forward_margin, backward_margin = (
+        (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
+    )  # fmt: skip
+    forward = PassShape(
+        problem._replace(num_keys=plan.num_rows + num_arriving), num_arriving, shape.num_sms, forward_margin,
+        _is_deterministic(config),
+    )  # fmt: skip
+    backward = forward._replace(sm_margin=backward_margin) if needs_backward and backward_pays(dims) else None
+    return PassShapes(forward, backward)
 
 
 def _is_deterministic(config: MagiConfig) -> bool:

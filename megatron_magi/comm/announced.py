@@ -1,11 +1,13 @@
 """group_cast for a kernel that waits for rows itself, as they arrive, and group_reduce of what it makes of them.
 
-Both are steps of a list of calls, prepared once and queued by `Native.queue`.
+Both are steps of a list of calls, prepared once and queued by `Native.queue`. What differs in them from transfer to
+transfer are numbers, which the steps name and bring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,11 +15,26 @@ import torch.distributed as dist
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.group_collective import choose_mover
 from megatron_magi.comm.impl.native import Native
-from megatron_magi.comm.peers import MAX_RANKS
-from megatron_magi.comm.row_memory import can_add
-from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.comm.peer_kernels import SHAPES
+from megatron_magi.comm.peer_tables import ROUTE_WORDS
+from megatron_magi.comm.peers import MAX_RANKS, PEERS
+from megatron_magi.comm.row_layout import RowLayout
+from megatron_magi.comm.row_memory import SLOT_ROWS, WIDEST, can_add
+from megatron_magi.comm.slots import sent_shift, slot_row_bytes
+from megatron_magi.cuda.arriving import Arriving, part_rows
+from megatron_magi.cuda.call_list import Field, Place, Step
 from megatron_magi.cuda.layout import Like
+
+_ADD_ROUTE = 2  # of those in `PeerTables.routes`
+_NUM_CHUNKS = 16  # bytes into `PeerTables.counts`, which begin with the number of rows that are fetched
+_MOST_KNOWN = 64
+_OF_PUBLISHING = {0: "published", 1: "published.starts", 2: "published.num_chunks"}
+_OF_READING = {0: "fetch", 1: "fetch.num_rows", 4: "later.part_rows"}
+_OF_ADDING = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts", 4: "sums.sources", 5: "sums.shift"}
+"""Which of the parameters in `peer_kernels.SHAPES` differ with the transfer, and names of these numbers."""
+
+_known: WeakKeyDictionary[Native, dict[tuple, Arriving | Step]] = WeakKeyDictionary()
+"""What was prepared for rows of one form."""
 
 
 def may_announce(num_ranks: int, impl: str) -> bool:
@@ -44,7 +61,18 @@ def announced_cast(
     mover, layout = choose_mover(tensors, args, group, impl)
     if not isinstance(mover, Native):
         return None
-    return mover, mover.arriving(tensors, args, layout, into, sources, places)
+
+    def make() -> Arriving:
+        found = mover.arriving(tensors, args, layout, into, sources, places)
+        publish, read = found.steps
+        steps = _naming(publish, "publish_rows", _OF_PUBLISHING), _naming(read, "pull_bulk", _OF_READING)
+        return found._replace(steps=steps)
+
+    found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
+    publish, read = found.steps
+    return mover, found._replace(
+        tensors=into, steps=(publish._replace(numbers=_published(args)), read._replace(numbers=_read(args)))
+    )
 
 
 @torch.no_grad()
@@ -61,4 +89,57 @@ def returned_sums(
     mover, layout = choose_mover(tensors, args, group, impl, back=True)
     if not isinstance(mover, Native) or not can_add(layout, into):
         return None
-    return mover.adding(tensors, args, layout, into, sources, places)
+
+    def make() -> Step:
+        return _naming(mover.adding(tensors, args, layout, into, sources, places), "exchange", _OF_ADDING)
+
+    found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
+    return found._replace(numbers=_added(args, layout))
+
+
+def _prepared[Made: (Arriving, Step)](
+    mover: Native, layout: RowLayout, tensors: Sequence[Like], places: Sequence[Place], make: Callable[[], Made]
+) -> Made:
+    """What ``make`` makes, once for tensors that differ in addresses, and transfers that differ in numbers, alone."""
+    known = _known.setdefault(mover, {})
+    lie = [(t.dtype, t.stride(), t.data_ptr() % WIDEST) for t in tensors]
+    key = (mover.version(), layout, *places, *lie)
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        found = known[key] = make()
+    return found
+
+
+def _naming(step: Step, kernel: str, names: dict[int, str]) -> Step:
+    """The step, with names of its parameters behind the rows, of 8 bytes each."""
+    rest = PEERS.size + SHAPES[kernel].num_lists * SLOT_ROWS.size
+    return step._replace(fields=tuple(Field(rest + 8 * i, 8, name) for i, name in names.items()))
+
+
+def _published(args: GroupCastArgs) -> dict[str, int]:
+    """Numbers of the kernel that publishes rows."""
+    assert args.peers is not None
+    tables = args.peers
+    found = tables.published.data_ptr(), tables.starts.data_ptr(), tables.counts.data_ptr() + _NUM_CHUNKS
+    return dict(zip(_OF_PUBLISHING.values(), found, strict=True))
+
+
+def _read(args: GroupCastArgs) -> dict[str, int]:
+    """Of the one that reads them."""
+    assert args.peers is not None
+    found = args.peers.fetch.data_ptr(), args.peers.counts.data_ptr(), part_rows(args.num_recv)
+    return dict(zip(_OF_READING.values(), found, strict=True))
+
+
+def _added(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:
+    """Of the one that sends rows back and adds them."""
+    assert args.peers is not None and args.most is not None
+    index, arrivals = args.recv_position, args.arrivals
+    found = (
+        0 if index is None else index.data_ptr(), args.peers.routes.data_ptr() + 8 * ROUTE_WORDS * _ADD_ROUTE,
+        arrivals.rows.data_ptr(), arrivals.starts.data_ptr(), arrivals.sources.data_ptr(),
+        sent_shift(slot_row_bytes(layout), args.most[2]),
+    )  # fmt: skip
+    return dict(zip(_OF_ADDING.values(), found, strict=True))

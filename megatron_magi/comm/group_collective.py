@@ -289,7 +289,7 @@ def group_reduce_lse(
 
 def make_room(
     casts: Sequence[Args], there: RowLayout, back: RowLayout | None, group: dist.ProcessGroup | None, impl: str = "auto"
-) -> None:
+) -> bool:
     """Gets the memory that calls of `group_cast` and `group_reduce` will take, at once and not in their middle.
 
     Collective, as the calls are. Without it memory grows with need, and each time all ranks wait for their GPUs. For
@@ -301,12 +301,16 @@ def make_room(
         there, back: layouts of the rows that are cast, and of those that are reduced; None where none are.
         group, impl: as in `group_cast`.
 
+    Returns:
+        Whether there is such memory for all of them, and so for calls of fewer rows.
+
     Raises:
         ValueError, RuntimeError: as `group_cast`.
     """
     needs = [need for args in casts for need in _needs(args, there, back, group, impl)]
-    for way, layout, count in sorted(needs, key=lambda need: -need[1].row_bytes * (need[2] or 0)):
-        way.mover(layout, count)
+    needs.sort(key=lambda need: -need[1].row_bytes * (need[2] or 0))
+    movers = [way.mover(layout, count) for way, layout, count in needs]  # all are asked
+    return all(isinstance(mover, Native) for mover in movers)
 
 
 def _needs(

@@ -1,6 +1,8 @@
 """Kernels that are queued one after the other, prepared to the addresses of the tensors that they take.
 
 The walk over them is here, and in C++ (csrc/calls), which is taken where it is built and needs less of the host's time.
+All that a list consists of lies in one block of memory, so that one for another mask is a copy in which the numbers of
+that mask are set.
 """
 
 from __future__ import annotations
@@ -8,22 +10,27 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron_magi import compiled
 from megatron_magi.cuda import driver
 from megatron_magi.cuda.driver import Kernel, LaunchConfig
 
-_VERSION = 1
+_VERSION = 2
 """Raised with that of csrc/calls/calls.cpp: a library that was built from other sources is not used."""
 _Int, _Address = ctypes.c_int64, ctypes.c_uint64
+_ALIGNMENT = 64  # of tensor maps
+_GRID = LaunchConfig.grid.offset
 
 
-Place = tuple[str, int]
-"""An address: the name of one that a call gives, and bytes behind it."""
+Place = tuple[str, int | str]
+"""An address: the name of one that a call gives, and bytes behind it, or the name of a number of the mask."""
 
 
 class Patch(NamedTuple):
@@ -37,8 +44,36 @@ class Patch(NamedTuple):
 
     at: int
     slot: str
-    add: int
+    add: int | str
     is_map: bool = False
+
+
+class Field(NamedTuple):
+    """What of a kernel's parameters is a number of the mask.
+
+    Attributes:
+        at: offset in the parameters, bytes.
+        num_bytes: 4 or 8, to a multiple of which it is aligned.
+        name: of the number.
+    """
+
+    at: int
+    num_bytes: int
+    name: str
+
+
+class MapRows(NamedTuple):
+    """A tensor map whose number of rows is a number of the mask.
+
+    Attributes:
+        at: offset in the parameters, bytes.
+        name: of the number.
+        encode: makes the map of so many rows, wherever they lie.
+    """
+
+    at: int
+    name: str
+    encode: Callable[[int], bytes]
 
 
 class Step(NamedTuple):
@@ -48,8 +83,11 @@ class Step(NamedTuple):
         kernel: what runs.
         config: how it is launched.
         params: address of its parameters.
-        memory: what holds them.
+        memory: what holds them, to its end.
         patches: of them.
+        fields, maps: of them, that differ with the mask.
+        grid: name of the number of blocks, if that differs with the mask.
+        numbers: of the mask that it was made for, by these names, if it brings them itself.
     """
 
     kernel: Kernel
@@ -57,6 +95,14 @@ class Step(NamedTuple):
     params: int
     memory: Any
     patches: tuple[Patch, ...]
+    fields: tuple[Field, ...] = ()
+    maps: tuple[MapRows, ...] = ()
+    grid: str | None = None
+    numbers: Mapping[str, int] = MappingProxyType({})
+
+    def overlapping(self) -> Step:
+        """The same, which may start while the kernel before it ends."""
+        return self._replace(config=self.config.copy(self.config.grid[0], overlaps=True))
 
 
 class _Patch(ctypes.Structure):
@@ -66,18 +112,78 @@ class _Patch(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [(name, _Address) for name in ("config", "function", "pointers")]
+    _fields_ = [(name, _Address) for name in ("config", "function", "params")]
 
 
 class _Calls(ctypes.Structure):
     _fields_ = [
-        ("launch", _Address), ("move", _Address), ("patches", _Address), ("steps", _Address), ("slots", _Address),
+        *((name, _Address) for name in ("launch", "move", "memory", "patches", "steps", "slots")),
         *((name, _Int) for name in ("num_patches", "num_steps", "next", "status")),
     ]  # fmt: skip
 
 
+class _Form:
+    """What lists have in common that differ in the numbers of their mask: where everything lies in their memory.
+
+    Attributes:
+        kernels: of the steps.
+        names: of the numbers of the mask, in their order.
+        maps: tensor maps with numbers of rows.
+        patches, steps, slots: where these begin in the memory.
+        num_patches, num_bytes: of the memory.
+        lock: held while kernels are queued.
+        library: in C++, if it is taken.
+    """
+
+    def __init__(self, steps: Sequence[Step], slots: Sequence[str], lock: threading.Lock) -> None:
+        self.kernels, self.lock = [step.kernel for step in steps], lock
+        self.params, self.configs, end = [], [], 0
+        for step in steps:
+            self.params.append(end)
+            end = _aligned(end + _num_bytes(step))
+        for _ in steps:
+            self.configs.append(end)
+            end += ctypes.sizeof(LaunchConfig)
+        self.steps = _aligned(end)
+        self.patches = self.steps + len(steps) * ctypes.sizeof(_Step)
+        self.num_patches = sum(len(step.patches) for step in steps)
+        self.slots = self.patches + self.num_patches * ctypes.sizeof(_Patch)
+        self.num_bytes = self.slots + len(slots) * ctypes.sizeof(_Address)
+        self.pack = struct.Struct(f"{len(slots)}Q").pack_into
+        self.num_slots = len(slots)
+        # A kernel that is timed is launched by Python.
+        self.library = _library() if all(type(kernel) is Kernel for kernel in self.kernels) else None
+        self._place_numbers(steps)
+
+    def _place_numbers(self, steps: Sequence[Step]) -> None:
+        """Notes where numbers of the mask are."""
+        places, self.maps, patch = [], [], self.patches
+        for step, params, config in zip(steps, self.params, self.configs, strict=True):
+            places += [(params + field.at, field.num_bytes, field.name) for field in step.fields]
+            self.maps += [row._replace(at=params + row.at) for row in step.maps]
+            if step.grid is not None:
+                places.append((config + _GRID, 4, step.grid))
+            for one in step.patches:
+                if isinstance(one.add, str):
+                    places.append((patch + _Patch.add.offset, 8, one.add))
+                patch += ctypes.sizeof(_Patch)
+        self.names = tuple(dict.fromkeys(name for *_, name in places))
+        number = {name: i for i, name in enumerate(self.names)}
+        self.wide, self.narrow = (
+            (np.array([at // size for at, n, _ in places if n == size], dtype=np.int64),
+             np.array([number[name] for _, n, name in places if n == size], dtype=np.int64))
+            for size in (8, 4)
+        )  # fmt: skip
+
+    def memory(self) -> np.ndarray:
+        """Memory for a list, aligned, uint8."""
+        memory = np.zeros(self.num_bytes + _ALIGNMENT, dtype=np.uint8)
+        begin = -memory.ctypes.data % _ALIGNMENT
+        return memory[begin : begin + self.num_bytes]
+
+
 class CallList:
-    """Steps in their order, on one stream.
+    """Steps in their order, on one stream. Those that have numbers of a mask are queued once these are set.
 
     Args:
         steps: what is queued.
@@ -87,32 +193,53 @@ class CallList:
     """
 
     def __init__(self, steps: Sequence[Step], slots: Sequence[str], stream: int, lock: threading.Lock) -> None:
-        number, words = {name: i for i, name in enumerate(slots)}, []
-        for step in steps:  # words of patches: far quicker than one structure after the other
+        form = _Form(steps, slots, lock)
+        memory = form.memory()
+        base, number, words = memory.ctypes.data, {name: i for i, name in enumerate(slots)}, []
+        for step, params, config in zip(steps, form.params, form.configs, strict=True):
+            ctypes.memmove(base + params, step.params, _num_bytes(step))
+            ctypes.memmove(base + config, ctypes.addressof(step.config), ctypes.sizeof(LaunchConfig))
+            LaunchConfig.from_address(base + config).stream = stream
             for at, slot, add, is_map in step.patches:
-                words += step.params + at, 0, add, number[slot] | is_map << 32
-        count = len(words) // 4
-        self._steps, self._patches = tuple(steps), (_Patch * count).from_buffer((_Int * len(words))(*words))
-        self._pointers = [(ctypes.c_void_p * 1)(step.params) for step in steps]
-        self._slots, self._lock = (_Address * len(slots))(), lock
-        self._pack = struct.Struct(f"{len(slots)}Q").pack_into
-        for step in steps:
-            step.config.stream = stream
-        # A kernel that is timed is launched by Python.
-        self._library = _library() if all(type(step.kernel) is Kernel for step in steps) else None
-        self._native = None if self._library is None else self._for_library()
+                words += params + at, 0, 0 if isinstance(add, str) else add, number[slot] | is_map << 32
+        memory[form.patches : form.slots] = np.array(words, dtype=np.int64).view(np.uint8)
+        if form.library is not None:
+            rows = zip(form.configs, form.kernels, form.params, strict=True)
+            words = [word for config, kernel, params in rows for word in (config, kernel.handle.value, params)]
+            memory[form.steps : form.patches] = np.array(words, dtype=np.int64).view(np.uint8)
+        self._begin(form, memory, (None,) * len(form.maps))
 
-    def _for_library(self) -> _Calls:
-        rows = [
-            (ctypes.addressof(step.config), step.kernel.handle.value, ctypes.addressof(pointers))
-            for step, pointers in zip(self._steps, self._pointers, strict=True)
-        ]
-        self._rows = (_Step * len(rows))(*rows)
-        return _Calls(
-            *driver.entry_points(),
-            *(ctypes.addressof(array) for array in (self._patches, self._rows, self._slots)),
-            len(self._patches), len(rows),
-        )  # fmt: skip
+    def _begin(self, form: _Form, memory: np.ndarray, rows: tuple[int | None, ...]) -> None:
+        self._form, self._memory, self._rows = form, memory, rows
+        self._base = base = memory.ctypes.data
+        self._native = None
+        if form.library is not None:
+            self._native = _Calls(
+                *driver.entry_points(), base, base + form.patches, base + form.steps, base + form.slots,
+                form.num_patches, len(form.kernels),
+            )  # fmt: skip
+
+    def with_numbers(self, numbers: Mapping[str, int]) -> CallList:
+        """The same for a mask with these numbers; ``numbers``: by the names in the steps, and others."""
+        form, memory = self._form, self._form.memory()
+        with form.lock:
+            memory[:] = self._memory
+        values = np.array([numbers[name] for name in form.names], dtype=np.int64)
+        for (at, number), dtype in ((form.wide, np.int64), (form.narrow, np.int32)):
+            memory.view(dtype)[at] = values[number]
+        rows = tuple(numbers[one.name] for one in form.maps)
+        for one, count, before in zip(form.maps, rows, self._rows, strict=True):
+            if count != before:
+                memory[one.at : one.at + driver.MAP_BYTES] = np.frombuffer(one.encode(count), dtype=np.uint8)
+                self._forget_place(memory, one.at)
+        made = object.__new__(CallList)
+        made._begin(form, memory, rows)
+        return made
+
+    def _forget_place(self, memory: np.ndarray, at: int) -> None:
+        """Where the tensor of a map was."""
+        patches = memory[self._form.patches : self._form.slots].view(np.int64).reshape(-1, 4)
+        patches[patches[:, 0] == at, 1] = 0
 
     def queue(self, *addresses: int) -> None:
         """Queues all kernels; parameters are copied. ``addresses``: one for each slot.
@@ -120,32 +247,46 @@ class CallList:
         Raises:
             RuntimeError: CUDA refuses.
         """
-        with self._lock:
-            self._pack(self._slots, 0, *addresses)
+        form = self._form
+        with form.lock:
+            form.pack(self._memory, form.slots, *addresses)
             if self._native is None:
                 self._walk()
-            elif self._library.magi_calls_queue(self._native):
+            elif form.library.magi_calls_queue(self._native):
                 self._go_on(self._native)
 
     def _go_on(self, native: _Calls) -> None:
         """After a step that was not queued: from there on, in the context that its kernel is loaded into."""
         try:
-            with self._steps[native.next].kernel.where_it_runs(native.status):
-                driver.check(self._library.magi_calls_queue(native), "kernel launch")
+            with self._form.kernels[native.next].where_it_runs(native.status):
+                driver.check(self._form.library.magi_calls_queue(native), "kernel launch")
         finally:
             native.next = 0
 
     def _walk(self) -> None:
         """What csrc/calls does."""
-        for patch in self._patches:
-            address = self._slots[patch.slot] + patch.add
+        form, base = self._form, self._base
+        slots = (_Address * form.num_slots).from_address(base + form.slots)
+        for patch in (_Patch * form.num_patches).from_address(base + form.patches):
+            address = slots[patch.slot] + patch.add
             if not patch.is_map:
-                _Address.from_address(patch.at).value = address
+                _Address.from_address(base + patch.at).value = address
             elif address != patch.last:
-                driver.move_tensor_map(patch.at, address)
+                driver.move_tensor_map(base + patch.at, address)
                 patch.last = address
-        for step, pointers in zip(self._steps, self._pointers, strict=True):
-            step.kernel.launch(ctypes.addressof(step.config), pointers)
+        for kernel, config, params in zip(form.kernels, form.configs, form.params, strict=True):
+            kernel.launch(base + config, (ctypes.c_void_p * 1)(base + params))
+
+
+def _num_bytes(step: Step) -> int:
+    """Of its parameters, and what lies behind them."""
+    if step.memory is None:
+        return 0
+    return ctypes.addressof(step.memory) + ctypes.sizeof(step.memory) - step.params
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @cache

@@ -23,6 +23,8 @@ _MAY_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _STARTED = 12  # CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _PROMOTE_256B = 3
+MAP_BYTES = 128
+"""Of a tensor map."""
 PANEL = 64
 """Columns of a swizzled shared-memory panel of two-byte elements."""
 
@@ -201,7 +203,7 @@ def tensor_map(t: Tensor, box_rows: int, box_heads: int = 1) -> bytes:
     rows, heads, columns = t.shape
     row_stride, head_stride, _ = t.stride()
     size = t.element_size()
-    memory = ctypes.create_string_buffer(128 + 64)
+    memory = ctypes.create_string_buffer(MAP_BYTES + 64)
     at = (ctypes.addressof(memory) + 63) // 64 * 64
     status = _libcuda().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
@@ -219,7 +221,7 @@ def tensor_map(t: Tensor, box_rows: int, box_heads: int = 1) -> bytes:
     )
     if status:
         check(status, f"tensor map of a {rows} x {heads} x {columns} tensor, strides {row_stride}, {head_stride}")
-    return ctypes.string_at(at, 128)
+    return ctypes.string_at(at, MAP_BYTES)
 
 
 def move_tensor_map(at: int, address: int) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_magi.cuda import driver as hopper_driver
-from megatron_magi.cuda.call_list import Patch, Place, Step
-from megatron_magi.cuda.driver import Kernel
+from megatron_magi.cuda.call_list import Field, MapRows, Patch, Place, Step
+from megatron_magi.cuda.driver import MAP_BYTES, Kernel
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 
-_MAP_BYTES = 128
 MAX_LAUNCHES = 1024
 MAX_BYTES = 512 << 20  # of device memory, of the plans that numbers keep
 _launches: LruCache[tuple, Launch] = LruCache(MAX_BYTES, MAX_LAUNCHES)
@@ -90,7 +91,7 @@ class Launch:
 
     def _describe(self, i: int, tensor: Tensor) -> None:
         encoded = hopper_driver.tensor_map(tensor, *self._boxes[i])
-        ctypes.memmove(self._address + i * _MAP_BYTES, encoded, _MAP_BYTES)
+        ctypes.memmove(self._address + i * MAP_BYTES, encoded, MAP_BYTES)
         self._map_rows[i], self._map_addresses[i] = tensor.shape[0], tensor.data_ptr()
 
     def take(self, numbers: Numbers, *mapped: Tensor) -> None:
@@ -109,7 +110,7 @@ class Launch:
         """Sets the addresses of the tensor maps, in their order."""
         for i, address in enumerate(addresses):
             if address != self._map_addresses[i]:
-                hopper_driver.move_tensor_map(self._address + i * _MAP_BYTES, address)
+                hopper_driver.move_tensor_map(self._address + i * MAP_BYTES, address)
                 self._map_addresses[i] = address
 
     def fire(self, stream: int, overlaps: bool = False, num_blocks: int | None = None) -> None:
@@ -127,10 +128,10 @@ class Launch:
         fields: Mapping[str, Place],
         maps: Sequence[Place] = (),
         *,
-        numbers: Numbers | None = None,
-        mapped: Sequence[Tensor] = (),
+        mapped: Sequence[tuple[Layout, str]] = (),
         values: Mapping[str, Any] | None = None,
-        num_blocks: int | None = None,
+        numbers: Mapping[str, str] | None = None,
+        num_blocks: int | str | None = None,
         overlaps: bool = False,
     ) -> Step:
         """The launch with parameters of its own, for a list of calls.
@@ -138,24 +139,49 @@ class Launch:
         Args:
             fields: of the parameters, that are addresses.
             maps: addresses of the tensor maps, in their order.
-            numbers, mapped: as `take` takes them.
-            values: other fields, and what they are.
-            num_blocks, overlaps: as in `fire`.
+            mapped: of the first tensor maps, how the tensors lie, and the name of the mask's number of rows.
+            values: other fields, and what they are, whatever the mask.
+            numbers: other fields, and the names of the mask's numbers that they are; of a struct, FIELD.FIELD.
+            num_blocks: another grid, or the name of the number that it is.
+            overlaps: as in `fire`.
         """
         kind, size = type(self.params), ctypes.sizeof(self.params)
         memory, address = _aligned(size)
+        grid = num_blocks if isinstance(num_blocks, int) else self._config.grid[0]
         with self.lock:
-            if numbers is not None:
-                self.take(numbers, *mapped)
             ctypes.memmove(address, self._address, size)
-            config = self._config.copy(num_blocks or self._config.grid[0], overlaps)
-        if values:
-            params = kind.from_address(address)
-            for name, value in values.items():
-                setattr(params, name, value)
-        patches = [Patch(i * _MAP_BYTES, *place, True) for i, place in enumerate(maps)]
+            config = self._config.copy(grid, overlaps)
+        params = kind.from_buffer(memory, address - ctypes.addressof(memory))
+        for name, value in (values or {}).items():
+            setattr(params, name, value)
+        patches = [Patch(i * MAP_BYTES, *place, True) for i, place in enumerate(maps)]
         patches += [Patch(getattr(kind, name).offset, *place) for name, place in fields.items()]
-        return Step(self._kernel, config, address, memory, tuple(patches))
+        return Step(
+            self._kernel, config, address, params, tuple(patches),
+            tuple(Field(*_where(kind, field), name) for field, name in (numbers or {}).items()),
+            tuple(
+                MapRows(i * MAP_BYTES, name, partial(_encode, layout, tuple(self._boxes[i])))
+                for i, (layout, name) in enumerate(mapped)
+            ),
+            num_blocks if isinstance(num_blocks, str) else None,
+        )  # fmt: skip
+
+
+@cache
+def _where(kind: type[ctypes.Structure], field: str) -> tuple[int, int]:
+    """Offset and bytes of a field, or of FIELD.FIELD."""
+    at = 0
+    *outer, last = field.split(".")
+    for name in outer:
+        at += getattr(kind, name).offset
+        kind = dict(kind._fields_)[name]
+    found = getattr(kind, last)
+    return at + found.offset, found.size
+
+
+def _encode(layout: Layout, box: tuple[int, ...], rows: int) -> bytes:
+    """A `MapRows.encode`."""
+    return hopper_driver.tensor_map(layout.with_rows(rows), *box)
 
 
 def _aligned(size: int) -> tuple[ctypes.Array, int]:

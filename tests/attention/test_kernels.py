@@ -90,15 +90,13 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
             q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
             later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), (), 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
-            gated.forward_step(
-                q, k, v, later, bands, options, out=out, lse=lse, sink_lse=None, max_logits=False, stream=0
-            )  # fmt: skip
+            use, lie = gated.PassUse(options, 0), gated.ForwardTensors(q, k, v, out, lse)
+            gated.forward_step(lie, later, gated.forward_pass(lie, 7, bands, use).form, use, max_logits=False)
             if backward_pays(dims):
-                grads, of_later = [torch.empty_like(t) for t in (q, k, v)], [torch.empty_like(t) for t in later.tensors]
-                gated_backward.backward_steps(
-                    (q, k, v, out), out, lse, later, bands, options, grads=grads, arriving_grads=of_later,
-                    places=(("r", 16), ("r", 24)), scratch=("r", 32), delta=False, sends=True, stream=0,
-                )  # fmt: skip
+                sent = gated_backward.Sent(later, (("r", 16), ("r", 24)), moves=True, returns=True)
+                lie = gated_backward.BackwardTensors((q, k, v, out), out, lse, (q, k, v))
+                known = gated_backward.backward_pass(lie, 7, bands, use)
+                gated_backward.backward_steps(lie, sent, known, use, wants_delta=False)
     gates = {kernel for kernel in needed_kernels(shape, config, 2) if "GATED=1" in kernel[1]}
     assert {kernel for kernel in asked if "GATED=1" in kernel[1]} == gates
     assert asked <= set(needed_kernels(shape, config, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_magi.cuda import call_list, driver
-from megatron_magi.cuda.call_list import CallList, Patch, Step
+from megatron_magi.cuda.call_list import CallList, Field, MapRows, Patch, Step
 from megatron_magi.cuda.driver import Kernel, LaunchConfig
 
 WORDS = 6
@@ -127,3 +128,35 @@ def test_a_kernel_that_is_timed_is_launched_by_python(told):
     calls = CallList([step(1)._replace(kernel=timed), step(2)], (), 0, threading.Lock())
     calls.queue()
     assert launched == ["timed"] and [entry[0] for entry in told.told] == [2]
+
+
+def test_a_copy_has_the_numbers_of_its_mask_and_the_first_those_of_its_own(told):
+    encoded = []
+
+    def encode(rows):
+        encoded.append(rows)
+        return struct.pack("2Q", rows, 0) + bytes(112)
+
+    wide = (ctypes.c_uint64 * 24)(*range(24))
+    kernel = Kernel(ctypes.c_void_p(1), 32, 0, context=1)
+    patches = Patch(64, "a", 0, True), Patch(24, "b", "begin")
+    first = Step(
+        kernel, LaunchConfig(kernel, 5), ctypes.addressof(wide), wide, patches,
+        (Field(16, 8, "tables"), Field(36, 4, "count")), (MapRows(64, "rows", encode),), "grid",
+    )  # fmt: skip
+    calls = CallList([first, step(2)], ("b", "a"), 77, threading.Lock())
+    numbers = {"begin": 8, "tables": 1 << 40, "count": -3, "rows": 6, "grid": 9}
+    one = calls.with_numbers(numbers)
+    one.queue(4096, 512)
+    words = (0, 1, 1 << 40, 4104, 4 | (2**32 - 3) << 32, 5)
+    assert told.told == [("move", 512), (1, 9, 77, 0, words), (2, 2, 77, 0, (20, 21, 22, 23, 24, 25))]
+    told.told.clear()
+    other = one.with_numbers({**numbers, "tables": 3, "grid": 2})
+    other.queue(4096, 512)
+    assert encoded == [6] and told.told[0][:2] == (1, 2), "rows that are the same lie where they lay"
+    told.told.clear()
+    one.with_numbers({**numbers, "rows": 7}).queue(4096, 512)
+    assert encoded == [6, 7] and told.told[0] == ("move", 512), "a map that is made anew lies nowhere"
+    told.told.clear()
+    one.queue(4096, 512)
+    assert told.told[0] == (1, 9, 77, 0, words)

@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -299,7 +299,7 @@ class Native:
 
     def _captures(self) -> bool:
         """Whether a graph captures the current stream of this object's GPU, which need not be the current GPU."""
-        with torch.cuda.device(self._device):
+        with nullcontext() if torch.cuda.current_device() == self._device.index else torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
     def _join(self, current: torch.cuda.Stream) -> None:

@@ -14,29 +14,19 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Place
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
-from megatron_magi.cuda.layout import Layout, Like
+from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
-from megatron_magi.ops.hopper.backward_kernels import (
-    Common,
-    Inputs,
-    StepOptions,
-    Steps,
-    keys_launch,
-    queries_launch,
-    whole_launch,
-)
+from megatron_magi.ops.hopper.backward_kernels import Common, keys_launch, queries_launch, whole_launch
 from megatron_magi.ops.hopper.backward_targets import Targets
 from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, backward_choice, most_split, query_tiles
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
@@ -53,7 +43,7 @@ from megatron_magi.ops.hopper.support import (
     stream_lock,
 )
 from megatron_magi.ops.hopper.tiles import UNIT
-from megatron_magi.ops.operands import BackwardInputs, ForwardOutput, Gradients
+from megatron_magi.ops.operands import BackwardInputs, Gradients
 from megatron_magi.ops.options import AttnOptions
 
 SUMS_ALIGNMENT = 32  # floats: a cache line
@@ -113,24 +103,6 @@ def _layout(stream: int, inputs: BackwardInputs, grads: Gradients) -> tuple:
     return stream, dout.dtype, *[t.stride() for t in (q, k, v, dout, lse, dq, dk, dv)]
 
 
-def backward_steps(
-    inputs: Inputs,
-    output: ForwardOutput,
-    bands: np.ndarray,
-    options: AttnOptions,
-    grads: Gradients,
-    *,
-    wanted: StepOptions,
-    stream: int,
-    remembered: bool = True,
-) -> tuple[_Pass, Steps]:
-    """`backward` and `row_delta` as steps of a list of calls; arguments as of `gated_backward.backward_steps`."""
-    out, lse, _ = output
-    signature = _Signature(BackwardInputs(*inputs, lse, lse.new_empty(lse.shape)), grads, options, stream, out=out)
-    known = _pass_of(signature, bands, remembered)
-    return known, known.steps(inputs, wanted)
-
-
 class SharedSums:
     """Backward passes of the same queries, over keys of their own, that add dq in one place.
 
@@ -157,49 +129,43 @@ class _Signature(NamedTuple):
         options: of the calls.
         stream: raw handle.
         is_shared: dq is added to `SharedSums`.
-        out: likewise, the forward's output: of it the pass computes delta; None where delta is given.
     """
 
     inputs: BackwardInputs
     grads: Gradients
     options: AttnOptions
     stream: int
-    is_shared: bool = False
-    out: Like | None = None
+    is_shared: bool
 
     def key(self, bands: np.ndarray) -> tuple:
         """Of its pass over a mask: all that this depends on but addresses."""
-        inputs, (dq, dk, dv, *adds), options, stream, is_shared, out = self
+        inputs, (dq, dk, dv, *adds), options, stream, is_shared = self
         return (
             hopper_plan.content_digest(bands), dq.device, stream, options, *adds, is_shared,
-            None if out is None else out.stride(),
             *[(t.dtype, t.shape, t.stride()) for t in (*inputs, dq, dk, dv)],
             dq.data_ptr() % 16, dk.data_ptr() % 16, dv.data_ptr() % 16,
         )  # fmt: skip
 
     def without_memory(self) -> _Signature:
         """The same of layouts."""
-        inputs, (dq, dk, dv, *adds), options, stream, is_shared, out = self
-        return _Signature(
-            BackwardInputs(*map(Layout.of, inputs)), Gradients(*map(Layout.of, (dq, dk, dv)), *adds),
-            options, stream, is_shared, out if out is None else Layout.of(out),
-        )  # fmt: skip
+        inputs, (dq, dk, dv, *adds), options, stream, is_shared = self
+        grads = Gradients(*map(Layout.of, (dq, dk, dv)), *adds)
+        return _Signature(BackwardInputs(*map(Layout.of, inputs)), grads, options, stream, is_shared)
 
     def make(self, bands: np.ndarray, num_keys: int) -> _Pass:
-        """The pass over another mask, of so many keys; of a signature without memory, in which delta is given."""
+        """The pass over another mask, of so many keys; of a signature without memory."""
         k, v, dk, dv = (t.with_rows(num_keys) for t in (*self.inputs[1:3], *self.grads[1:3]))
         inputs, grads = self.inputs._replace(k=k, v=v), self.grads._replace(dk=dk, dv=dv)
         return _pass_of(self._replace(inputs=inputs, grads=grads), bands)
 
 
-def _pass_of(signature: _Signature, bands: np.ndarray, remembered: bool = True) -> _Pass:
+def _pass_of(signature: _Signature, bands: np.ndarray) -> _Pass:
     """The pass of a signature over a mask, made unless it is kept."""
     key = signature.key(bands)
     known = _passes.get(key)
     if known is None:
         known = _Pass(signature.without_memory(), bands)
-        if remembered:
-            _passes.put(key, known, known.num_bytes)
+        _passes.put(key, known, known.num_bytes)
     return known
 
 
@@ -300,21 +266,17 @@ class _Pass:
     Attributes:
         num_bytes: of device memory that is kept: the tile plans.
         make: makes one for another mask, over so many keys.
-        num_scratch: bytes of memory that `steps` take, aligned to 128.
-        lists: calls that it is part of, by who makes them; they go with either.
     """
 
     def __init__(self, signature: _Signature, bands: np.ndarray) -> None:
-        (q, k, v, dout, lse, delta), grads, options, stream, _, out = signature
+        (q, k, v, dout, lse, delta), grads, options, stream, _ = signature
         self.make = signature.make
-        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         self._device, self._stream, self._lock = q.device, stream, stream_lock(q.device, stream)
         self._overlaps = may_overlap(options)
         design = _Design.of(signature, bands)
         choice, plan, schedule, targets = design.choice, design.plan, design.schedule, design.targets
         self._targets, self._is_direct, self._is_whole = targets, targets.are_gradients, choice.whole
-        self._scratch, self.num_scratch = design.scratch, 4 * design.scratch.num_floats
-        self._offsets = design.scratch.offsets
+        self._scratch, self._offsets = design.scratch, design.scratch.offsets
         self._num_vectors, self._num_key_vectors = design.scratch.num_sums // 4, design.scratch.num_zeroed // 4
         dq, *of_keys = targets.layouts(grads)
         scale, rows, stats_row = options.softmax_scale, design.rows, design.rows * choice.packed
@@ -323,9 +285,8 @@ class _Pass:
         common = Common((q, k, v, dout), design.problem.dims, stats_row, seen, options, stream)
         mask_numbers = 0 if schedule is None else plan.fields(schedule=schedule).get("numbers", 0)
         self._prepare = stats_launch(
-            lse, delta, rows, choice.packed, choice.adds_dq, design.splits_stats * scale * LOG2_E,
-            of_delta=None if out is None else (dout, out), numbers=mask_numbers,
-        )  # fmt: skip
+            lse, delta, rows, choice.packed, choice.adds_dq, design.splits_stats * scale * LOG2_E, numbers=mask_numbers
+        )
         self._finish_keys = self._finish_dq = self._queries = None
         if schedule is None:
             self._keys, self._keys_numbers = keys_launch(common, plan, design.splits, targets.store_keys, of_keys)
@@ -340,8 +301,7 @@ class _Pass:
                 self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
         self.num_bytes = plan.num_bytes
         if choice.adds_dq:
-            self._of_dq = dq, stats_row // UNIT, q.dtype, scale, targets.store_dq
-            self._finish_dq = finish_dq_launch(*self._of_dq)
+            self._finish_dq = finish_dq_launch(dq, stats_row // UNIT, q.dtype, scale, targets.store_dq)
         else:
             tiling = Tiling(False, q.shape[0], *query_tiles(design.problem, choice.packed))
             plan = hopper_plan.device_plan(bands, tiling, q.device)
@@ -420,44 +380,3 @@ class _Pass:
             memory = torch.empty(self._scratch.own_key_sums, dtype=torch.float32, device=self._device)
             places, key_sums = shared.addresses, memory.data_ptr()
         return memory, (*places, dq if self._scratch.key_sums_in_dq else key_sums)
-
-    def steps(self, inputs: Inputs, wanted: StepOptions) -> Steps:
-        """The kernels, for tensors of the layout, of a pass that computes delta."""
-        assert self._is_direct and self._is_whole
-        (slot, begin), (at_delta, at_sums, at_key_sums) = wanted.scratch, self._offsets
-        stats, minus_delta, sums = (slot, begin), (slot, begin + at_delta), (slot, begin + at_sums)
-        key_sums = ("dq", 0) if self._scratch.key_sums_in_dq else (slot, begin + at_key_sums)
-        of: dict[str, Place] = {name: (name, 0) for name in ("q", "k", "v", "dout", "out", "lse", "delta", "dq")}
-        maps = of["q"], of["k"], of["v"], of["dout"]
-        of_rows, of_keys = {"lse": stats, "delta": minus_delta}, {"dk": ("dk", 0), "dv": ("dv", 0)}
-        overlaps = self._overlaps
-        read = "dout", "out", "lse", *(("delta",) if wanted.delta else ())
-        before = self._prepare.step(
-            {name: of[name] for name in read}
-            | {"lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums},
-            values={"num_sums": self._num_vectors, "num_key_sums": self._num_key_vectors, "beside": wanted.published},
-            overlaps=overlaps,
-        )  # fmt: skip
-        keys = [
-            self._keys.step(
-                {**of_rows, **of_keys, "dq": sums, "key_sums": key_sums}, maps,
-                numbers=self._keys_numbers, mapped=inputs, overlaps=overlaps,
-            )
-        ]  # fmt: skip
-        if self._finish_keys is not None:
-            keys.append(
-                self._finish_keys.step(
-                    {"sums": key_sums, **of_keys}, values={"tiles": self._tiles},
-                    num_blocks=self._finish_keys_blocks, overlaps=overlaps,
-                )
-            )  # fmt: skip
-        if self._finish_dq is not None:
-            finish_dq = finish_dq_launch(*self._of_dq, beside=True) if wanted.sends else self._finish_dq
-            rest = finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=overlaps)
-        else:
-            assert self._queries is not None
-            rest = self._queries.step(
-                {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
-                numbers=self._queries_numbers, mapped=inputs, overlaps=overlaps,
-            )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None and overlaps)

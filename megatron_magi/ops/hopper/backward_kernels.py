@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Place, Step
+from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import Launch, Numbers, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper.choices import WHOLE_TILE
@@ -75,22 +75,6 @@ class Common(NamedTuple):
     options: AttnOptions
     stream: int
     arriving: Sequence[Tensor] = ()
-
-
-class StepOptions(NamedTuple):
-    """What becomes of a backward pass in a list of calls.
-
-    Attributes:
-        scratch: where its memory will be.
-        delta: it is written, too: fp32 ``[num_rows, num_heads]``, contiguous.
-        sends: see `Steps.rest`.
-        published: the first kernel is queued right behind kernels that move keys.
-    """
-
-    scratch: Place
-    delta: bool
-    sends: bool
-    published: bool = False
 
 
 def whole_launch(

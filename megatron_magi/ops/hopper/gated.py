@@ -1,52 +1,141 @@
-"""The forward over own keys and over keys that arrive while it runs, in one launch.
+"""The forward over own keys and over keys that arrive while it runs, if there are any, in one launch.
 
 Arriving keys have numbers of their own behind this rank's, from `first_arriving` on, and lie in tensors of their own.
 The gap keeps tiles from blocks of both.
+
+What a mask makes of a pass is numbers (`MaskNumbers`), which a worker process can find; what else its kernels are told
+depends on how tensors lie. So the steps of a pass name the mask's numbers, and those of one mask serve another one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from torch import Tensor
 
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Step
-from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, prepared
+from megatron_magi.cuda.layout import Like
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import tiles as hopper_tiles
+from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.choices import (
     BackwardChoice,
+    MaskFacts,
     Problem,
     RowTiles,
     forward_tiles,
     heads_together,
     late_blocks,
+    make_problem,
     row_bytes,
 )
-from megatron_magi.ops.hopper.params import GatedForwardParams
-from megatron_magi.ops.hopper.plan import Tiling
-from megatron_magi.ops.hopper.support import (
-    LOG2_E,
-    grid_size,
-    query_box,
-    row_work,
-    seen_rows,
-    sm_count,
-    work_counter,
-)
+from megatron_magi.ops.hopper.params import ForwardParams, GatedForwardParams
+from megatron_magi.ops.hopper.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
+from megatron_magi.ops.hopper.support import LOG2_E, check_support, seen_rows, sm_count, work_counter
 from megatron_magi.ops.options import AttnOptions
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _seen: FrozenMemo[tuple[int, int, int, int, int]] = FrozenMemo()
+
+
+class PassShape(NamedTuple):
+    """What a pass depends on beside the mask, and how tensors lie.
+
+    Attributes:
+        problem: its keys are own ones and those that arrive.
+        num_arriving: of these.
+        num_sms: streaming multiprocessors of the GPU.
+        sm_margin: those that it leaves to others.
+        deterministic: bitwise repeatable results.
+    """
+
+    problem: Problem
+    num_arriving: int
+    num_sms: int
+    sm_margin: int
+    deterministic: bool
+
+    @property
+    def num_own(self) -> int:
+        """Keys that are there when it begins."""
+        return self.problem.num_keys - self.num_arriving
+
+    def grid(self, num_items: int) -> int:
+        """Blocks of a kernel that deals items to itself."""
+        return max(1, min(num_items, self.num_sms - self.sm_margin))
+
+
+class ForwardForm(NamedTuple):
+    """What the steps of a forward are chosen by.
+
+    Attributes:
+        tiles: of queries.
+        arrives: keys do.
+    """
+
+    tiles: RowTiles
+    arrives: bool
+
+
+@dataclass(frozen=True, eq=False)
+class MaskNumbers:
+    """What a mask makes of a pass. Nothing of it is on a device.
+
+    Attributes:
+        shape: of the pass.
+        form: what its steps are chosen by: a `ForwardForm` or `gated_backward.BackwardForm`.
+        numbers: those among the parameters of the kernels, by name.
+        tilings: whose tables kernels read, by the begin of the names of their addresses.
+        schedule: of the kernel for dk and dv, whose tables are the first ones; None in a forward.
+    """
+
+    shape: PassShape
+    form: Any
+    numbers: Mapping[str, int]
+    tilings: Mapping[str, Tiling]
+    schedule: ScheduleKey | None = None
+
+
+class PassUse(NamedTuple):
+    """How a pass is queued.
+
+    Attributes:
+        options: of the call.
+        stream: raw handle.
+        remembered: other plans of its mask find it, and it keeps its tables until it is forgotten.
+    """
+
+    options: AttnOptions
+    stream: int
+    remembered: bool = True
+
+
+class ForwardTensors(NamedTuple):
+    """How the tensors of a forward lie.
+
+    Attributes:
+        q, k, v: as TMA can read them.
+        out: in the dtype of q, contiguous.
+        lse: fp32 ``[num_rows, num_heads]``.
+        sink_lse: likewise, or None.
+    """
+
+    q: Like
+    k: Like
+    v: Like
+    out: Like
+    lse: Like
+    sink_lse: Like | None = None
 
 
 def first_arriving(num_keys: int) -> int:
@@ -92,58 +181,108 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
     return Tiling(True, first + num_arriving, choice.shape, choice.packed, arriving)
 
 
-def forward_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    arriving: Arriving,
-    bands: np.ndarray,
-    options: AttnOptions,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    sink_lse: Tensor | None,
-    max_logits: bool,
-    stream: int,
-    remembered: bool = True,
-) -> tuple[Pass, Step]:
-    """The kernel that writes attention, to be queued right behind those that bring the arriving keys.
+def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str, int]:
+    """Rows of tensors up to the last that a mask lets see or be seen, by name."""
+    row, own, later = *seen_rows(bands), 0
+    if num_arriving:
+        row, own, _, later, _ = seen_rows_and_keys(bands, first_arriving(num_own))
+    return {"seen.rows": row, "seen.keys": own, "seen.later": later}
 
-    It takes the addresses ``q``, ``k``, ``v``, ``out``, ``lse``, ``sink`` and ``max_logits``, the last two where there
-    are any, and those of the arriving keys.
+
+def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
+    """Parameters of a kernel whose tiles are rows, by their names behind ``name``: see `support.row_work`."""
+    problem = shape.problem
+    of_row = row_bytes(problem)
+    packs = problem.num_heads // plan.packed
+    group = packs // problem.num_heads_kv
+    together = heads_together(problem.num_keys, problem.num_heads_kv, of_row)
+    return {
+        f"{name}.step": plan.step, f"{name}.num_tiles": plan.num_tiles, f"{name}.num_heads": packs,
+        f"{name}.group": group, f"{name}.head_section": together * group,
+        f"{name}.log2_packed": plan.packed.bit_length() - 1,
+        f"{name}.long_blocks": -(-tuning.L2_BYTES // (block * of_row)),
+        f"{name}.grid": shape.grid(plan.num_tiles * packs),
+    }  # fmt: skip
+
+
+TABLES = ("tiles", "passes", "bounds", "step")
+ROW_WORK = ("num_tiles", "num_heads", "group", "head_section", "log2_packed", "long_blocks")
+GATE = {"gate.num_rows": "later.num_rows", "gate.part_rows": "later.part_rows"}
+"""Parameters that are numbers of the mask: of all kernels over tiles, of those over rows, of those that wait."""
+
+
+def forward_numbers(
+    facts: MaskFacts, seen: Mapping[str, int], shape: PassShape, plan_of: Callable[[Tiling], HostPlan]
+) -> MaskNumbers:
+    """What a mask makes of a forward.
 
     Args:
-        q, k, v: tensors that TMA can read (`support.loadable`), like those of the calls.
-        arriving: keys and values, at least one row.
-        bands: the mask, over keys numbered as above.
-        options: of the call.
-        out: likewise, in the dtype of q, contiguous; ``lse`` in fp32.
-        sink_lse: likewise, fp32 ``[num_rows, num_heads]``, or None.
-        max_logits: fp32 ``[num_heads]``, -inf, is updated.
-        stream: raw handle.
-        remembered: other plans of this mask find the pass, which keeps its tables until it is forgotten.
+        facts: of the mask.
+        seen: its `seen_numbers`.
+        shape: of the pass.
+        plan_of: tables of the mask's tiles.
+    """
+    problem, tiles = shape.problem, forward_tiles(facts, shape.problem)
+    if shape.num_arriving:
+        tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
+    else:
+        tiling = Tiling(False, problem.num_rows, *tiles)
+    numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiles.shape[1])}
+    return MaskNumbers(shape, ForwardForm(tiles, shape.num_arriving > 0), numbers, {"rows": tiling})
 
-    Returns:
-        The step, and what keeps the tables it reads.
+
+def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, num_sms: int) -> PassShape:
+    """Shape of a pass over q, k, v and keys that arrive, on a GPU of so many streaming multiprocessors."""
+    q, k, v, *_ = inputs
+    dims = q.shape[2], v.shape[2]
+    problem = make_problem(q.shape[0], k.shape[0] + num_arriving, q.shape[1], k.shape[1], dims)
+    return PassShape(problem, num_arriving, num_sms, options.sm_margin, options.deterministic)
+
+
+class Pass:
+    """What of a mask the kernels of a pass take, its tables in device memory.
+
+    Attributes:
+        form: see `MaskNumbers`.
+        numbers: with the addresses of tables.
+        plans: these tables, by the begin of the names of their addresses.
+        num_bytes: of device memory that is kept.
+        lists: calls that it is part of, by who makes them; they go with either.
     """
 
-    def make() -> Pass:
-        return Pass(q, k, v, arriving, bands, options, out, lse, sink_lse, stream)
+    def __init__(self, of_mask: MaskNumbers, bands: np.ndarray, q: Like, stream: int) -> None:
+        self.form, self.numbers = of_mask.form, dict(of_mask.numbers)
+        self.plans = {name: hopper_plan.device_plan(bands, t, q.device) for name, t in of_mask.tilings.items()}
+        self.num_bytes = sum(plan.num_bytes for plan in self.plans.values())
+        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
+        self.schedule = None
+        if of_mask.schedule is not None:
+            first = next(iter(self.plans))
+            self.schedule = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule)
+            self.numbers[f"{first}.items"] = self.schedule.items.data_ptr()
+        for name, plan in self.plans.items():
+            if not _is_of_stream(plan, stream):
+                plan.hold_for_stream()
+            begin, offsets = plan.memory.data_ptr(), plan.host.offsets
+            for table, offset in zip(TABLES, offsets, strict=False):
+                self.numbers[f"{name}.{table}"] = begin + offset
 
-    def key() -> tuple:
-        return (
-            hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
-            len(arriving.tensors[0]), stream, q.stride(), k.stride(), v.stride(),
-            None if sink_lse is None else sink_lse.stride(),
-        )  # fmt: skip
 
-    known = known_pass(_passes, key, make) if remembered else make()
-    return known, known.step((q, k, v), arriving, sink_lse is not None, max_logits)
+def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
+    """Whether what is queued on a stream finds the tables there, as they were copied on it."""
+    copies = [plan.ready, *(schedule.ready for schedule in tuple(plan.schedules.values()))]
+    return all(ready is not None and ready.stream == stream for ready in copies)
 
 
-def known_pass[P: Any](passes: LruCache[tuple, P], key: Callable[[], tuple], make: Callable[[], P]) -> P:
-    """The pass that is remembered under a key, made when it is first asked for."""
-    name = key()
+def known_pass(
+    passes: LruCache[tuple, Pass], tensors: tuple[Like | None, ...], of_arriving: tuple, bands: np.ndarray,
+    use: PassUse, make: Callable[[], Pass],
+) -> Pass:  # fmt: skip
+    """The pass over tensors that lie so, if it is remembered; made when it is first asked for."""
+    if not use.remembered:
+        return make()
+    lie = [None if t is None else (t.dtype, tuple(t.shape), t.stride()) for t in tensors]
+    name = (hopper_plan.content_digest(bands), tensors[0].device, use.options, use.stream, *of_arriving, *lie)
     known = passes.get(name)
     if known is None:
         known = make()
@@ -151,62 +290,100 @@ def known_pass[P: Any](passes: LruCache[tuple, P], key: Callable[[], tuple], mak
     return known
 
 
-class Pass:
-    """A kernel over tensors of one layout, for one mask, on one stream.
+def forward_pass(
+    tensors: ForwardTensors, num_arriving: int, bands: np.ndarray, use: PassUse, known: MaskNumbers | None = None
+) -> Pass:
+    """What of a mask a forward takes.
 
-    Attributes:
-        num_bytes: of device memory that is kept: the tile plan.
-        lists: calls that it is part of, by who makes them; they go with either.
+    Args:
+        tensors: like those of the calls.
+        num_arriving: keys that arrive.
+        bands: the mask, over keys numbered as above.
+        use: how it is queued.
+        known: the mask's numbers, if they were found for such a pass.
+
+    Raises:
+        ValueError: the device, dtype or head dims are not supported.
     """
+    q, _, v, *_ = tensors
+    check_support(q, (q.shape[2], v.shape[2]))
 
-    def __init__(self, q, k, v, arriving: Arriving, bands, options, out, lse, sink_lse, stream: int) -> None:
-        dims, num_rows, num_heads = (q.shape[2], v.shape[2]), *q.shape[:2]
-        num_arriving = arriving.tensors[0].shape[0]
-        problem = Problem(num_rows, k.shape[0] + num_arriving, num_heads, k.shape[1], dims, dims)
-        processors = sm_count(q.device)
-        tiles = forward_tiles(hopper_plan.mask_facts(bands), problem)
-        tiling = row_tiling(problem, tiles, num_arriving, processors)
-        tile, packed = tiling.shape, tiling.packed
-        plan = hopper_plan.device_plan(bands, tiling, q.device)
-        work = row_work(plan, num_heads, tile[1], k, v, num_arriving)
-        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
-        self.num_bytes, self._first = plan.num_bytes, first_arriving(k.shape[0])
-        self._numbers = Numbers(
-            plan, grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin),
-            seen_rows_and_keys(bands, self._first),
-            tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles,
-            **work,
+    def make() -> Pass:
+        shape, found = shape_of(tensors, num_arriving, use.options, sm_count(q.device)), known
+        if found is None or found.shape != shape:
+            seen = seen_numbers(bands, shape.num_own, num_arriving)
+            found = forward_numbers(
+                hopper_plan.mask_facts(bands), seen, shape, lambda t: hopper_plan.device_plan(bands, t, q.device).host
+            )
+        return Pass(found, bands, q, use.stream)
+
+    return known_pass(_passes, tensors, (num_arriving,), bands, use, make)
+
+
+def forward_step(
+    tensors: ForwardTensors, arriving: Arriving, form: ForwardForm, use: PassUse, max_logits: bool
+) -> Step:
+    """The kernel that writes attention, to be queued right behind those that bring the arriving keys.
+
+    It takes the addresses ``q``, ``k``, ``v``, ``out``, ``lse``, ``sink`` and ``max_logits``, the last two where there
+    are any, those of the arriving keys, and the numbers of a mask.
+
+    Args:
+        tensors: like those of the calls.
+        arriving: keys and values, at least one row; how many is a number of the mask.
+        form: `Pass.form` of the masks that it serves.
+        use: how it is queued.
+        max_logits: fp32 ``[num_heads]``, -inf, is updated.
+    """
+    return _forward_step(tensors, arriving, form, use, max_logits)
+
+
+def own_forward_step(tensors: ForwardTensors, form: ForwardForm, use: PassUse, max_logits: bool) -> Step:
+    """The same over own keys alone."""
+    return _forward_step(tensors, None, form, use, max_logits)
+
+
+def _forward_step(
+    tensors: ForwardTensors, arriving: Arriving | None, form: ForwardForm, use: PassUse, max_logits: bool
+) -> Step:
+    q, k, v, *_ = tensors
+    fields, numbers = {"out": ("out", 0), "lse": ("lse", 0)}, {n: f"rows.{n}" for n in (*TABLES, *ROW_WORK)}
+    if tensors.sink_lse is not None:
+        fields["sink_lse"] = ("sink", 0)
+    if max_logits:
+        fields["max_logits"] = ("max_logits", 0)
+    places, later, values = (), (), {}
+    if arriving is not None:
+        places, later = arriving.places, tuple((t, "seen.later") for t in arriving.tensors)
+        values, numbers = {"gate": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
+    return _forward_launch(tensors, later, form, use).step(
+        fields, (("q", 0), ("k", 0), ("v", 0), *places, ("out", 0)),
+        mapped=((q, "seen.rows"), (k, "seen.keys"), (v, "seen.keys"), *later), values=values, numbers=numbers,
+        num_blocks="rows.grid", overlaps=arriving is not None and arriving.overlaps,
+    )  # fmt: skip
+
+
+def _forward_launch(tensors: ForwardTensors, later: tuple, form: ForwardForm, use: PassUse) -> Launch:
+    """The kernel of a form; ``later``: keys and values that arrive."""
+    (q, k, v, out, lse, sink_lse), (tile, packed), options = tensors, form.tiles, use.options
+
+    def make() -> Launch:
+        softcap, scale = options.softcap, options.softmax_scale
+        params = (GatedForwardParams if later else ForwardParams)(
+            counter=work_counter(q.device, use.stream).data_ptr(),
+            out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
+            logit_scale=softcap or scale,
+            scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
         )  # fmt: skip
+        if sink_lse is not None:
+            params.sink_row, params.sink_head = sink_lse.stride()
+        dims = q.shape[2], v.shape[2]
+        kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, gated=bool(later))
+        keys = ((t, tile[1]) for t in (k, v, *(t for t, _ in later)))
+        return Launch(kernel, 1, params, ((q, 64 // packed, packed), *keys, (out, 16 // packed, packed)))
 
-        def make() -> Launch:
-            softcap, scale = options.softcap, options.softmax_scale
-            params = GatedForwardParams(
-                counter=work_counter(q.device, stream).data_ptr(),
-                out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-                logit_scale=softcap or scale,
-                scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-            )  # fmt: skip
-            if sink_lse is not None:
-                params.sink_row, params.sink_head = sink_lse.stride()
-            kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, gated=True)
-            keys = ((t, tile[1]) for t in (k, v, *arriving.tensors))
-            return Launch(kernel, 1, params, (query_box(q, 64, plan), *keys, query_box(out, 16, plan)))
-
-        key = (
-            "gated forward", q.device, stream, q.dtype, options, tile, packed, q.shape, k.shape[1:], v.shape[1:],
-            q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),
-        )  # fmt: skip
-        self._launch = prepared(key, make)
-
-    def step(self, qkv: tuple[Tensor, Tensor, Tensor], arriving: Arriving, has_sink: bool, max_logits: bool) -> Step:
-        """The kernel, for tensors of the layout."""
-        fields = {"out": ("out", 0), "lse": ("lse", 0)}
-        if has_sink:
-            fields["sink_lse"] = ("sink", 0)
-        if max_logits:
-            fields["max_logits"] = ("max_logits", 0)
-        return self._launch.step(
-            fields, (("q", 0), ("k", 0), ("v", 0), *arriving.places, ("out", 0)),
-            numbers=self._numbers, mapped=(*qkv, *arriving.tensors),
-            values={"gate": arriving.gate(self._first)}, overlaps=arriving.overlaps,
-        )  # fmt: skip
+    key = (
+        "gated forward", bool(later), q.device, use.stream, q.dtype, options, form.tiles, q.shape, k.shape[1:],
+        v.shape[1:], q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),
+    )  # fmt: skip
+    return prepared(key, make)

@@ -1,20 +1,21 @@
-"""The backward over own keys and over keys that arrive while it runs, at once: what `backward` is to stages.
+"""The backward over own keys and over keys that arrive while it runs, if there are any, at once: what `backward` is to
+stages.
 
-For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are numbered as in `gated`.
+For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are numbered as in `gated`, and what a mask
+makes of a pass is numbers, as there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from megatron_magi.cuda.arriving import Arriving
-from megatron_magi.cuda.call_list import Place
+from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
+from megatron_magi.cuda.layout import Like
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
@@ -22,166 +23,306 @@ from megatron_magi.ops.hopper.backward import SUMS_ALIGNMENT
 from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
 from megatron_magi.ops.hopper.backward_kernels import Common, Inputs, Steps, queries_launch, whole_launch
 from megatron_magi.ops.hopper.backward_targets import STORE_FLOAT, STORE_HALF
-from megatron_magi.ops.hopper.choices import Problem, backward_choice, most_split_at_once, query_tiles
-from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, known_pass, row_tiling, seen_rows_and_keys
+from megatron_magi.ops.hopper.choices import (
+    BackwardChoice,
+    MaskFacts,
+    backward_choice,
+    most_split,
+    most_split_at_once,
+    query_tiles,
+)
+from megatron_magi.ops.hopper.gated import (
+    GATE,
+    ROW_WORK,
+    TABLES,
+    MaskNumbers,
+    Pass,
+    PassShape,
+    PassUse,
+    first_arriving,
+    key_tiling,
+    known_pass,
+    row_numbers,
+    row_tiling,
+    seen_numbers,
+    shape_of,
+)
+from megatron_magi.ops.hopper.plan import HostPlan, ScheduleKey, Tiling
 from megatron_magi.ops.hopper.support import LOG2_E, may_overlap, sm_count
 from megatron_magi.ops.hopper.tiles import UNIT
-from megatron_magi.ops.options import AttnOptions
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
-def backward_steps(
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    arriving: Arriving,
-    bands: np.ndarray,
-    options: AttnOptions,
-    *,
-    grads: tuple[Tensor, Tensor, Tensor],
-    arriving_grads: tuple[Tensor, Tensor],
-    places: tuple[Place, Place],
-    scratch: Place,
-    delta: bool,
-    sends: bool,
-    stream: int,
-    remembered: bool = True,
-) -> tuple[Pass, Steps]:
-    """The kernels that write all gradients; the first is queued right behind those that bring keys.
-
-    They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, and ``delta`` where
-    it is wanted.
-
-    Args:
-        inputs: q, k, v, dout in one dtype, as TMA can read them, like those of the calls.
-        out: the output, and fp32 ``[num_rows, num_heads]`` ``lse``, likewise.
-        arriving: keys and values, at least one row.
-        bands: the mask, over keys numbered as in `gated`.
-        options: of the call.
-        grads: likewise: dq in the dtype of q; dk and dv of own keys in it or in fp32; contiguous.
-        arriving_grads: likewise, dk and dv of the others; ``places``: where they will be.
-        scratch: where `Pass.num_scratch` bytes will be.
-        delta: fp32 ``[num_rows, num_heads]``, contiguous, is written, too.
-        sends: see `Steps.rest`.
-        stream: raw handle.
-        remembered: as in `gated.forward_step`.
-    """
-    q, k, v, _ = inputs
-
-    def make() -> Pass:
-        return Pass(inputs, out, lse, arriving.tensors, bands, options, grads, arriving_grads, stream)
-
-    def key() -> tuple:
-        return (
-            hopper_plan.content_digest(bands), q.device, q.dtype, options, q.shape, k.shape, v.shape,
-            len(arriving.tensors[0]), grads[1].dtype, arriving_grads[0].dtype, stream, out.stride(), lse.stride(),
-            *(t.stride() for t in inputs),
-        )  # fmt: skip
-
-    known = known_pass(_passes, key, make) if remembered else make()
-    return known, known.steps(inputs, arriving, places, scratch, delta, sends)
-
-
-class Pass:
-    """The kernels over tensors of one layout, for one mask, on one stream.
+class BackwardForm(NamedTuple):
+    """What the steps of a backward are chosen by.
 
     Attributes:
-        num_bytes: of device memory that is kept: the tile plans.
-        num_scratch: bytes of memory that a call takes, aligned to 128.
-        lists: as in `gated.Pass`.
+        choice: of kernels.
+        arrives: keys do.
+        splits: query heads of some tiles of keys are split, so that a kernel finishes their dk and dv.
+        sums_in_dq: what that one reads lies in dq until dq is written.
     """
 
-    def __init__(self, inputs, out, lse, keys: Sequence[Tensor], bands, options, grads, later, stream: int) -> None:
-        q, k, v, dout = inputs
-        (dq, dk, dv), (num_rows, num_heads, dim), device = grads, q.shape, q.device
-        num_arriving, num_sms = len(keys[0]), max(1, sm_count(device) - options.sm_margin)
-        dims = dim, v.shape[2]
-        problem = Problem(num_rows, len(k) + num_arriving, num_heads, k.shape[1], dims, dims)
-        choice = backward_choice(hopper_plan.mask_facts(bands), problem, options.deterministic)
-        assert choice.whole
-        group = problem.group // choice.packed
-        plan = hopper_plan.device_plan(bands, key_tiling(problem, choice, num_arriving, num_sms), device)
-        self._first, self._overlaps, self.num_bytes = first_arriving(len(k)), may_overlap(options), plan.num_bytes
-        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
-        rows = padded(num_rows, choice.shape[1])
-        delta, scale = lse.new_empty(lse.shape), options.softmax_scale * LOG2_E
-        is_split = hopper_kernels.splits_stats(q.dtype, problem.dims, options.softcap > 0, choice.adds_dq)
-        self._stats = stats_launch(
-            lse, delta, rows, choice.packed, choice.adds_dq, scale if is_split else 0.0, of_delta=(dout, out)
-        )  # fmt: skip
-        num_stats = rows * choice.packed
-        self._num_stats = -(-num_heads * rows * (1 + is_split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
-        self._num_sums = num_heads * rows * dim if choice.adds_dq else 0
-        # Sums of dk and dv lie in dq until it is written, if there is room.
-        room = dq.numel() * dq.element_size()
-        most = most_split_at_once(choice, problem, room)
-        schedule = hopper_plan.schedule_of(plan, k.shape[1], group, num_sms, most, problem.is_narrow)
-        self._num_key_sums = 2 * schedule.num_split * choice.shape[0] * k.shape[1] * dim
-        self._in_dq = self._num_key_sums * 4 <= room
-        self._store = STORE_HALF if later[0].dtype == q.dtype else STORE_FLOAT
-        store = STORE_HALF if dk.dtype == q.dtype else STORE_FLOAT
-        of_inputs = seen_rows_and_keys(bands, first_arriving(len(k)))
-        seen = *of_inputs, of_inputs[0]
-        common = Common(inputs, problem.dims, num_stats, seen, options, stream, keys)
-        self._keys, self._keys_numbers = whole_launch(common, choice.adds_dq, plan, schedule, store, (dk, dv))
-        self._finish_keys = self._finish_dq = self._queries = None
-        if schedule.num_split:
-            self._finish_keys = finish_keys_launch(dk, dv, q.dtype, options.softmax_scale, store, gated=True)
-            self._tiles, self._finish_keys_blocks = plan.tiles, 4 * schedule.num_split * k.shape[1]
-        if choice.adds_dq:
-            self._finish_dq = finish_dq_launch(
-                dq, num_stats // UNIT, q.dtype, options.softmax_scale, STORE_HALF, beside=True
-            )  # fmt: skip
-        else:
-            tiles = query_tiles(problem, choice.packed)
-            rows_plan = hopper_plan.device_plan(
-                bands, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0), device
-            )
-            self._queries, self._queries_numbers = queries_launch(common, rows_plan, STORE_HALF, dq)
-            self.num_bytes += rows_plan.num_bytes
-        self.num_scratch = 4 * (2 * self._num_stats + self._num_sums + (0 if self._in_dq else self._num_key_sums))
+    choice: BackwardChoice
+    arrives: bool
+    splits: bool
+    sums_in_dq: bool
 
-    def steps(
-        self, inputs, arriving: Arriving, places: tuple[Place, Place], scratch: Place, delta: bool, sends: bool
-    ) -> Steps:
-        """The kernels, for tensors of the layout."""
-        q, k, v, dout = inputs
-        mapped, gate = (q, k, v, *arriving.tensors, dout), arriving.gate(self._first)
-        (slot, begin), of = scratch, {name: (name, 0) for name in ("dout", "out", "lse", "delta", "dq", "dk", "dv")}
-        stats, minus_delta = (slot, begin), (slot, begin + 4 * self._num_stats)
-        sums = slot, begin + 8 * self._num_stats
-        key_sums = of["dq"] if self._in_dq else (slot, sums[1] + 4 * self._num_sums)
-        maps = (("q", 0), ("k", 0), ("v", 0), *arriving.places, of["dout"])
-        of_rows = {"lse": stats, "delta": minus_delta}
-        of_keys = {"dk": of["dk"], "dv": of["dv"], "dk_remote": places[0], "dv_remote": places[1]}
-        gated = {"store_remote": self._store, "gate": gate}
-        before = self._stats.step(
+
+class BackwardTensors(NamedTuple):
+    """How the tensors of a backward lie.
+
+    Attributes:
+        inputs: q, k, v, dout in one dtype, as TMA can read them.
+        out: the output.
+        lse: fp32 ``[num_rows, num_heads]``.
+        grads: dq in the dtype of q; dk and dv in it or in fp32, as those of keys that arrive; contiguous.
+    """
+
+    inputs: Inputs
+    out: Like
+    lse: Like
+    grads: tuple[Like, Like, Like]
+
+
+class Sent(NamedTuple):
+    """What is queued around a backward, of ranks that fetch keys.
+
+    Attributes:
+        arriving: what brings keys, at least one row; None where none come.
+        places: where dk and dv of these will be.
+        moves: something that moves keys is queued right before.
+        returns: something that sends ``places`` comes between `Steps.keys` and `Steps.rest`.
+    """
+
+    arriving: Arriving | None
+    places: tuple[Place, Place]
+    moves: bool
+    returns: bool
+
+
+def backward_numbers(
+    facts: MaskFacts,
+    seen: Mapping[str, int],
+    shape: PassShape,
+    plan_of: Callable[[Tiling], HostPlan],
+    schedule_of: Callable[[Tiling, ScheduleKey], tuple[int, int]],
+) -> MaskNumbers:
+    """What a mask makes of a backward; arguments as in `gated.forward_numbers`.
+
+    ``schedule_of``: the number of items of a schedule, and of tiles whose heads are split.
+    """
+    problem, num_arriving = shape.problem, shape.num_arriving
+    num_sms = max(1, shape.num_sms - shape.sm_margin)
+    choice = backward_choice(facts, problem, shape.deterministic)
+    assert choice.whole
+    # Sums of dk and dv lie in dq until it is written, if there is room.
+    room = 2 * problem.num_rows * problem.num_heads * problem.dims[0]
+    if num_arriving:
+        tiling, most = key_tiling(problem, choice, num_arriving, num_sms), most_split_at_once(choice, problem, room)
+    else:
+        tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
+        most = most_split(choice, problem, room)
+    plan, group = plan_of(tiling), problem.group // choice.packed
+    key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, num_sms, most, problem.is_narrow)
+    num_items, num_split = schedule_of(tiling, key)
+    key_sums = 2 * num_split * choice.shape[0] * problem.num_heads_kv * problem.dims[0]
+    numbers = {
+        **seen, "keys.step": plan.step, "keys.num_items": num_items, "keys.heads_inner": int(plan.heads_inner),
+        "keys.grid": shape.grid(num_items), "key_sums": key_sums, "key_sums.vectors": key_sums // 4,
+        "finish_keys.grid": 4 * num_split * problem.num_heads_kv,
+    }  # fmt: skip
+    tilings = {"keys": tiling}
+    if not choice.adds_dq:
+        tiles = query_tiles(problem, choice.packed)
+        if num_arriving:
+            tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
+        else:
+            tilings["queries"] = Tiling(False, problem.num_rows, *tiles)
+        numbers |= row_numbers("queries", plan_of(tilings["queries"]), shape, tiles.shape[1])
+    form = BackwardForm(choice, num_arriving > 0, num_split > 0, 4 * key_sums <= room)
+    return MaskNumbers(shape, form, numbers, tilings, key)
+
+
+def backward_pass(
+    tensors: BackwardTensors, num_arriving: int, bands: np.ndarray, use: PassUse, known: MaskNumbers | None = None
+) -> Pass:
+    """What of a mask a backward takes; arguments as of `gated.forward_pass`."""
+    q = tensors.inputs[0]
+
+    def make() -> Pass:
+        shape, found = shape_of(tensors.inputs, num_arriving, use.options, sm_count(q.device)), known
+        if found is None or found.shape != shape:
+
+            def plan_of(tiling: Tiling) -> hopper_plan.DevicePlan:
+                return hopper_plan.device_plan(bands, tiling, q.device)
+
+            def schedule_of(tiling: Tiling, key: ScheduleKey) -> tuple[int, int]:
+                made = hopper_plan.schedule_of(plan_of(tiling), *key)
+                return len(made.items), made.num_split
+
+            seen = seen_numbers(bands, shape.num_own, num_arriving)
+            facts = hopper_plan.mask_facts(bands)
+            found = backward_numbers(facts, seen, shape, lambda tiling: plan_of(tiling).host, schedule_of)
+        return Pass(found, bands, q, use.stream)
+
+    of_grads = num_arriving, tensors.grads[1].dtype, tensors.out.stride(), tensors.lse.stride()
+    return known_pass(_passes, tensors.inputs, of_grads, bands, use, make)
+
+
+class _Sizes(NamedTuple):
+    """Of what a backward keeps in memory.
+
+    Attributes:
+        rows: those of statistics, with their padding.
+        stats: numbers of one of both statistics, of all heads.
+        sums: of dq.
+        splits_stats: see `kernels.splits_stats`.
+    """
+
+    rows: int
+    stats: int
+    sums: int
+    splits_stats: bool
+
+
+def _sizes(tensors: BackwardTensors, form: BackwardForm, use: PassUse) -> _Sizes:
+    q, _, v, _ = tensors.inputs
+    (num_rows, num_heads, dim), choice = q.shape, form.choice
+    rows = padded(num_rows, choice.shape[1])
+    split = hopper_kernels.splits_stats(q.dtype, (dim, v.shape[2]), use.options.softcap > 0, choice.adds_dq)
+    stats = -(-num_heads * rows * (1 + split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
+    return _Sizes(rows, stats, num_heads * rows * dim if choice.adds_dq else 0, split)
+
+
+def scratch_numbers(
+    tensors: BackwardTensors, form: BackwardForm, use: PassUse, key_sums: int, begin: int
+) -> tuple[dict[str, int], int]:
+    """Where in the memory of a call its kernels keep what they need, by name, and the end of that.
+
+    Args:
+        tensors, form, use: of the pass.
+        key_sums: its number of this name.
+        begin: where there is room, a multiple of 128.
+    """
+    sizes = _sizes(tensors, form, use)
+    minus_delta = begin + 4 * sizes.stats
+    sums = minus_delta + 4 * sizes.stats
+    end = sums + 4 * sizes.sums
+    found = {"at.stats": begin, "at.minus_delta": minus_delta, "at.sums": sums, "at.key_sums": end}
+    return found, end if form.sums_in_dq else end + 4 * key_sums
+
+
+def backward_steps(tensors: BackwardTensors, sent: Sent, known: Pass, use: PassUse, wants_delta: bool) -> Steps:
+    """The kernels that write all gradients; the first is queued right behind those that bring keys.
+
+    They take the addresses ``q``, ``k``, ``v``, ``dout``, ``out``, ``lse``, ``dq``, ``dk``, ``dv``, ``scratch``, and
+    ``delta`` where it is wanted; and the numbers of a mask and those of `scratch_numbers`.
+
+    Args:
+        tensors: like those of the calls.
+        sent: what is queued around them.
+        known: of a mask of the form.
+        use: how they are queued.
+        wants_delta: fp32 ``[num_rows, num_heads]``, contiguous, is written, too.
+    """
+    return _Steps(tensors, sent, known, use).make(wants_delta)
+
+
+class _Steps:
+    """Makes the steps of a backward, in the order in which they are queued."""
+
+    def __init__(self, tensors: BackwardTensors, sent: Sent, known: Pass, use: PassUse) -> None:
+        self._tensors, self._sent, self._known, self._use = tensors, sent, known, use
+        q, k, v, dout = tensors.inputs
+        self._form, self._sizes = known.form, _sizes(tensors, known.form, use)
+        later = () if sent.arriving is None else tuple(sent.arriving.tensors)
+        seen = tuple(known.numbers[f"seen.{name}"] for name in ("rows", "keys", "keys", "rows"))
+        num_stats = self._sizes.rows * self._form.choice.packed
+        self._common = Common(tensors.inputs, (q.shape[2], v.shape[2]), num_stats, seen, use.options, use.stream, later)
+        self._store = STORE_HALF if tensors.grads[1].dtype == q.dtype else STORE_FLOAT
+        self._overlaps = may_overlap(use.options)
+        self._mapped = (
+            (q, "seen.rows"), (k, "seen.keys"), (v, "seen.keys"), *((t, "seen.later") for t in later),
+            (dout, "seen.rows"),
+        )  # fmt: skip
+        self._maps: tuple[Place, ...] = (("q", 0), ("k", 0), ("v", 0), ("dout", 0))
+        self._gate, self._of_later, self._gate_numbers = {}, {}, {}
+        if sent.arriving is not None:
+            self._maps = (*self._maps[:3], *sent.arriving.places, ("dout", 0))
+            self._gate = {"gate": sent.arriving.gate(first_arriving(len(k)))}
+            self._of_later = dict(zip(("dk_remote", "dv_remote"), sent.places, strict=True))
+            self._gate_numbers = GATE
+        self._of_rows = {"lse": ("scratch", "at.stats"), "delta": ("scratch", "at.minus_delta")}
+        self._of_keys = {"dk": ("dk", 0), "dv": ("dv", 0), **self._of_later}
+        self._key_sums = ("dq", 0) if self._form.sums_in_dq else ("scratch", "at.key_sums")
+
+    def make(self, wants_delta: bool) -> Steps:
+        """All of them."""
+        keys = [self._keys()]
+        if self._form.splits:
+            keys.append(self._finish_keys())
+        adds_dq = self._form.choice.adds_dq
+        rest = self._finish_dq() if adds_dq else self._queries()
+        before = self._prepare(wants_delta)
+        return Steps((before,), tuple(keys), (rest,), not adds_dq and self._overlaps)
+
+    def _prepare(self, wants_delta: bool) -> Step:
+        (_, out, lse, _), dout = self._tensors, self._tensors.inputs[3]
+        sizes, choice = self._sizes, self._form.choice
+        scale = sizes.splits_stats * self._use.options.softmax_scale * LOG2_E
+        launch = stats_launch(
+            lse, lse.new_empty(lse.shape), sizes.rows, choice.packed, choice.adds_dq, scale, of_delta=(dout, out)
+        )
+        given = ("dout", "out", "lse", *(("delta",) if wants_delta else ()))
+        return launch.step(
             {
-                **{name: of[name] for name in ("dout", "out", "lse", *(("delta",) if delta else ()))},
-                "lse_out": stats, "delta_out": minus_delta, "sums": sums, "key_sums": key_sums,
+                **{name: (name, 0) for name in given}, "sums": ("scratch", "at.sums"), "key_sums": self._key_sums,
+                "lse_out": self._of_rows["lse"], "delta_out": self._of_rows["delta"],
             },
-            values={"num_sums": self._num_sums // 4, "num_key_sums": self._num_key_sums // 4, "beside": 1},
+            values={"num_sums": sizes.sums // 4, "beside": int(self._sent.moves)},
+            numbers={"num_key_sums": "key_sums.vectors"}, overlaps=self._overlaps,
+        )  # fmt: skip
+
+    def _keys(self) -> Step:
+        known, arriving, choice = self._known, self._sent.arriving, self._form.choice
+        dk, dv = self._tensors.grads[1:]
+        launch, _ = whole_launch(
+            self._common, choice.adds_dq, known.plans["keys"], known.schedule, self._store, (dk, dv)
+        )
+        store = {"store_remote": self._store, **self._gate} if arriving is not None else {}
+        names = (*TABLES, "items", "num_items", "heads_inner")
+        return launch.step(
+            {**self._of_rows, **self._of_keys, "dq": ("scratch", "at.sums"), "key_sums": self._key_sums}, self._maps,
+            mapped=self._mapped, values=store, numbers={**{n: f"keys.{n}" for n in names}, **self._gate_numbers},
+            num_blocks="keys.grid", overlaps=self._overlaps if arriving is None else arriving.overlaps,
+        )  # fmt: skip
+
+    def _finish_keys(self) -> Step:
+        dk, dv = self._tensors.grads[1:]
+        gated, dtype = self._form.arrives, self._tensors.inputs[0].dtype
+        launch = finish_keys_launch(dk, dv, dtype, self._use.options.softmax_scale, self._store, gated=gated)
+        return launch.step(
+            {"sums": self._key_sums, **self._of_keys},
+            values={"store_remote": self._store, **self._gate} if gated else {},
+            numbers={"tiles": "keys.tiles", **self._gate_numbers}, num_blocks="finish_keys.grid",
             overlaps=self._overlaps,
         )  # fmt: skip
-        keys = [
-            self._keys.step(
-                {**of_rows, **of_keys, "dq": sums, "key_sums": key_sums}, maps,
-                numbers=self._keys_numbers, mapped=mapped, values=gated, overlaps=arriving.overlaps,
-            )
-        ]  # fmt: skip
-        if self._finish_keys is not None:
-            keys.append(
-                self._finish_keys.step(
-                    {"sums": key_sums, **of_keys}, values={**gated, "tiles": self._tiles},
-                    num_blocks=self._finish_keys_blocks, overlaps=self._overlaps,
-                )
-            )  # fmt: skip
-        if self._finish_dq is not None:
-            rest = self._finish_dq.step({"sums": sums, "dq": of["dq"]}, overlaps=self._overlaps and sends)
-        else:
-            rest = self._queries.step(
-                {**of_rows, "dq": of["dq"]}, (*maps, of["dq"]),
-                numbers=self._queries_numbers, mapped=mapped, values={"gate": gate}, overlaps=self._overlaps,
-            )  # fmt: skip
-        return Steps((before,), tuple(keys), (rest,), self._finish_dq is None and self._overlaps)
+
+    def _finish_dq(self) -> Step:
+        sent, gated = self._sent, self._form.arrives
+        launch = finish_dq_launch(
+            self._tensors.grads[0], self._common.stats_row // UNIT, self._tensors.inputs[0].dtype,
+            self._use.options.softmax_scale, STORE_HALF, beside=gated or sent.returns,
+        )  # fmt: skip
+        overlaps = self._overlaps and (sent.returns or not gated)
+        return launch.step({"sums": ("scratch", "at.sums"), "dq": ("dq", 0)}, overlaps=overlaps)
+
+    def _queries(self) -> Step:
+        launch, _ = queries_launch(self._common, self._known.plans["queries"], STORE_HALF, self._tensors.grads[0])
+        names = {name: f"queries.{name}" for name in (*TABLES, *ROW_WORK)}
+        return launch.step(
+            {**self._of_rows, "dq": ("dq", 0)}, (*self._maps, ("dq", 0)), mapped=self._mapped, values=self._gate,
+            numbers={**names, **self._gate_numbers}, num_blocks="queries.grid", overlaps=self._overlaps,
+        )  # fmt: skip

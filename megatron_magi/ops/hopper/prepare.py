@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +25,18 @@ from megatron_magi.ops.hopper.choices import (
     query_tiles,
     sums_meet,
 )
-from megatron_magi.ops.hopper.gated import first_arriving, key_tiling, remember_seen, row_tiling, seen_rows_and_keys
+from megatron_magi.ops.hopper.gated import (
+    MaskNumbers,
+    PassShape,
+    first_arriving,
+    forward_numbers,
+    key_tiling,
+    remember_seen,
+    row_tiling,
+    seen_numbers,
+    seen_rows_and_keys,
+)
+from megatron_magi.ops.hopper.gated_backward import backward_numbers
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Ready, Tiling
 from megatron_magi.ops.hopper.schedule import Schedule
 
@@ -45,6 +57,13 @@ class BackwardUse:
     rooms: tuple[int | None, ...]
 
 
+class PassShapes(NamedTuple):
+    """Of a forward and a backward in one launch each; None where there is no such backward."""
+
+    forward: PassShape
+    backward: PassShape | None
+
+
 @dataclass(frozen=True, eq=False)
 class MaskTables:
     """What both passes over one mask need on a device besides arrays; made by `make_tables`.
@@ -54,6 +73,7 @@ class MaskTables:
         plans: by what they are tiles of, without their tables.
         schedules: of the backward in one kernel: tiling of the plan, `hopper_plan.schedule_key`, and `num_split`.
         seen: `gated.seen_rows_and_keys`, where keys arrive.
+        numbers: what the mask makes of a forward and of a backward in one launch, where that was asked for.
     """
 
     digest: bytes
@@ -61,6 +81,7 @@ class MaskTables:
     plans: tuple[tuple[Tiling, HostPlan], ...]
     schedules: tuple[tuple[Tiling, tuple, int], ...]
     seen: tuple[int, int, int, int, int] | None = None
+    numbers: tuple[MaskNumbers | None, MaskNumbers | None] = (None, None)
 
     @property
     def num_arrays(self) -> int:
@@ -107,6 +128,7 @@ def make_tables(
     backward: BackwardUse | None,
     planner: str = "auto",
     facts: MaskFacts | None = None,
+    shapes: PassShapes | None = None,
 ) -> tuple[MaskTables, list[np.ndarray]]:
     """Tables of a mask, on the CPU.
 
@@ -117,6 +139,7 @@ def make_tables(
         planner: ``native`` plans tiles in C++, ``python`` in numpy, with equal results; ``auto`` in C++ where it is
             built.
         facts: what kernels are chosen by; the mask's own when None.
+        shapes: of the passes, if they are to be one launch each.
 
     Returns:
         ``(tables, arrays)``: the arrays are to be copied to the device, and then given to `MaskTables.keep`.
@@ -136,24 +159,21 @@ def make_tables(
             schedules += _schedules(plan, tiling, problem, choice, backward, splits)
         if not choice.adds_dq:
             _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
-    return _as_tables(digest, facts, plans, schedules)
+    tables, arrays = _as_tables(digest, facts, plans, schedules)
+    return replace(tables, numbers=_numbers(bands, facts, shapes, plans, schedules)), arrays
 
 
 def make_gated_tables(
-    bands: np.ndarray,
-    problem: Problem,
-    num_arriving: int,
-    num_sms: int,
-    backward: BackwardUse | None,
-    planner: str = "auto",
+    bands: np.ndarray, shapes: PassShapes, backward: BackwardUse | None, planner: str = "auto"
 ) -> tuple[MaskTables, list[np.ndarray]]:
-    """`make_tables` of passes in which the last ``num_arriving`` of ``problem.num_keys`` keys arrive.
+    """`make_tables` of passes in which keys arrive.
 
     Args:
         bands: over keys numbered as in `gated`.
-        num_sms: streaming multiprocessors of the GPU.
-        problem, backward, planner: as in `make_tables`.
+        shapes: of the passes.
+        backward, planner: as in `make_tables`.
     """
+    problem, num_arriving, num_sms, *_ = shapes.forward
     digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
     if not problem.num_rows or not num_arriving:
         return MaskTables(digest, facts, (), ()), []
@@ -170,7 +190,31 @@ def make_gated_tables(
             tiles = query_tiles(problem, choice.packed)
             _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
     tables, arrays = _as_tables(digest, facts, plans, schedules)
-    return replace(tables, seen=seen_rows_and_keys(bands, first_arriving(problem.num_keys - num_arriving))), arrays
+    seen = seen_rows_and_keys(bands, first_arriving(problem.num_keys - num_arriving))
+    return replace(tables, seen=seen, numbers=_numbers(bands, facts, shapes, plans, schedules)), arrays
+
+
+def _numbers(
+    bands: np.ndarray,
+    facts: MaskFacts,
+    shapes: PassShapes | None,
+    plans: dict[Tiling, HostPlan],
+    schedules: list[tuple[Tiling, tuple, Schedule]],
+) -> tuple[MaskNumbers | None, MaskNumbers | None]:
+    """What a mask makes of passes of these shapes."""
+    if shapes is None:
+        return None, None
+    shape, known = shapes.forward, {(tiling, key): schedule for tiling, key, schedule in schedules}
+
+    def schedule_of(tiling: Tiling, key: tuple) -> tuple[int, int]:
+        schedule = known[tiling, key]
+        return len(schedule.items), schedule.num_split
+
+    seen, of_plans = seen_numbers(bands, shape.num_own, shape.num_arriving), plans.__getitem__
+    backward = None
+    if shapes.backward is not None:
+        backward = backward_numbers(facts, seen, shapes.backward, of_plans, schedule_of)
+    return forward_numbers(facts, seen, shape, of_plans), backward
 
 
 def _schedules(

@@ -11,14 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
 from megatron_magi.cuda.layout import Layout
@@ -26,7 +24,7 @@ from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import SharedSums, backward, backward_steps
+from megatron_magi.ops.hopper.backward import SharedSums, backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.params import CapturedForwardParams, ForwardParams
@@ -54,9 +52,7 @@ from megatron_magi.ops.options import AttnOptions
 __all__ = [
     "SharedSums",
     "backward",
-    "backward_steps",
     "forward",
-    "forward_step",
     "is_supported",
     "row_delta",
     "say_why_not",
@@ -125,27 +121,6 @@ def forward(
     return max_logits
 
 
-def forward_step(
-    inputs: ForwardInputs,
-    bands: np.ndarray,
-    options: AttnOptions,
-    output: ForwardOutput,
-    *,
-    max_logits: bool,
-    stream: int,
-    remembered: bool = True,
-) -> tuple[_Pass, Step]:
-    """`forward` as a step of a list of calls, for head dims that kernels have; arguments as of `gated.forward_step`.
-
-    Raises:
-        ValueError: as `forward`.
-    """
-    q, _, v, _ = inputs
-    check_support(q, (q.shape[2], v.shape[2]))
-    known = _pass_of(_Signature(inputs, output, options, stream), bands, remembered)
-    return known, known.step(inputs, max_logits)
-
-
 def _written(output: ForwardOutput, dtype: torch.dtype, columns: int) -> ForwardOutput:
     """What the kernel writes, ``columns`` wide: ``output``, or memory whose first columns become it."""
     out, lse, accumulate = output
@@ -200,14 +175,13 @@ class _Signature(NamedTuple):
         return _pass_of(self._replace(inputs=self.inputs._replace(k=k, v=v)), bands)
 
 
-def _pass_of(signature: _Signature, bands: np.ndarray, remembered: bool = True) -> _Pass:
+def _pass_of(signature: _Signature, bands: np.ndarray) -> _Pass:
     """The pass of a signature over a mask, made unless it is kept."""
     key = signature.key(bands)
     known = _passes.get(key)
     if known is None:
         known = _Pass(signature.without_memory(), bands)
-        if remembered:
-            _passes.put(key, known, known.plan.num_bytes)
+        _passes.put(key, known, known.plan.num_bytes)
     return known
 
 
@@ -217,7 +191,6 @@ class _Pass:
     Attributes:
         plan: the tiles of the mask.
         make: makes one for another mask, over so many keys.
-        lists: calls that it is part of, by who makes them; they go with either.
     """
 
     def __init__(self, signature: _Signature, bands: np.ndarray) -> None:
@@ -232,7 +205,6 @@ class _Pass:
         num_tiles = int(np.count_nonzero(plan.host.costs)) if adds_alone else plan.num_tiles
         work = row_work(plan, num_heads, tiles.shape[1], k, v)
         grid = grid_size(q.device, num_tiles * work["num_heads"], options.sm_margin)
-        self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
         rows, keys = seen_rows(bands)
         self._numbers = Numbers(
             plan, grid, (rows, keys, keys),
@@ -262,16 +234,6 @@ class _Pass:
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
             launch.fire(self._stream)
         return True
-
-    def step(self, inputs: ForwardInputs, max_logits: bool) -> Step:
-        """The kernel, for tensors of the layout."""
-        fields = {"out": ("out", 0), "lse": ("lse", 0)}
-        if inputs.sink_lse is not None:
-            fields["sink_lse"] = ("sink", 0)
-        if max_logits:
-            fields["max_logits"] = ("max_logits", 0)
-        maps = (("q", 0), ("k", 0), ("v", 0), ("out", 0))
-        return self._launch.step(fields, maps, numbers=self._numbers, mapped=inputs[:3])
 
 
 def _make_launch(signature: _Signature, plan: DevicePlan, tile: tuple[int, int], dims: tuple[int, int]) -> Launch:

@@ -1,0 +1,105 @@
+"""Steps of one launch: those of one mask, filled with the numbers of another, are those of that one."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.attention.one_launch import _later_numbers
+from megatron_magi.cuda.arriving import Arriving
+from megatron_magi.cuda.call_list import CallList
+from megatron_magi.cuda.layout import Layout
+from megatron_magi.mask import builders
+from megatron_magi.ops.hopper import gated, gated_backward
+from megatron_magi.ops.options import AttnOptions
+from tests.ops.fake_driver import fake_driver
+
+N, HEADS, HEADS_KV, DIM = 2048, 8, 2, 128
+SLOTS = ("scratch", "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
+MASKS = {
+    "causal": builders.causal(N), "full": builders.full(N), "documents": builders.varlen(doc_lengths=[700, 500, 848]),
+    "others": builders.varlen(doc_lengths=[100, 1300, 648]), "short": builders.varlen(doc_lengths=[64] * 32),
+}  # fmt: skip
+
+
+def lie(count, heads, dtype=torch.bfloat16):
+    return Layout.new((count, heads, DIM), dtype, torch.device("cpu"))
+
+
+def bands_of(mask, num_arriving):
+    first = gated.first_arriving(N)
+    later = [(N // 2, N, first, first + num_arriving, -(1 << 40), 1 << 40)] if num_arriving else np.zeros((0, 6))
+    return np.concatenate([mask.bands, later]).astype(np.int64)
+
+
+def passes(mask, num_arriving, options):
+    """A forward and a backward over a mask: their steps, forms and numbers."""
+    bands, use = bands_of(mask, num_arriving), gated.PassUse(options, 0)
+    q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
+    rows = lie(num_arriving, HEADS_KV)
+    numbers = _later_numbers(num_arriving, dict.fromkeys(("later.k", "later.v", "later.dk", "later.dv"), rows))
+    places = ("scratch", "later.k"), ("scratch", "later.v")
+    arriving = Arriving((rows, rows), places, (), 0, 0, 0, 0, 0) if num_arriving else None
+    tensors = gated.ForwardTensors(q, k, k, q, lse)
+    known = gated.forward_pass(tensors, num_arriving, bands, use)
+    if num_arriving:
+        step = gated.forward_step(tensors, arriving, known.form, use, max_logits=False)
+    else:
+        step = gated.own_forward_step(tensors, known.form, use, max_logits=False)
+    yield [step], known.form, {**numbers, **known.numbers}
+    of_back = gated_backward.BackwardTensors((q, k, k, q), q, lse, (q, k, k))
+    known = gated_backward.backward_pass(of_back, num_arriving, bands, use)
+    scratch, _ = gated_backward.scratch_numbers(of_back, known.form, use, known.numbers["key_sums"], 1 << 20)
+    sent = gated_backward.Sent(arriving, (("scratch", "later.dk"), ("scratch", "later.dv")), moves=True, returns=True)
+    before, keys, rest, _ = gated_backward.backward_steps(of_back, sent, known, use, wants_delta=False)
+    yield [*before, *keys, *rest], known.form, {**numbers, **known.numbers, **scratch}
+
+
+def memory(steps, numbers):
+    made = CallList(steps, SLOTS, 0, threading.Lock()).with_numbers(numbers)
+    return made._form.kernels, bytes(made._memory[: made._form.slots])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_steps_depend_on_the_mask_by_form_and_numbers_alone(monkeypatch, deterministic):
+    options, shared = AttnOptions(0.1, deterministic=deterministic), 0
+    with fake_driver(monkeypatch):
+        # A launch that is kept has the last mask's numbers, none of which may stay.
+        found = [[], []]
+        for mask in MASKS.values():
+            for num_arriving in (0, 7, 600):
+                for kind, made in zip(found, passes(mask, num_arriving, options), strict=True):
+                    kind.append(made)
+        for kind in found:
+            for steps, form, numbers in kind:
+                for others, of_other, _ in kind:
+                    if of_other == form and others is not steps:
+                        shared += 1
+                        assert memory(others, numbers) == memory(steps, numbers)
+    assert shared > 100
+
+
+def test_a_mask_with_another_form_has_other_kernels_or_tiles(monkeypatch):
+    with fake_driver(monkeypatch):
+        forms = [
+            [form for _, form, _ in passes(MASKS[name], count, AttnOptions(0.1))]
+            for name, count in (("causal", 0), ("causal", 7), ("short", 0))
+        ]
+    for a, b in zip(forms[0], forms[1], strict=True):
+        assert a.arrives != b.arrives
+    assert forms[0][0].tiles != forms[2][0].tiles
+
+
+@pytest.mark.parametrize("num_arriving", [0, 600])
+def test_what_a_worker_finds_for_another_shape_of_pass_is_found_anew(monkeypatch, num_arriving):
+    q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
+    tensors, bands = gated.ForwardTensors(q, k, k, q, lse), bands_of(MASKS["documents"], num_arriving)
+    use = gated.PassUse(AttnOptions(0.1), 0, remembered=False)
+    with fake_driver(monkeypatch):
+        expected = gated.forward_pass(tensors, num_arriving, bands, use).numbers
+        shape = gated.shape_of((q, k, k), num_arriving, use.options, 132)
+        wrong = gated.MaskNumbers(shape._replace(sm_margin=9), None, {}, {})
+        assert gated.forward_pass(tensors, num_arriving, bands, use, wrong).numbers == expected
