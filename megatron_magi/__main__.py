@@ -1,5 +1,4 @@
-"""``python -m megatron_magi env``: environment variables; ``build``: compiles kernels ahead of their first use;
-``explain``: what a mask costs on some ranks; ``calibrate``: measures the rates that dispatches are chosen by."""
+"""The commands of ``magi``, which is short for ``python -m megatron_magi``."""
 
 from __future__ import annotations
 
@@ -119,7 +118,8 @@ def _explain(args: argparse.Namespace) -> int:
     try:
         print(command.run(args))
     except ValueError as error:
-        args.error(str(error))
+        # The message says which option is wrong; the usage of all would hide it.
+        args.exit(2, f"{args.prog}: error: {error}\n")
     return 0
 
 
@@ -156,15 +156,16 @@ def _count(text: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The commands and their options."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_magi", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    prog = "magi" if Path(sys.argv[0]).name == "magi" else "python -m megatron_magi"
+    parser = argparse.ArgumentParser(prog=prog, description="Context-parallel attention for Megatron.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     env = commands.add_parser("env", help="environment variables and their current values")
     env.set_defaults(run=_env)
     env.add_argument("--markdown", action="store_true", help="the page of the documentation instead")
     build = commands.add_parser("build", help="compile the common kernels, so that first steps need not")
     build.set_defaults(run=_build)
-    build.add_argument("--into", type=Path, help="folder; that of the cache when not given")
-    build.add_argument("--jobs", type=_count, help="kernels at a time; 90 %% of the cores when not given")
+    build.add_argument("--into", type=Path, metavar="FOLDER", help="folder; that of the cache when not given")
+    build.add_argument("--jobs", type=_count, metavar="N", help="kernels at a time; 90 %% of the cores when not given")
     build.add_argument("--optional", action="store_true", help="a step of an installation: failing is no error")
     calibrate = commands.add_parser(
         "calibrate", help="measure the rates of this GPU, and under torchrun of what connects several, and keep them"
@@ -172,13 +173,17 @@ def make_parser() -> argparse.ArgumentParser:
     calibrate.set_defaults(run=_calibrate)
     explain = commands.add_parser("explain", help="balance, traffic and predicted time of a mask, with pictures")
     add_explain_arguments(explain)
-    explain.set_defaults(run=_explain, error=explain.error)
+    explain.set_defaults(run=_explain, prog=explain.prog, exit=explain.exit)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of ``magi`` and ``python -m megatron_magi``; returns the exit status."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         status = args.run(args)
         sys.stdout.flush()

@@ -81,3 +81,11 @@ def test_the_commands_are_listed_where_nothing_is_installed():
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert said.returncode == 0, said.stderr
     assert "MAGI_ATTENTION_PREBUILD_FFA" in said.stdout
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    from megatron_magi.__main__ import main
+
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("env", "build", "calibrate", "explain"))

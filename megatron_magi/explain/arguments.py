@@ -8,8 +8,8 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--seqlen", type=int, required=True, help="tokens of the sequence")
-    parser.add_argument("--cp-size", type=int, required=True, help="context-parallel ranks")
+    parser.add_argument("--seqlen", type=int, metavar="TOKENS", required=True, help="tokens of the sequence")
+    parser.add_argument("--cp-size", type=int, metavar="RANKS", required=True, help="context-parallel ranks")
     parser.add_argument(
         "--mask",
         default="documents",
@@ -24,11 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="this many documents, lengths log-uniform over a factor of 64, always the same",
     )
-    documents.add_argument("--data-path", help="prefix of a Megatron dataset: its documents in the order of the file")
-    parser.add_argument("--sample", type=int, default=0, help="which sequence of --data-path (default: %(default)s)")
-    parser.add_argument(
-        "--num-heads-q", type=int, default=32, help="of one tensor-parallel rank (default: %(default)s)"
+    documents.add_argument(
+        "--data-path", metavar="PREFIX", help="prefix of a Megatron dataset: its documents in the order of the file"
     )
-    parser.add_argument("--num-heads-kv", type=int, default=8, help="likewise (default: %(default)s)")
-    parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="folder for mask.png and timeline.png; no pictures when not given")
+    parser.add_argument(
+        "--sample", type=int, metavar="NUMBER", default=0, help="which sequence of --data-path (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-heads-q",
+        type=int,
+        metavar="HEADS",
+        default=32,
+        help="of one tensor-parallel rank (default: %(default)s)",
+    )
+    parser.add_argument("--num-heads-kv", type=int, metavar="HEADS", default=8, help="likewise (default: %(default)s)")
+    parser.add_argument("--head-dim", type=int, metavar="DIM", default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for mask.png and timeline.png; no pictures when not given"
+    )

@@ -57,6 +57,12 @@ class MaskSource:
             inspect.signature(function).bind(None, **arguments)
         except TypeError as error:
             takes = inspect.signature(function)
+            if parts[0] in NAMED:
+                names = ", ".join(str(p).replace("'", "") for p in list(takes.parameters.values())[1:])
+                raise ValueError(
+                    f"{option}: {text!r}: {error}; {parts[0]} takes {names or 'no arguments'}"
+                    + (f", as in {parts[0]}:{names.partition(':')[0]}=VALUE" if names else "")
+                ) from None
             raise ValueError(
                 f"{option}: {text!r}: {error}; it is called with a batch and {arguments or 'nothing else'}, "
                 f"and takes {takes.replace(return_annotation=takes.empty)}"
