@@ -60,7 +60,8 @@ class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
         return self._brought
 
     def __copy__(self) -> dict[str, Any]:
-        return dict(self.fields)
+        # Tensors from a worker lie in one block with the plan, of which torch saves all, or refuses to.
+        return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self.fields.items()}
 
     def _pinned(self, parts: tuple[Fields, PlannedBatch | Exception]) -> tuple[Fields, PlannedBatch | Exception]:
         fields, planned = parts  # fields are read on the CPU

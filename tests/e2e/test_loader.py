@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ def _train(
     runs: Runs, *args: str, iterations: int = 4, before: str = "count_planning", grace_s: float = 0.5
 ) -> RunResult:
     line = tiny_gpt_args(runs.corpus, *args, train_iters=iterations, context_parallel_size=2)
-    return launch(line, 2, before=f"tests.e2e.hooks:{before}", timeout_s=60, grace_s=grace_s)
+    return launch(line, 2, before=before and f"tests.e2e.hooks:{before}", timeout_s=60, grace_s=grace_s)
 
 
 def _planned(run: RunResult, rank: int) -> list[dict[str, int]]:
@@ -57,3 +58,13 @@ def test_a_worker_that_dies_is_an_error(runs: Runs) -> None:
     with pytest.raises(LaunchError, match=r"DataLoader worker \(pid.*\) (is killed|exited unexpectedly)") as error:
         _train(runs, *WORKERS, before="worker_dies")
     assert error.value.failed
+
+
+def test_an_error_that_repeats_is_saved_with_its_microbatches_to_be_run_again_elsewhere(
+    runs: Runs, tmp_path: Path
+) -> None:
+    inject = ("--error-injection-rate", "5", "--error-injection-type", "correct_result")
+    save = ("--save", str(tmp_path), "--save-interval", "100")
+    with pytest.raises(LaunchError, match=r"statuses \[16, 16\]"):  # Megatron's code of such an end
+        _train(runs, *WORKERS, *inject, *save, iterations=8, before="")
+    assert int((tmp_path / "latest_checkpointed_iteration.txt").read_text()) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,15 +129,19 @@ def test_items_that_are_no_dicts_are_an_error_of_their_step(num_workers: int) ->
         batches._shutdown_workers()
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_replayed_microbatch_is_kept_as_megatron_collates_it_and_is_the_same_again(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
     machine = SimpleNamespace(get_mode=lambda: RerunMode.VALIDATE_RESULTS)
     monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
-    dispatcher, batches = BatchDispatcher(_planner(), None), RerunDataIterator(iter(_loader(Samples(), 0)))
+    dispatcher, batches = BatchDispatcher(_planner(), None), RerunDataIterator(iter(_loader(Samples(), num_workers)))
     first = [_contents(dispatcher.next(batches)) for _ in range(2)]
-    saved = pickle.loads(pickle.dumps(batches.state_dict()))["saved_microbatches"]
+    checkpoint = io.BytesIO()
+    torch.save(batches.state_dict(), checkpoint)
+    saved = torch.load(io.BytesIO(checkpoint.getvalue()))["saved_microbatches"]
     assert all(type(fields) is dict and "cu_seqlens" in fields for fields in saved)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for fields in saved for x in fields.values())
     batches.rewind()
     assert [_contents(dispatcher.next(batches)) for _ in range(2)] == first
 
