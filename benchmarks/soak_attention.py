@@ -6,8 +6,8 @@ A call is a forward and a backward pass: ``staged``, in one to three remote stag
 fetched keys inside the kernels; ``captured``, a CUDA graph of the same, into which another plan is loaded. Way, size
 and plan change at random from call to call, so the ways also follow each other.
 Every tenth call is compared with attention of the whole sequence on one GPU, row by row; of the others no number may
-be NaN. Memory of device and host is read twenty times; what it grows by after the first fifth is a leak. `check` with
-fewer calls is also a test.
+be NaN. Memory of device and host is read twenty times; what it grows by after the first fifth is a leak, but for
+`CACHED_MB`. `check` with fewer calls is also a test.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ KEPT_PLANS, CALLS_A_PLAN = 6, 10
 RELATIVE, FLOORS = 2**-5, (2**-10, 2**-7, 2**-7, 2**-10)
 """A row of out, dq, dk, dv is right if its error is below this share of its norm and that share of the largest norm of
 a row: where a row sees few keys, the terms of dq and dk cancel."""
+CACHED_MB = 64
+"""What caches of passes grow by: 1,024 of them, of stages and of comparisons, with some 40 KB of tables a mask."""
 _GIVEN = "all"
 
 
@@ -243,7 +245,7 @@ def main() -> None:
     }
     print(f"{wrong} wrong in {found[0]['compared']} compared calls of {found[0]['made']} on {num_ranks} ranks; "
           f"MB grown: {grown}")  # fmt: skip
-    if wrong or grown["torch"] > 16 or grown["device"] > 64 or grown["host"] > 64:
+    if wrong or grown["torch"] > CACHED_MB or grown["device"] > 64 or grown["host"] > 64:
         raise SystemExit("FAILED")
 
 
