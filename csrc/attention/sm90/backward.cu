@@ -5,8 +5,8 @@
 // transposed logits, so that P and dS are, as they lie in registers, the first operands of dV and dK. dS goes through
 // shared memory, transposed, for dQ = dS K, of which each warpgroup computes half the columns. What is added to sums in
 // device memory (dQ of every block; dK and dV of items of one query head among several) is handed over, through shared
-// memory, to a warp that adds it by TMA. The tile plan is that of the transposed mask: rows are keys,
-// columns are queries.
+// memory, to a warp that adds it by TMA; but dK and dV of heads of 128, for which there is no room, are added from
+// registers. The tile plan is that of the transposed mask: rows are keys, columns are queries.
 //
 // Of every query block: S, dP (2 x 64 x 64 x D a warpgroup), then dV, dQ of the block before, dK. dQ lags, so that it
 // waits for no dS of the other warpgroup, and the two drift apart: while one is at its exponentials and dS, the tensor
@@ -454,11 +454,21 @@ struct Consumer {
     named_arrive(kPlaceFull + warpgroup, 160);
   }
 
-  template <int kFirst, bool kTurned = false, int N>
-  DEVICE void hand_over(const float (&acc)[N], const Parcel& parcel) {
+  DEVICE void hand_over(const float (&dq)[kDqColumns / 2], const Parcel& parcel) {
     named_sync(kPlaceFree + warpgroup, 160);
-    put<kFirst, kTurned>(acc, s.place[warpgroup]);
+    put<0, kHold>(dq, s.place[warpgroup]);
     announce(parcel);
+  }
+
+  // Adds accumulators of half the columns, from kFirst on, to sums: those of this thread in a piece.
+  template <int kFirst, int N>
+  DEVICE void add_half(const float (&acc)[N], float* sums) {
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 8; ++i)
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + 128 * i),
+                   "f"(acc[kFirst + 4 * i]), "f"(acc[kFirst + 4 * i + 1]), "f"(acc[kFirst + 4 * i + 2]),
+                   "f"(acc[kFirst + 4 * i + 3])
+                   : "memory");
   }
 
   // Until the other warpgroup's dS of the block before is there; then it has also read dS of the block before that.
@@ -515,7 +525,7 @@ struct Consumer {
       if constexpr (kHold) pin(held.k_turned);
       if (!kHold) announce_ds();
       if (previous.piece >= 0)
-        hand_over<0, kHold>(dq, previous);
+        hand_over(dq, previous);
       else if (kHold)
         fence_async_proxy();
       if (kHold) announce_ds();  // one fence for dS and dQ
@@ -550,7 +560,7 @@ struct Consumer {
       if constexpr (kHold) pin(held.k_turned);
     }
     if (!kHold) release(s.kv_empty, lane);
-    if constexpr (ADD_DQ) hand_over<0, kHold>(dq, previous);
+    if constexpr (ADD_DQ) hand_over(dq, previous);
   }
 
   // dK and dV of one query head of several.
@@ -568,10 +578,11 @@ struct Consumer {
       announce({piece, 1});
       return;
     }
-    hand_over<0>(dk, {piece, 1});
-    hand_over<kHalf>(dk, {piece + kUnits, 1});
-    hand_over<0>(dv, {piece + 2 * kUnits, 1});
-    hand_over<kHalf>(dv, {piece + 3 * kUnits, 1});
+    float* sums = p.key_sums + static_cast<i64>(piece + threadIdx.x % 128 / 32) * kPieceFloats + 4 * lane;
+    add_half<0>(dk, sums);
+    add_half<kHalf>(dk, sums + kUnits * kPieceFloats);
+    add_half<0>(dv, sums + 2 * kUnits * kPieceFloats);
+    add_half<kHalf>(dv, sums + 3 * kUnits * kPieceFloats);
   }
 
   DEVICE void store_key_gradients(const Item& item, const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDimV / 2]) {
