@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_magi.testing.spawn import run_ranks
+from tests.gpu_memory import free_memory
 
 
 def _why_not(item: pytest.Item) -> str | None:
@@ -34,9 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """Frees what torch keeps of a large test's GPU memory: other workers share the GPU."""
-    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2 << 30:
-        torch.cuda.empty_cache()
+    free_memory()
 
 
 @pytest.fixture
