@@ -1,4 +1,4 @@
-"""Steps of Megatron's trainer on real packed text: planned beside the training, and planned before it began.
+"""Steps of Megatron's trainer on real packed text: planned while it trains, and planned before it began.
 
     torchrun --nproc-per-node 1 benchmarks/bench_ahead.py --corpus DIR --out DIR [--tokens 8192 32768] [--layers te]
 

@@ -14,7 +14,7 @@ pass of a whole call with the host ahead, from where the devices have met; rates
 ``hidden``: share of the time of communication kernels, which includes their waiting for other ranks, in which others
 run at that time, of a forward and a backward under the profiler, over all ranks. When ``--max-seconds`` are over what
 is there is written. ``--plot`` puts files together, of a row that is in several the last. Figures that MagiAttention
-has published of its own are shown beside, and named so.
+has published of its own are shown too, and named so.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/bench_group_collective.py --csv FILE --chart FILE    (draws; needs no GPU)
 
 Ways: ``native`` and ``all_to_all`` of `megatron_magi.comm.group_collective`, with all that they do; ``native_beside``
-with tensors that are kept, as attention calls it, on the few SMs that it takes beside other work. Beside them NCCL's
+with tensors that are kept, as attention calls it, on the few SMs that it takes while other work runs; and NCCL's
 ``nccl_all_to_all`` and ``nccl_all_gather`` on bytes that lie packed already, and where a reduction is meant without it.
 Bytes are those that a rank receives of the others, or gets back. Times are of the slowest rank: on the device, the host
 being ahead (median of some, each the mean of a few calls), and of a call that the host waits for. With N neighbours

@@ -4,7 +4,7 @@
 
 For each mask, on the GPUs of one machine through native collectives: microseconds a call of the slowest rank, for calls
 that follow each other without a pause; of attention alone, over the same keys in one place (`alone`); what a call takes
-beside that; the time that the host needs to issue a call; and kernels and copies on the GPU, counted by a profiler.
+on top; the time that the host needs to issue a call; and kernels and copies on the GPU, counted by a profiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sparse attention on one Hopper GPU: rates of the visible pairs, forward and backward, beside peers and dense.
+"""Sparse attention on one Hopper GPU: rates of the visible pairs, forward and backward, compared with peers and dense.
 
     python benchmarks/bench_sparse.py [--csv FILE] [--only PREFIX ...] [--min-tokens N] [--max-tokens N] [--seconds S]
         [--peers flex flashinfer]
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=524288)
     parser.add_argument("--seconds", type=float, default=0.3, help="of a case")
     parser.add_argument("--peers", nargs="*", default=[], choices=list(PEERS))
-    parser.add_argument("--draw", nargs="+", metavar="CSV", help="draw charts of results beside the first, and end")
+    parser.add_argument("--draw", nargs="+", metavar="CSV", help="only draw charts, in the folder of the first")
     args = parser.parse_args()
     if args.draw:
         from sparse_charts import draw

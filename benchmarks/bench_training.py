@@ -455,6 +455,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.draw:
+        if len(options.draw) not in (2, 3):
+            parser.error(f"argument --draw: expected two or three files, got {len(options.draw)}")
         draw(*options.draw)
         return
     options.out = options.out.resolve()

@@ -27,7 +27,7 @@ PUBLISHED = {("blocks", "128"): (432, 598, 607, 624, 624), ("index", "1"): (482,
 
 
 def draw(paths: Sequence[str]) -> None:
-    """``sparse_lists.png`` and ``sparse_masks.png``, of those cases that the files have, beside the first file.
+    """``sparse_lists.png`` and ``sparse_masks.png``, of those cases that the files have, in the folder of the first.
 
     Of a case that is in several the last is drawn.
     """

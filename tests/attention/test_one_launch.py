@@ -135,7 +135,7 @@ def test_one_rank_computes_what_the_operator_does():
 
 
 def launch_like_the_batch_before(rank, num_ranks):
-    """Results of batches whose launches are prepared like those of the batch before, beside those of their plans."""
+    """Results of batches whose launches are prepared like those of the batch before, and of their plans."""
     torch.cuda.set_device(rank)
     device, total, last, found = torch.device("cuda", rank), 1024 * num_ranks, None, 0
     config = MagiConfig(overlap=OverlapConfig(one_launch=True), comm=NATIVE)

@@ -171,7 +171,7 @@ def test_items_of_own_keys_come_first_as_many_as_fill_the_time():
     items = np.array([[tile, 65536 + head, 0, 0] for head in range(3) for tile in range(4)], dtype=np.int32)
     is_own, costs = np.array([False, True, False, True]), np.array([9, 7, 5, 3])
     found = local_first(Schedule(items, 4), costs, 4, is_own, 17)
-    # 7 and 3 blocks and what an item costs beside: three items.
+    # 7 and 3 blocks and what an item costs in addition: three items.
     assert found.items[:, 0].tolist()[:4] == [1, 3, 1, 0] and found.num_split == 4
     assert sorted(map(tuple, found.items)) == sorted(map(tuple, items))
 

@@ -72,7 +72,7 @@ OF_A_MASK = (
 
 
 def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of ``a`` from ``b``, beside the largest of ``b``; NaN where one has NaN."""
+    """Of ``a`` from ``b``, relative to the largest of ``b``; NaN where one has NaN."""
     scale = b.detach().abs().nan_to_num(posinf=0).max().clamp(min=1e-6)
     return float((torch.where(a == b, 0, (a - b).abs()).max() / scale).detach())
 

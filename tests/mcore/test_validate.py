@@ -249,11 +249,7 @@ def test_two_levels_that_only_the_environment_asks_for_are_an_error(monkeypatch)
     ("extra", "without", "mask"),
     [
         ([], (), "causal inside documents, which end at EOD tokens"),
-        (
-            [],
-            ("--reset-attention-mask",),
-            "causal inside sequences, or documents where the data set gives their bounds",
-        ),
+        ([], ("--reset-attention-mask",), SEQUENCES),
         (["--magi-mask", "block_causal:block_size=16"], (), "block_causal:block_size=16"),
     ],
 )

@@ -33,11 +33,16 @@ def by_blocks(q, k, v):
     return block_sparse_attention(q, k, v, torch.zeros(1, 1, 1, dtype=torch.int32), q_block_size=64, k_block_size=64)[0]
 
 
+@pytest.fixture
+def no_jit(monkeypatch):
+    """Else torch compiles derivatives of its own, which fails where tests of Megatron have wrapped its functions."""
+    monkeypatch.setenv("PYTORCH_JIT", "0")
+
+
+@pytest.mark.usefixtures("no_jit")
 @pytest.mark.parametrize("attend", [by_mask, by_key, by_blocks])
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_tensor_with_a_tangent_is_refused(monkeypatch, attend, place):
-    # Else torch compiles derivatives of its own, which fails where tests of Megatron have wrapped its functions.
-    monkeypatch.setenv("PYTORCH_JIT", "0")
+def test_a_tensor_with_a_tangent_is_refused(attend, place):
     qkv = [torch.randn(6, 2, 8) for _ in "qkv"]
     with forward_ad.dual_level():
         attend(*qkv)
@@ -54,6 +59,7 @@ def by_roll(q, _k, _v):
     return roll(q, 1, 0, magi_attn_varlen_key([0, 6], [0, 6], causal=True))
 
 
+@pytest.mark.usefixtures("no_jit")
 @pytest.mark.parametrize("call", [by_mask, by_key, by_blocks, by_torch, by_undispatch, by_roll])
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
 def test_a_transform_of_torch_func_is_refused(call, transform):
