@@ -24,8 +24,16 @@ _MOVED_AS_BYTES = {getattr(torch, name) for name in dir(torch) if name.startswit
 
 
 def as_moved(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a view of it as bytes where torch does not move rows of its dtype."""
-    return x.view(torch.uint8) if x.dtype in _MOVED_AS_BYTES else x
+    """``x``, or a view of it as bytes where torch does not move rows of its dtype.
+
+    Raises:
+        ValueError: the view would drop the gradient of ``x``.
+    """
+    if x.dtype not in _MOVED_AS_BYTES:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"x: rows of {x.dtype} are moved without gradients; give a tensor that requires none")
+    return x.view(torch.uint8)
 
 
 class RowsCall(NamedTuple):
@@ -63,7 +71,7 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
         ``[..., num_rows, ...]``.
 
     Raises:
-        ValueError: ``x`` has no dimension ``dim``.
+        ValueError: ``x`` has no dimension ``dim``, or is of 8 or 4 bits an element and requires a gradient.
     """
     if x.dtype in _MOVED_AS_BYTES:
         moved = as_moved(x)

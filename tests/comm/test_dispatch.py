@@ -61,6 +61,19 @@ def test_rows_of_dtypes_with_few_operations_are_moved_too(ranks):
     ranks(2, quantized)
 
 
+def test_gradients_that_rows_of_such_dtypes_would_lose_are_refused():
+    index = shards(4, (4,))
+    args, rolling = UndispatchArgs.build(index, 4, 0, "cpu"), RollArgs.build(make_roll_args(index, 1, 4, 0), "cpu")
+    x = torch.ones(4, 2).to(torch.float8_e4m3fn).requires_grad_()
+    for move in (
+        lambda: dispatch(x, torch.arange(4)), lambda: undispatch(x, args), lambda: roll(x, rolling),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^x: rows of torch\.float8_e4m3fn are moved without gradients"):
+            move()
+        with torch.no_grad():
+            assert move().dtype == x.dtype
+
+
 def test_padding_is_finite_whatever_lies_beside_it():
     """Kernels multiply hidden keys by 0, so no NaN may ever get into padding: not of a row, not of a gradient."""
     x = torch.full((4, 2), torch.nan, requires_grad=True)

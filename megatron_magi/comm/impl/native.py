@@ -290,8 +290,8 @@ class Native:
             launches[-1].fire(self._side.cuda_stream, rows, results)
             if kept:  # what comes next on the current stream may take all SMs until it ends
                 current.wait_event(self._started)
+            self._beside += 1  # first: between the two the garbage collector may run `await_event`
             self._sends_beside = self._sends_beside or kept or bool(types)
-            self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
             joins = self._joins
