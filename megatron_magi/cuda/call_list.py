@@ -167,6 +167,7 @@ class _Form:
                 if isinstance(one.add, str):
                     places.append((patch + _Patch.add.offset, 8, one.add))
                 patch += ctypes.sizeof(_Patch)
+        assert all(size in (4, 8) for _, size, _ in places), "numbers of the mask have 32 or 64 bits"
         self.names = tuple(dict.fromkeys(name for *_, name in places))
         number = {name: i for i, name in enumerate(self.names)}
         self.wide, self.narrow = (

@@ -52,13 +52,26 @@ def test_calls_that_have_all_been_waited_for_are_not_waited_for_again(monkeypatc
     calls = SimpleNamespace(queue=lambda *_: queued.append(mover._joins))
     first, second = (native._Done(object(), 0, mover) for _ in range(2))
     first.wait()
-    assert mover._sends_beside, "the other call may send"
     second.wait()
     mover.queue(calls, 7)
-    assert not mover._sends_beside and queued == [0]
+    mover._join_senders(Stream())
+    assert mover._joins == 0 and queued == [0]
     mover._beside = 1
     mover.queue(calls, 7)
     assert queued == [0, 1]
+
+
+def test_rows_are_sent_after_calls_that_send_and_have_not_been_waited_for(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    mover = object.__new__(native.Native)
+    mover._device, mover._side, mover._streams, mover._events = torch.device("cuda", 0), None, {7: Stream()}, []
+    mover._last, mover._joins, mover._beside, mover._sends_beside = 7, 0, 2, True
+    mover.await_event(object(), 0)
+    mover._join_senders(Stream())
+    assert mover._joins == 1 and not mover._beside, "the other call may send"
+    mover._beside = 1  # a call that does not
+    mover._join_senders(Stream())
+    assert mover._joins == 1
 
 
 def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(monkeypatch):

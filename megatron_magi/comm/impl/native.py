@@ -70,7 +70,8 @@ class Native:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._last = -1  # stream on which rows were published
         self._beside = 0  # calls on the other stream that the last one has not been made to wait for
-        self._sends_beside = False  # one of them sends there, or leaves too few SMs to a kernel that sends
+        # One of these sends there, or leaves too few SMs to a kernel that sends. `await_event` does not write it.
+        self._sends_beside = False
         self._joins = 0  # how often it has been made to wait for all of them
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -284,14 +285,13 @@ class Native:
             self._ready.record(current)
             self._side.wait_event(self._ready)
             if not kept:
-                if self._sends_beside:
-                    self._join(current)
+                self._join_senders(current)
                 launches[0].fire(raw, rows, results)
             launches[-1].fire(self._side.cuda_stream, rows, results)
             if kept:  # what comes next on the current stream may take all SMs until it ends
                 current.wait_event(self._started)
-            self._beside += 1  # first: between the two the garbage collector may run `await_event`
-            self._sends_beside = self._sends_beside or kept or bool(types)
+            self._sends_beside = (self._beside > 0 and self._sends_beside) or kept or bool(types)
+            self._beside += 1
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record(self._side)
             joins = self._joins
@@ -306,6 +306,11 @@ class Native:
         """Makes the current stream wait for all calls."""
         current.wait_stream(self._side)
         self._beside, self._sends_beside, self._joins = 0, False, self._joins + 1
+
+    def _join_senders(self, current: torch.cuda.Stream) -> None:
+        """Makes the current stream, on which rows are sent next, wait for all calls if one of them sends too."""
+        if self._beside and self._sends_beside:
+            self._join(current)
 
     def _take_turn(self, raw: int, captures: bool) -> torch.cuda.Stream:
         """The current stream, of which this is the handle: calls are published one after the other."""
@@ -419,7 +424,6 @@ class Native:
         self._events.append(event)
         # A call that the stream was made to wait for with all others is not counted any more.
         self._beside -= raw == self._last and joins == self._joins and self._beside > 0
-        self._sends_beside &= self._beside > 0
 
 
 class _Done:
