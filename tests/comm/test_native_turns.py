@@ -47,7 +47,8 @@ def test_calls_that_have_all_been_waited_for_are_not_waited_for_again(monkeypatc
     mover = object.__new__(native.Native)
     mover._device, mover._side, mover._streams, mover._events = torch.device("cuda", 0), None, {7: Stream()}, []
     mover._last, mover._joins, mover._beside, mover._sends_beside = 7, 0, 2, True
-    mover._lock, mover._captures, mover._notice = threading.Lock(), lambda: False, bytes(5)
+    mover._lock, mover._notice = threading.Lock(), bytes(5)
+    monkeypatch.setattr(native, "is_capturing", lambda device: device != mover._device)
     queued = []
     calls = SimpleNamespace(queue=lambda *_: queued.append(mover._joins))
     first, second = (native._Done(object(), 0, mover) for _ in range(2))
@@ -118,9 +119,7 @@ def test_a_capture_is_looked_for_on_the_gpu_of_the_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 0)
     for index in (0, 1):
-        mover = object.__new__(native.Native)
-        mover._device = torch.device("cuda", index)
-        assert mover._captures() == (index == 0) and current == [1]
+        assert native.is_capturing(torch.device("cuda", index)) == (index == 0) and current == [1]
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
@@ -133,7 +132,7 @@ def test_nothing_is_sent_beside_sums_that_are_under_way(monkeypatch, is_waited_f
     mover._side.cuda_stream = 8
     mover._last, mover._joins, mover._beside, mover._sends_beside, mover._events = -1, 0, 0, False, []
     mover._ready, mover._lock = SimpleNamespace(record=lambda _: None), threading.Lock()
-    mover._captures = lambda: False
+    monkeypatch.setattr(native, "is_capturing", lambda device: device != mover._device)
     mover._exchanges = lambda *_: [SimpleNamespace(fire=lambda *_: None)] * 2
     x = [torch.zeros(4, 64)]
     work, _ = mover._run(native._ADD, x, None, RowLayout.of(x), [], (torch.float32, torch.float32))

@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from megatron_magi.comm.slots import MAX_CHUNKS, Room, chunk_shift, sent_shift, 
 from megatron_magi.comm.sm_budget import share_of
 from megatron_magi.cuda.arriving import FLAG_BYTES, Arriving, part_rows
 from megatron_magi.cuda.call_list import CallList, Place, Step
+from megatron_magi.cuda.driver import is_capturing
 
 _NUM_FETCHED, _NUM_CHUNKS = 0, 16  # bytes into PeerTables.counts
 _SEND, _TAKE = 1, 2  # Role of exchange.cu
@@ -206,7 +207,7 @@ class Native:
         if (failure := self.failure()) is not None:
             raise RuntimeError(failure)
         with self._lock:
-            captures = self._captures()
+            captures = is_capturing(self._device)
             if captures or self._beside or self._last != raw:
                 current = self._take_turn(raw, captures)
                 if self._beside and not captures:
@@ -273,7 +274,7 @@ class Native:
         Returns:
             The end of the call, and what must live until then.
         """
-        captures = self._captures()
+        captures = is_capturing(self._device)
         kept = kept and not captures  # what a graph replays takes turns by its streams
         tensors = [with_rows(x) for x in tensors]
         rows = rows_of(tensors, layout.sizes)
@@ -296,11 +297,6 @@ class Native:
             event.record(self._side)
             joins = self._joins
         return _Done(event, joins, self), tensors if kept else []
-
-    def _captures(self) -> bool:
-        """Whether a graph captures the current stream of this object's GPU, which need not be the current GPU."""
-        with nullcontext() if torch.cuda.current_device() == self._device.index else torch.cuda.device(self._device):
-            return torch.cuda.is_current_stream_capturing()
 
     def _join(self, current: torch.cuda.Stream) -> None:
         """Makes the current stream wait for all calls."""

@@ -23,9 +23,8 @@ from torch import Tensor
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
+from megatron_magi.ops.hopper.backward_ends import RowMemory, finish_dq_launch, finish_keys_launch, stats_launch
 from megatron_magi.ops.hopper.backward_kernels import Common, keys_launch, queries_launch, whole_launch
 from megatron_magi.ops.hopper.backward_targets import Targets
 from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, backward_choice, most_split, query_tiles
@@ -46,7 +45,6 @@ from megatron_magi.ops.hopper.tiles import UNIT
 from megatron_magi.ops.operands import BackwardInputs, Gradients
 from megatron_magi.ops.options import AttnOptions
 
-SUMS_ALIGNMENT = 32  # floats: a cache line
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
@@ -214,9 +212,8 @@ class _Design:
         splits: parts that the query heads of a group are dealt to, where dk and dv have a kernel of their own.
         schedule: the order of work, where one kernel computes dk, dv and possibly dq; else None.
         targets: what gradients are written to.
-        rows: of the statistics of a head.
-        splits_stats: statistics are terms of bf16, see `kernels.splits_stats`.
-        scratch: memory for them and for sums.
+        of_rows: sizes of statistics of rows and of sums of dq.
+        scratch: memory for them, and for sums of dk and dv.
     """
 
     problem: Problem
@@ -225,8 +222,7 @@ class _Design:
     splits: int
     schedule: DeviceSchedule | None
     targets: Targets
-    rows: int
-    splits_stats: bool
+    of_rows: RowMemory
     scratch: _Scratch
 
     @classmethod
@@ -246,18 +242,17 @@ class _Design:
             room = targets.room_in_dq(grads)
             most = most_split(choice, problem, room)
             schedule = hopper_plan.schedule_of(plan, *of_heads, most, problem.is_narrow)
-        rows = padded(problem.num_rows, choice.shape[1])
-        splits_stats = hopper_kernels.splits_stats(q.dtype, problem.dims, options.softcap > 0, choice.adds_dq)
+        of_rows = RowMemory.of(problem.num_rows, problem.num_heads, problem.dims, q.dtype, options.softcap, choice)
         tile_sums = 2 * choice.shape[0] * problem.num_heads_kv * problem.dims[0]
         key_sums = 0 if schedule is None else schedule.num_split * tile_sums
         scratch = _Scratch(
-            num_stats=-(-problem.num_heads * rows * (1 + splits_stats) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT,
-            num_sums=problem.num_heads * rows * problem.dims[0] if choice.adds_dq else 0,
+            num_stats=of_rows.stats,
+            num_sums=of_rows.sums,
             num_key_sums=key_sums,
             key_sums_in_dq=room is not None and 4 * key_sums <= room,
             num_zeroed=tile_sums if plan.is_static else key_sums,
         )
-        return cls(problem, choice, plan, splits, schedule, targets, rows, splits_stats, scratch)
+        return cls(problem, choice, plan, splits, schedule, targets, of_rows, scratch)
 
 
 class _Pass:
@@ -279,14 +274,13 @@ class _Pass:
         self._scratch, self._offsets = design.scratch, design.scratch.offsets
         self._num_vectors, self._num_key_vectors = design.scratch.num_sums // 4, design.scratch.num_zeroed // 4
         dq, *of_keys = targets.layouts(grads)
-        scale, rows, stats_row = options.softmax_scale, design.rows, design.rows * choice.packed
+        scale, rows, stats_row = options.softmax_scale, design.of_rows.rows, design.of_rows.rows * choice.packed
         last_row, last_key = seen_rows(bands)
         seen = last_row, last_key, last_key, last_row
         common = Common((q, k, v, dout), design.problem.dims, stats_row, seen, options, stream)
         mask_numbers = 0 if schedule is None else plan.fields(schedule=schedule).get("numbers", 0)
-        self._prepare = stats_launch(
-            lse, delta, rows, choice.packed, choice.adds_dq, design.splits_stats * scale * LOG2_E, numbers=mask_numbers
-        )
+        split = design.of_rows.splits_stats * scale * LOG2_E
+        self._prepare = stats_launch(lse, delta, rows, choice.packed, choice.adds_dq, split, numbers=mask_numbers)
         self._finish_keys = self._finish_dq = self._queries = None
         if schedule is None:
             self._keys, self._keys_numbers = keys_launch(common, plan, design.splits, targets.store_keys, of_keys)

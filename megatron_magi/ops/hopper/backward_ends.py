@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_magi.cuda.launch import Launch, prepared
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper.choices import BackwardChoice
 from megatron_magi.ops.hopper.kernels import if_captured
 from megatron_magi.ops.hopper.params import (
     CapturedFinishKeysParams,
@@ -23,6 +25,7 @@ from megatron_magi.ops.hopper.params import (
 from megatron_magi.ops.hopper.support import check_support, current_stream, in_dtype, loadable
 from megatron_magi.ops.merge import row_products
 
+_SUMS_ALIGNMENT = 32  # floats: a cache line
 _FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
 _STATS_HEADS, _DELTA_HEADS = 32, 8  # of 32 rows, of a block of the kernel that prepares rows; where it computes delta
@@ -78,6 +81,33 @@ def _fire_delta(launch: Launch, dout: Tensor, out: Tensor) -> Tensor:
 def padded(num_rows: int, block: int) -> int:
     """Rows with what the last block reads behind them."""
     return -(-num_rows // 32) * 32 + block
+
+
+class RowMemory(NamedTuple):
+    """Sizes of what a backward keeps of its rows, in fp32 numbers.
+
+    Attributes:
+        rows: of the statistics of a head, with what the last block reads behind them.
+        stats: of lse, and as many of -delta, of all heads.
+        sums: of dq.
+        splits_stats: statistics are terms of bf16, see `kernels.splits_stats`.
+    """
+
+    rows: int
+    stats: int
+    sums: int
+    splits_stats: bool
+
+    @classmethod
+    def of(
+        cls, num_rows: int, num_heads: int, dims: tuple[int, int], dtype: torch.dtype, softcap: float,
+        choice: BackwardChoice,
+    ) -> RowMemory:  # fmt: skip
+        """For tensors of ``dtype`` and the kernels of a choice; ``dims``: the head dims of these."""
+        rows = padded(num_rows, choice.shape[1])
+        splits = hopper_kernels.splits_stats(dtype, dims, softcap > 0, choice.adds_dq)
+        stats = -(-num_heads * rows * (1 + splits) // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+        return cls(rows, stats, num_heads * rows * dims[0] if choice.adds_dq else 0, splits)
 
 
 def stats_launch(

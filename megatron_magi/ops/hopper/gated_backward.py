@@ -17,10 +17,8 @@ from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES
 from megatron_magi.cuda.layout import Like
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
-from megatron_magi.ops.hopper.backward import SUMS_ALIGNMENT
-from megatron_magi.ops.hopper.backward_ends import finish_dq_launch, finish_keys_launch, padded, stats_launch
+from megatron_magi.ops.hopper.backward_ends import RowMemory, finish_dq_launch, finish_keys_launch, stats_launch
 from megatron_magi.ops.hopper.backward_kernels import Common, Inputs, Steps, queries_launch, whole_launch
 from megatron_magi.ops.hopper.backward_targets import STORE_FLOAT, STORE_HALF
 from megatron_magi.ops.hopper.choices import (
@@ -171,29 +169,10 @@ def backward_pass(
     return known_pass(_passes, tensors.inputs, of_grads, bands, use, make)
 
 
-class _Sizes(NamedTuple):
-    """Of what a backward keeps in memory.
-
-    Attributes:
-        rows: those of statistics, with their padding.
-        stats: numbers of one of both statistics, of all heads.
-        sums: of dq.
-        splits_stats: see `kernels.splits_stats`.
-    """
-
-    rows: int
-    stats: int
-    sums: int
-    splits_stats: bool
-
-
-def _sizes(tensors: BackwardTensors, form: BackwardForm, use: PassUse) -> _Sizes:
+def _row_memory(tensors: BackwardTensors, form: BackwardForm, use: PassUse) -> RowMemory:
     q, _, v, _ = tensors.inputs
-    (num_rows, num_heads, dim), choice = q.shape, form.choice
-    rows = padded(num_rows, choice.shape[1])
-    split = hopper_kernels.splits_stats(q.dtype, (dim, v.shape[2]), use.options.softcap > 0, choice.adds_dq)
-    stats = -(-num_heads * rows * (1 + split) // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
-    return _Sizes(rows, stats, num_heads * rows * dim if choice.adds_dq else 0, split)
+    num_rows, num_heads, dim = q.shape
+    return RowMemory.of(num_rows, num_heads, (dim, v.shape[2]), q.dtype, use.options.softcap, form.choice)
 
 
 def scratch_numbers(
@@ -206,7 +185,7 @@ def scratch_numbers(
         key_sums: its number of this name.
         begin: where there is room, a multiple of 128.
     """
-    sizes = _sizes(tensors, form, use)
+    sizes = _row_memory(tensors, form, use)
     minus_delta = begin + 4 * sizes.stats
     sums = minus_delta + 4 * sizes.stats
     end = sums + 4 * sizes.sums
@@ -236,7 +215,7 @@ class _Steps:
     def __init__(self, tensors: BackwardTensors, sent: Sent, known: Pass, use: PassUse) -> None:
         self._tensors, self._sent, self._known, self._use = tensors, sent, known, use
         q, k, v, dout = tensors.inputs
-        self._form, self._sizes = known.form, _sizes(tensors, known.form, use)
+        self._form, self._sizes = known.form, _row_memory(tensors, known.form, use)
         later = () if sent.arriving is None else tuple(sent.arriving.tensors)
         seen = tuple(known.numbers[f"seen.{name}"] for name in ("rows", "keys", "keys", "rows"))
         num_stats = self._sizes.rows * self._form.choice.packed
