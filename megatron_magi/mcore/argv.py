@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     if any(FLAG in action.option_strings for action in parser._actions):
         return parser
     group = parser.add_argument_group(
-        title="magi attention", description="pretrain_scripts/pretrain_gpt.py also takes --config FILE of arguments."
+        title="magi attention",
+        description="--attention-backend magi, a value that Megatron's own help does not list, selects this package's "
+        "attention. pretrain_scripts/pretrain_gpt.py also takes --config FILE, a YAML file of arguments.",
     )
     group.add_argument(
         FLAG,
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="TOKENS",
         type=int,
         default=None,
-        help="Tokens of a chunk, the grain at which they are spread over context-parallel ranks. Chosen if not given.",
+        help="Tokens of a chunk: tokens are distributed over context-parallel ranks in chunks. Chosen if not given.",
     )
     group.add_argument(
         "--magi-overlap-degree",

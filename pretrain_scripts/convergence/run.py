@@ -61,8 +61,11 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("setting", choices=SETTINGS, help="a YAML file next to this one")
     parser.add_argument("--out", type=Path, required=True, help="folder of losses, logs, plot and table")
     parser.add_argument("--data-path", help="prefix of an indexed data set; without it Python's standard library")
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help="(%(default)s)")
-    parser.add_argument("--cp-sizes", type=int, nargs="+", help="of the runs with magi; 1, 2, 4, 8 as ranks allow")
+    ranks_help = "number of processes, each with a GPU of its own if there are any (default: %(default)s)"
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help=ranks_help)
+    parser.add_argument(
+        "--cp-sizes", type=int, nargs="+", help="of the runs with magi (default: 1, 2, 4, 8 as far as RANKS allows)"
+    )
     end = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:end])
     options.megatron = list(argv[end + 1 :])
