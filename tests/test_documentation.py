@@ -52,10 +52,25 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(path), f"{target}#{anchor}"
 
 
-def test_the_gallery_of_masks_is_what_its_script_makes():
-    spec = importlib.util.spec_from_file_location("make_masks", ROOT / "docs/make_masks.py")
+def script_of_documents(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_of_functions_is_what_its_script_makes():
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
+    script = script_of_documents("make_api")
+    assert (ROOT / "docs/api.md").read_text() == script.page(), "run: python docs/make_api.py"
+    listed = {name for _, _, modules in script.SECTIONS for names in modules.values() for name in names}
+    classes = {"AttendConfig", "CommConfig", "CostModel", "DispatchConfig", "MagiConfig", "OverlapConfig", "MaskType"}
+    assert set(megatron_magi.__all__) - classes - {"AttnRange", "AttnRanges", "AttnSlice"} <= listed
+
+
+def test_the_gallery_of_masks_is_what_its_script_makes():
+    script = script_of_documents("make_masks")
     assert (ROOT / "docs/masks.md").read_text() == script.page(), "run: python docs/make_masks.py"
     assert {path.stem for path in (ROOT / "docs/images/masks").glob("*.png")} == {e[0] for e in script.ENTRIES}
 
