@@ -16,8 +16,8 @@ HEAD = """# API
 
 The public functions and classes, each linked to its source. Docstrings have all arguments, shapes, dtypes and errors:
 `help(megatron_magi.api.calc_attn)`. Further names, for code written for MagiAttention, are in
-[migration](migration.md#names-that-are-here); the fields of `MagiConfig` are in [configuration](configuration.md#magiconfig).
-(This page is made by `python docs/make_api.py`.)
+[migration](migration.md#names-that-are-here); the fields of `MagiConfig` are in
+[configuration](configuration.md#magiconfig). (This page is made by `python docs/make_api.py`.)
 """
 # Title, page that explains it, and by module the names in the order of the page.
 SECTIONS = [
