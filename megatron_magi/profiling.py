@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_magi import envs
+from megatron_magi.capture import is_capturing
 from megatron_magi.mask import bands as bd
 
 ON = envs.profile_mode()
@@ -184,11 +185,6 @@ def _mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Any:
     return event
 
 
-def _records(device: torch.device) -> bool:
-    """A graph that is being captured takes no events that are timed."""
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
 _pass_of = threading.local()  # its ``kernels``: name, begin and end of those that the pass under way has launched
 
 
@@ -213,7 +209,7 @@ def _pass[F: Callable](name: str, tensors: Callable[..., tuple]) -> Callable[[F]
         @wraps(function)
         def timed(*args, **kwargs):
             q, v, bands = tensors(*args)
-            if not _records(q.device):
+            if is_capturing(q.device):  # a graph takes no events that are timed
                 return function(*args, **kwargs)
             kernels = _pass_of.kernels = []
             try:
@@ -249,7 +245,7 @@ def profiled_collective[F: Callable](function: F) -> F:
     @wraps(function)
     def timed(tensors, *args, **kwargs):
         device, name = (tensors if isinstance(tensors, torch.Tensor) else tensors[0]).device, function.__name__
-        if not _records(device):
+        if is_capturing(device):
             return function(tensors, *args, **kwargs)
         begin = _mark(device)
         with _range(name, device):
@@ -279,26 +275,28 @@ def profiled_collective[F: Callable](function: F) -> F:
     return timed
 
 
-def profiled_kernel(name: str, kernel: Any, stream_of: Callable[[int], int | None]) -> Any:
+def profiled_kernel(name: str, kernel: Any, device: torch.device, stream_of: Callable[[int], int | None]) -> Any:
     """A kernel whose launches are timed; itself when nothing is profiled.
 
     Args:
+        name: under which they are reported.
         kernel: has a method ``launch(config, pointers)``.
+        device: that it is loaded on.
         stream_of: the raw stream of a launch's ``config``.
     """
-    return _TimedKernel(name, kernel, stream_of) if ON else kernel
+    return _TimedKernel(name, kernel, device, stream_of) if ON else kernel
 
 
 class _TimedKernel:
-    def __init__(self, name: str, kernel: Any, stream_of: Callable[[int], int | None]) -> None:
-        self._name, self._kernel, self._stream_of = name, kernel, stream_of
+    def __init__(self, name: str, kernel: Any, device: torch.device, stream_of: Callable[[int], int | None]) -> None:
+        self._name, self._kernel, self._device, self._stream_of = name, kernel, device, stream_of
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
     def launch(self, config: int, pointers: Any) -> None:
-        device = torch.device("cuda", torch.cuda.current_device())
-        if not _records(device):
+        device = self._device
+        if is_capturing(device):
             self._kernel.launch(config, pointers)
             return
         raw = self._stream_of(config)

@@ -57,16 +57,6 @@ def _primary_context(device_index: int) -> int:
     return context.value
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a graph captures the current stream of a device, which need not be the current one."""
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
 @contextmanager
 def _in_context(context: int) -> Iterator[None]:
     """Makes a context current: for good where the thread has none, as in autograd's threads, else for a while."""
@@ -182,7 +172,8 @@ def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device
         check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
         check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
         check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
-    return profiled_kernel(name, Kernel(function, threads, shared_bytes, context), _stream_of)
+    kernel = Kernel(function, threads, shared_bytes, context)
+    return profiled_kernel(name, kernel, torch.device("cuda", index), _stream_of)
 
 
 def _stream_of(config: int) -> int | None:

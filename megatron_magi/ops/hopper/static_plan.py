@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.capture import is_capturing
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, StaticBands, Tiling
@@ -238,7 +239,7 @@ class StaticMask:
 
 def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError while a graph is captured."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.driver import fits_tensor_map, is_capturing
+from megatron_magi.capture import is_capturing
+from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.choices import Problem, heads_together, make_problem
