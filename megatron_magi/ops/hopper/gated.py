@@ -19,12 +19,11 @@ import numpy as np
 
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Step
-from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
 from megatron_magi.cuda.layout import Like
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper import tuning
@@ -39,9 +38,10 @@ from megatron_magi.ops.hopper.choices import (
     make_problem,
     row_bytes,
 )
-from megatron_magi.ops.hopper.params import ForwardParams, GatedForwardParams
+from megatron_magi.ops.hopper.forward_kernel import make_launch
 from megatron_magi.ops.hopper.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
-from megatron_magi.ops.hopper.support import LOG2_E, check_support, seen_rows, sm_count, work_counter
+from megatron_magi.ops.hopper.support import check_support, seen_rows, sm_count
+from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
@@ -118,24 +118,6 @@ class PassUse(NamedTuple):
     options: AttnOptions
     stream: int
     remembered: bool = True
-
-
-class ForwardTensors(NamedTuple):
-    """How the tensors of a forward lie.
-
-    Attributes:
-        q, k, v: as TMA can read them.
-        out: in the dtype of q, contiguous.
-        lse: fp32 ``[num_rows, num_heads]``.
-        sink_lse: likewise, or None.
-    """
-
-    q: Like
-    k: Like
-    v: Like
-    out: Like
-    lse: Like
-    sink_lse: Like | None = None
 
 
 def first_arriving(num_keys: int) -> int:
@@ -291,12 +273,18 @@ def known_pass(
 
 
 def forward_pass(
-    tensors: ForwardTensors, num_arriving: int, bands: np.ndarray, use: PassUse, known: MaskNumbers | None = None
+    inputs: ForwardInputs,
+    output: ForwardOutput,
+    num_arriving: int,
+    bands: np.ndarray,
+    use: PassUse,
+    known: MaskNumbers | None = None,
 ) -> Pass:
     """What of a mask a forward takes.
 
     Args:
-        tensors: like those of the calls.
+        inputs: tensors of the layout of the calls; q, k and v as TMA can read them, `sink_lse` fp32 of every row.
+        output: likewise: ``out`` in the dtype of q, contiguous, ``lse`` fp32.
         num_arriving: keys that arrive.
         bands: the mask, over keys numbered as above.
         use: how it is queued.
@@ -305,11 +293,11 @@ def forward_pass(
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    q, _, v, *_ = tensors
+    q, _, v, _ = inputs
     check_support(q, (q.shape[2], v.shape[2]))
 
     def make() -> Pass:
-        shape, found = shape_of(tensors, num_arriving, use.options, sm_count(q.device)), known
+        shape, found = shape_of(inputs, num_arriving, use.options, sm_count(q.device)), known
         if found is None or found.shape != shape:
             seen = seen_numbers(bands, shape.num_own, num_arriving)
             found = forward_numbers(
@@ -317,73 +305,48 @@ def forward_pass(
             )
         return Pass(found, bands, q, use.stream)
 
-    return known_pass(_passes, tensors, (num_arriving,), bands, use, make)
+    return known_pass(_passes, (*inputs, output.out, output.lse), (num_arriving,), bands, use, make)
 
 
 def forward_step(
-    tensors: ForwardTensors, arriving: Arriving, form: ForwardForm, use: PassUse, max_logits: bool
+    inputs: ForwardInputs,
+    output: ForwardOutput,
+    arriving: Arriving | None,
+    form: ForwardForm,
+    use: PassUse,
+    max_logits: bool,
 ) -> Step:
-    """The kernel that writes attention, to be queued right behind those that bring the arriving keys.
+    """The kernel that writes attention, to be queued right behind those that bring the arriving keys, if there are any.
 
     It takes the addresses ``q``, ``k``, ``v``, ``out``, ``lse``, ``sink`` and ``max_logits``, the last two where there
     are any, those of the arriving keys, and the numbers of a mask.
 
     Args:
-        tensors: like those of the calls.
-        arriving: keys and values, at least one row; how many is a number of the mask.
+        inputs, output: as of `forward_pass`.
+        arriving: keys and values, at least one row; how many is a number of the mask. None: own keys alone.
         form: `Pass.form` of the masks that it serves.
         use: how it is queued.
         max_logits: fp32 ``[num_heads]``, -inf, is updated.
     """
-    return _forward_step(tensors, arriving, form, use, max_logits)
-
-
-def own_forward_step(tensors: ForwardTensors, form: ForwardForm, use: PassUse, max_logits: bool) -> Step:
-    """The same over own keys alone."""
-    return _forward_step(tensors, None, form, use, max_logits)
-
-
-def _forward_step(
-    tensors: ForwardTensors, arriving: Arriving | None, form: ForwardForm, use: PassUse, max_logits: bool
-) -> Step:
-    q, k, v, *_ = tensors
+    q, k, v, sink_lse = inputs
     fields, numbers = {"out": ("out", 0), "lse": ("lse", 0)}, {n: f"rows.{n}" for n in (*TABLES, *ROW_WORK)}
-    if tensors.sink_lse is not None:
+    if sink_lse is not None:
         fields["sink_lse"] = ("sink", 0)
     if max_logits:
         fields["max_logits"] = ("max_logits", 0)
     places, later, values = (), (), {}
     if arriving is not None:
-        places, later = arriving.places, tuple((t, "seen.later") for t in arriving.tensors)
+        places, later = arriving.places, tuple(arriving.tensors)
         values, numbers = {"gate": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
-    return _forward_launch(tensors, later, form, use).step(
-        fields, (("q", 0), ("k", 0), ("v", 0), *places, ("out", 0)),
-        mapped=((q, "seen.rows"), (k, "seen.keys"), (v, "seen.keys"), *later), values=values, numbers=numbers,
-        num_blocks="rows.grid", overlaps=arriving is not None and arriving.overlaps,
-    )  # fmt: skip
-
-
-def _forward_launch(tensors: ForwardTensors, later: tuple, form: ForwardForm, use: PassUse) -> Launch:
-    """The kernel of a form; ``later``: keys and values that arrive."""
-    (q, k, v, out, lse, sink_lse), (tile, packed), options = tensors, form.tiles, use.options
-
-    def make() -> Launch:
-        softcap, scale = options.softcap, options.softmax_scale
-        params = (GatedForwardParams if later else ForwardParams)(
-            counter=work_counter(q.device, use.stream).data_ptr(),
-            out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-            logit_scale=softcap or scale,
-            scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-        )  # fmt: skip
-        if sink_lse is not None:
-            params.sink_row, params.sink_head = sink_lse.stride()
-        dims = q.shape[2], v.shape[2]
-        kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, gated=bool(later))
-        keys = ((t, tile[1]) for t in (k, v, *(t for t, _ in later)))
-        return Launch(kernel, 1, params, ((q, 64 // packed, packed), *keys, (out, 16 // packed, packed)))
-
     key = (
-        "gated forward", bool(later), q.device, use.stream, q.dtype, options, form.tiles, q.shape, k.shape[1:],
+        "gated forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
         v.shape[1:], q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
-    return prepared(key, make)
+    launch = prepared(
+        key, lambda: make_launch(inputs, output, use.options, use.stream, form.tiles, arriving=later)
+    )  # fmt: skip
+    return launch.step(
+        fields, (("q", 0), ("k", 0), ("v", 0), *places, ("out", 0)),
+        mapped=((q, "seen.rows"), (k, "seen.keys"), (v, "seen.keys"), *((t, "seen.later") for t in later)),
+        values=values, numbers=numbers, num_blocks="rows.grid", overlaps=arriving is not None and arriving.overlaps,
+    )  # fmt: skip
