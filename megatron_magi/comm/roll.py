@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import calls_of
-from megatron_magi.comm.dispatch import RowsCall, as_moved, check_shard, sequence_dimension
+from megatron_magi.comm.dispatch import RowsCall, along_rows, check_shard, sequence_dimension
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.eager import refuse_transforms
@@ -204,8 +204,7 @@ def roll(
         dim = sequence_dimension(dim, x_local)
         check_shard(x_local, dim, args.num_rows)
         calls.agree(RowsCall.of("roll", x_local, dim, shift=args.shift))
-        x = _Roll.apply(as_moved(x_local).movedim(dim, 0), args, group, impl, verify).movedim(0, dim)
-        return x if x.dtype == x_local.dtype else x.view(x_local.dtype)
+        return along_rows(lambda rows: _Roll.apply(rows, args, group, impl, verify), x_local, dim)
 
 
 class _Roll(torch.autograd.Function):
