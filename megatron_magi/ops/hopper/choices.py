@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_magi import thresholds
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import tuning
 
@@ -97,8 +98,8 @@ def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
     With several it takes less work where runs of rows that are alike are short: tiles end there too, and are half
     empty.
     """
-    short = facts.runs > 1 and num_rows < tuning.SHORT_ROWS * facts.runs
-    return math.gcd(group, tuning.MOST_PACKED_HEADS) if short else 1
+    short = facts.runs > 1 and num_rows < thresholds.SHORT_ROWS * facts.runs
+    return math.gcd(group, thresholds.MOST_PACKED_HEADS) if short else 1
 
 
 def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
@@ -162,7 +163,7 @@ def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
     twice, are too many for the L2 cache. ``packed``: heads counted as one by the kernels that would take their place.
     """
     keys, sum_bytes = facts.area / problem.num_rows, 4 * problem.num_rows * problem.num_heads * problem.dims[0]
-    limits = tuning.SEPARATE_DQ_PACKED if packed > 1 else tuning.SEPARATE_DQ if problem.dims[0] == 128 else ()
+    limits = thresholds.SEPARATE_DQ_PACKED if packed > 1 else thresholds.SEPARATE_DQ if problem.dims[0] == 128 else ()
     if packed > 1 and facts.intervals >= tuning.SCATTERED_INTERVALS:
         limits = (*limits, tuning.SEPARATE_DQ_SCATTERED)
     return all(sum_bytes < many or keys >= few for many, few in limits)

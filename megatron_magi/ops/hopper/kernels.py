@@ -7,10 +7,10 @@ from functools import cache
 
 import torch
 
+from megatron_magi import thresholds
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda.driver import Kernel
-from megatron_magi.ops.hopper import tuning
 
 FORWARD_TILES = {
     (64, 64): ((128, 128), (192, 128)),
@@ -63,7 +63,7 @@ def element(dtype: torch.dtype) -> str:
 def forward_tile(dims: tuple[int, int], keys: float, packed: int) -> tuple[int, int]:
     """The one of `FORWARD_TILES` for queries that see so many keys on average, of heads that are packed."""
     tiles = FORWARD_TILES[dims]
-    return tiles[-1 if len(tiles) > 1 and keys >= tuning.TALL_TILE_KEYS[dims][packed == 1] else 0]
+    return tiles[-1 if len(tiles) > 1 and keys >= thresholds.TALL_TILE_KEYS[dims][packed == 1] else 0]
 
 
 def _forward_stages(tile: tuple[int, int]) -> int:
