@@ -51,6 +51,13 @@ def shift_keys(bands: IntArray, by: int) -> IntArray:
     return out
 
 
+def transpose(bands: IntArray) -> IntArray:
+    """The bands of the transposed mask: keys become queries."""
+    out = bands[:, [K0, K1, Q0, Q1, D_HI, D_LO]]
+    out[:, D_LO:] = 1 - out[:, D_LO:]
+    return out
+
+
 def has_diagonals(bands: IntArray) -> bool:
     """Whether a band of the table may be cut by a diagonal."""
     return bool(np.any((bands[:, D_LO] != -NO_DIAGONAL) | (bands[:, D_HI] != NO_DIAGONAL)))

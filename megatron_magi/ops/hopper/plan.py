@@ -289,7 +289,7 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
 
     def plan_keys(bands: np.ndarray, num_keys: int) -> hopper_tiles.TilePlan:
         return plan_tiles(
-            hopper_tiles.transpose(bands), num_keys, keys, queries // packed,
+            bd.transpose(bands), num_keys, keys, queries // packed,
             align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
         )  # fmt: skip
 

@@ -65,14 +65,6 @@ class TilePlan:
         return int(self.passes[:, 1].sum())
 
 
-def transpose(bands: bd.IntArray) -> bd.IntArray:
-    """The bands of the transposed mask: keys become rows."""
-    out = bands[:, [bd.K0, bd.K1, bd.Q0, bd.Q1, bd.D_LO, bd.D_HI]].copy()
-    out[:, bd.D_LO] = 1 - bands[:, bd.D_HI]
-    out[:, bd.D_HI] = 1 - bands[:, bd.D_LO]
-    return out
-
-
 def plan_tiles(
     bands: bd.IntArray,
     num_rows: int,
