@@ -28,7 +28,7 @@ _MOST_OPEN = 4096  # spans whose events are kept before those that are over are 
 
 
 class Row(NamedTuple):
-    """What a name stands for took, in all.
+    """Totals of one pass, kernel, collective or wait.
 
     Attributes:
         kind: ``pass`` (of attention on one rank, over the keys of one stage), ``kernel`` (one of ours, of which passes
@@ -83,7 +83,7 @@ class Recorder:
             self._sums: dict[tuple[str, str], _Sum] = {}
             self._first: Any = None
             self._begin_ms = self._end_ms = 0.0
-            """Of all spans, from the begin of the one that was noted first."""
+            """Earliest begin and latest end of all spans, relative to the begin of the span that was added first."""
 
     def add(self, kind: str, name: str, begin: Any, end: Any, flops: float = 0.0, num_bytes: int = 0) -> None:
         """Notes a span."""
@@ -189,7 +189,7 @@ _pass_of = threading.local()  # its ``kernels``: name, begin and end of those th
 
 
 def _flops(kernels: list[str], q: torch.Tensor, v: torch.Tensor, bands: Any) -> dict[str, float]:
-    """Of visible pairs, by pass, and by kernel of a pass that has launched ``kernels``."""
+    """Floating-point operations over visible pairs by pass and by kernel; ``kernels``: those that the pass launched."""
     product = 2.0 * float(bd.areas(bands).sum()) * q.shape[1]
     qk, pv = q.shape[2], v.shape[2]
     forward, backward = product * (qk + pv), product * (3 * qk + 2 * pv)

@@ -24,7 +24,7 @@ _STARTED = 12  # CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _PROMOTE_256B = 3
 MAP_BYTES = 128
-"""Of a tensor map."""
+"""Size of a tensor map, bytes."""
 PANEL = 64
 """Columns of a swizzled shared-memory panel of two-byte elements."""
 
@@ -99,8 +99,8 @@ class LaunchConfig(ctypes.Structure):
     Args:
         kernel: what is launched.
         num_blocks: grid.
-        started: raw handle of an event without timing that each launch records: it comes when all blocks run. Stands in
-            the place of that attribute.
+        started: raw handle of an event without timing that each launch records once all its blocks run; 0 for none. It
+            takes the place of the attribute above.
     """
 
     _fields_ = [
@@ -117,7 +117,7 @@ class LaunchConfig(ctypes.Structure):
         super().__init__((num_blocks, 1, 1), threads, kernel.shared_bytes, None, attributes, bool(started))
 
     def copy(self, num_blocks: int, overlaps: bool = False) -> LaunchConfig:
-        """Another one of the same kernel, without its event; takes a tenth of the time of making a new one."""
+        """A copy for the same kernel without the event; ten times as fast as making a new one."""
         made = LaunchConfig.from_buffer_copy(self)
         made.attributes, made.grid[0], made.num_attributes = _OVERLAP, num_blocks, overlaps
         return made

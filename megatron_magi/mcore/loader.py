@@ -39,7 +39,7 @@ class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
 
     @property
     def fields(self) -> Fields:
-        """As Megatron collates them."""
+        """The microbatch as Megatron collates it."""
         return self.parts[0]
 
     @property

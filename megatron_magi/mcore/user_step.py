@@ -56,7 +56,7 @@ class UserForwardStep(MagiForwardStep):
     def __call__(
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
-        """As Megatron's schedules call it.
+        """The forward step that Megatron's schedules call.
 
         Raises:
             ValueError: the model does not attend by plan.

@@ -28,7 +28,7 @@ class Pieces(NamedTuple):
     place: np.ndarray
 
     def take(self, index: np.ndarray) -> Pieces:
-        """Some of them."""
+        """The pieces at ``index``."""
         return Pieces(*(array[index] for array in self))
 
 

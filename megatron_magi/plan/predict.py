@@ -58,7 +58,7 @@ class _Stage(NamedTuple):
     tallest: np.ndarray
 
     def with_fetched(self, fetched: _Stage) -> _Stage:
-        """Of one launch over own keys and fetched ones: a row is begun once, however many of them it sees."""
+        """Counts of one launch over own and fetched keys, in which each row is counted once."""
         both = _Stage(*(a + b for a, b in zip(self, fetched, strict=True)))
         most = _Stage(*(np.maximum(a, b) for a, b in zip(self, fetched, strict=True)))
         return both._replace(rows=most.rows, starts=most.starts, tallest=most.tallest)
@@ -177,7 +177,7 @@ class _Steps(NamedTuple):
         return np.where(packed > 1, some, single)
 
     def ends_us(self, is_backward: bool) -> float:
-        """Microseconds of what a pass does once: casts of sums, and in the backward the statistics of rows."""
+        """Microseconds of work done once a pass: casts of sums, and in the backward the statistics of rows."""
         dk, dv = self._dims
         cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
         return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))
