@@ -132,11 +132,11 @@ def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Hashable, RankPlan]
 
 
 class _StaticPlan:
-    """One of them.
+    """One plan of `StaticPlans`.
 
     Attributes:
-        plan: stands for that of the microbatch that was loaded.
-        masks: of its stages.
+        plan: stands for the plan of the microbatch that was loaded last.
+        masks: one for each stage.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class _StaticPlan:
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
 
     def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
-        """Of the remote stage; None where nothing is fetched on any rank."""
+        """The cast of the remote stage; None if no rank fetches anything."""
         casts = plan_casts(plan, self._device)
         assert all(isinstance(cast, GroupCastArgs) for cast in casts)
         return casts[0] if casts else None  # ty: ignore

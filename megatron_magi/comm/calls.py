@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often the thread looks at the store; less often in jobs of more than a thousand ranks, which share one store."""
 BUSY_S = 0.1
-"""The same while something is to be answered or decided."""
+"""How often it looks while something is to be answered or decided."""
 ASK_S = 1.0
 """How long a rank waits for the others before it asks what they are doing."""
 GRACE_S = 2.0

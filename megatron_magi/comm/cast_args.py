@@ -23,7 +23,7 @@ class CastFacts(NamedTuple):
         send_splits, recv_splits, num_rows_min: see `GroupCastArgs`.
         level_sizes: see `Arrivals`.
         most: ``most_rows``, ``most_recv`` and ``most_send`` of `PeerRows`; None without.
-        num_arrays: that there are.
+        num_arrays: number of these arrays.
     """
 
     send_splits: tuple[int, ...]
@@ -100,9 +100,9 @@ class GroupCastArgs:
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is made; None where all is made.
         is_static: the arrays change, see `megatron_magi.comm.static_args`.
-        ways: how rows travel, by group and implementation, found out at the first call. They go with the group, not
-            with the arguments, which plans keep.
-        launches: what implementations prepare for calls, by implementation; likewise.
+        ways: cache of how rows travel, by group and implementation, filled at the first call. Entries live as long as
+            the group, as plans may keep the arguments longer.
+        launches: cache of launches that implementations prepare, by implementation; likewise.
     """
 
     send_index: torch.Tensor
@@ -227,7 +227,7 @@ class GroupCastArgs:
         return self.num_send - self.send_splits[rank], self.num_recv - self.recv_splits[rank]
 
     def rows_far(self, rank: int) -> tuple[int, int]:
-        """Of these, between nodes: none, as none are told apart."""
+        """The part of `rows_away` that crosses between nodes: none, as nodes are not told apart here."""
         return 0, 0
 
     @cached_property

@@ -51,7 +51,7 @@ _IMPLS = (*_EXCHANGES, "native")
 
 
 class _Alone:
-    """Stands for the group of a rank that has none."""
+    """Stands in caches for the group of a rank that has none."""
 
 
 _ALONE = _Alone()
@@ -93,13 +93,13 @@ class _Way(NamedTuple):
 
 
 class Handle:
-    """Rows under way.
+    """A collective that has been started.
 
     Attributes:
         sent_bytes: bytes this rank sends to other ranks, those included that it hands on or sums for its node.
         received_bytes: bytes this rank receives from other ranks, likewise.
         far_sent_bytes, far_received_bytes: of these, between nodes, where nodes are told apart.
-        adds_late: `wait` adds to ``into``, on the stream of its caller, and other calls on the group may add beside it.
+        adds_late: `wait` adds to ``into``, on the stream of its caller, while other calls on the group may add as well.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class LevelFacts(NamedTuple):
     Attributes:
         ranks_per_node, near, far, relay: see `LevelArgs`.
         level_sizes: of the arrivals, see `Arrivals`.
-        num_arrays: that there are.
+        num_arrays: number of these arrays.
     """
 
     ranks_per_node: int
@@ -123,5 +123,5 @@ class LevelArgs:
         return sum(sent for sent, _ in away), sum(received for _, received in away)
 
     def rows_far(self, rank: int) -> tuple[int, int]:
-        """Of these, between nodes."""
+        """The part of `rows_away` that crosses between nodes."""
         return self.far.rows_away(rank // self.ranks_per_node)

@@ -174,7 +174,7 @@ def refusal_of_host(
 
 
 def refusal_of(said: list[dict[str, Any]]) -> str | None:
-    """The same as far as it can be told from what the ranks have said."""
+    """The part of `refusal_of_host` that follows from what the ranks have told each other."""
     if not 2 <= len(said) <= MAX_RANKS:
         return f"is for 2 to {MAX_RANKS} ranks, the group has {len(said)}"
     if any(s["host"] != said[0]["host"] for s in said):
@@ -286,7 +286,7 @@ class _Owned:
 
 
 _left: list[_Owned] = []
-"""Of groups that this rank has left and others have not yet. What is there when the process ends goes with it."""
+"""Memory of groups that this rank has left and others have not yet; freed with the process at the latest."""
 
 
 def _give_back_what_all_have_left() -> None:

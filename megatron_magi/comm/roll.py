@@ -64,7 +64,7 @@ class RollFacts(NamedTuple):
 
     @property
     def num_arrays(self) -> int:
-        """That there are."""
+        """Number of arrays of `RollArrays.tables`."""
         return 2 + self.there.num_arrays + self.back.num_arrays
 
 

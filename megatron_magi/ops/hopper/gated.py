@@ -3,8 +3,8 @@
 Arriving keys have numbers of their own behind this rank's, from `first_arriving` on, and lie in tensors of their own.
 The gap keeps tiles from blocks of both.
 
-What a mask makes of a pass is numbers (`MaskNumbers`), which a worker process can find; what else its kernels are told
-depends on how tensors lie. So the steps of a pass name the mask's numbers, and those of one mask serve another one.
+The kernels of a pass depend on the mask only through numbers (`MaskNumbers`), which a worker process can compute, and
+on the layout of the tensors. So the steps of a pass name these numbers, and steps made for one mask serve others.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _seen: FrozenMemo[tuple[int, int, int, int, int]] = FrozenMemo()
 
 
 class PassShape(NamedTuple):
-    """What a pass depends on beside the mask, and how tensors lie.
+    """What a pass depends on, apart from the mask and the layout of the tensors.
 
     Attributes:
-        problem: its keys are own ones and those that arrive.
-        num_arriving: of these.
+        problem: shape; its keys are this rank's own and those that arrive.
+        num_arriving: keys that arrive.
         num_sms: streaming multiprocessors of the GPU.
-        sm_margin: those that it leaves to others.
+        sm_margin: streaming multiprocessors that it leaves free.
         deterministic: bitwise repeatable results.
     """
 
@@ -71,16 +71,16 @@ class PassShape(NamedTuple):
         return self.problem.num_keys - self.num_arriving
 
     def grid(self, num_items: int) -> int:
-        """Blocks of a kernel that deals items to itself."""
+        """Grid of a kernel whose blocks take items until there are none."""
         return max(1, min(num_items, self.num_sms - self.sm_margin))
 
 
 class ForwardForm(NamedTuple):
-    """What the steps of a forward are chosen by.
+    """What the steps of a forward depend on, apart from the mask's numbers.
 
     Attributes:
-        tiles: of queries.
-        arrives: keys do.
+        tiles: tiles of queries.
+        arrives: some keys arrive.
     """
 
     tiles: RowTiles
@@ -89,14 +89,14 @@ class ForwardForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskNumbers:
-    """What a mask makes of a pass. Nothing of it is on a device.
+    """The parameters of a pass that depend on the mask, computed without a device.
 
     Attributes:
         shape: of the pass.
-        form: what its steps are chosen by: a `ForwardForm` or `gated_backward.BackwardForm`.
-        numbers: those among the parameters of the kernels, by name.
-        tilings: whose tables kernels read, by the begin of the names of their addresses.
-        schedule: of the kernel for dk and dv, whose tables are the first ones; None in a forward.
+        form: `ForwardForm` or `gated_backward.BackwardForm`.
+        numbers: parameters of the kernels by name, all but addresses.
+        tilings: tilings whose tables the kernels read, by the prefix of the names of their addresses.
+        schedule: key of the schedule of the kernel for dk and dv, which reads the first tables; None in a forward.
     """
 
     shape: PassShape
@@ -112,7 +112,7 @@ class PassUse(NamedTuple):
     Attributes:
         options: of the call.
         stream: raw handle.
-        remembered: other plans of its mask find it, and it keeps its tables until it is forgotten.
+        remembered: keep the pass in a cache, where other plans of an equal mask find it.
     """
 
     options: AttnOptions
@@ -121,14 +121,15 @@ class PassUse(NamedTuple):
 
 
 def first_arriving(num_keys: int) -> int:
-    """Number of the first key that arrives, where this rank has so many of its own."""
+    """Number of the first key that arrives, on a rank with ``num_keys`` own keys."""
     return num_keys + hopper_tiles.GAP
 
 
 def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, int, int]:
-    """Rows of q, k, v and of the keys and values that arrive up to the last that is seen, at least one of each.
+    """Rows of q, k, v and of the arriving keys and values, up to the last that sees or is seen; at least one of each.
 
-    ``first``: the same whenever this is asked of a table.
+    Results are cached by ``bands`` alone, so ``first``, the number of the first arriving key, must be the same for each
+    call with a table.
     """
     seen = _seen.get(bands)
     if seen is None:
@@ -141,7 +142,7 @@ def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, in
 
 
 def remember_seen(bands: np.ndarray, seen: tuple[int, int, int, int, int]) -> None:
-    """Keeps what `seen_rows_and_keys` answers for a table that cannot be written to."""
+    """Keeps a result of `seen_rows_and_keys` for a read-only table."""
     _seen.put(bands, seen)
 
 
@@ -155,7 +156,7 @@ def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: in
 
 
 def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_sms: int) -> Tiling:
-    """Tiles of keys, likewise."""
+    """Tiles of keys where the last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
     products = 5.0 if choice.adds_dq else 4.0
     late = late_blocks(problem, num_arriving, choice.shape, products)
     first = first_arriving(problem.num_keys - num_arriving)
@@ -164,7 +165,7 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
 
 
 def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str, int]:
-    """Rows of tensors up to the last that a mask lets see or be seen, by name."""
+    """Rows of the tensors up to the last that sees or is seen, by the names of these numbers."""
     row, own, later = *seen_rows(bands), 0
     if num_arriving:
         row, own, _, later, _ = seen_rows_and_keys(bands, first_arriving(num_own))
@@ -172,7 +173,7 @@ def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str
 
 
 def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
-    """Parameters of a kernel whose tiles are rows, by their names behind ``name``: see `support.row_work`."""
+    """Parameters of a kernel over tiles of rows, as numbers named ``name.PARAMETER``; see `support.row_work`."""
     problem = shape.problem
     of_row = row_bytes(problem)
     packs = problem.num_heads // plan.packed
@@ -190,19 +191,19 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
 TABLES = ("tiles", "passes", "bounds", "step")
 ROW_WORK = ("num_tiles", "num_heads", "group", "head_section", "log2_packed", "long_blocks")
 GATE = {"gate.num_rows": "later.num_rows", "gate.part_rows": "later.part_rows"}
-"""Parameters that are numbers of the mask: of all kernels over tiles, of those over rows, of those that wait."""
+"""Parameters that depend on the mask: of all kernels over tiles; of those over rows; of those that wait for keys."""
 
 
 def forward_numbers(
     facts: MaskFacts, seen: Mapping[str, int], shape: PassShape, plan_of: Callable[[Tiling], HostPlan]
 ) -> MaskNumbers:
-    """What a mask makes of a forward.
+    """The mask's numbers for a forward.
 
     Args:
         facts: of the mask.
-        seen: its `seen_numbers`.
+        seen: result of `seen_numbers`.
         shape: of the pass.
-        plan_of: tables of the mask's tiles.
+        plan_of: makes the plan of a tiling of the mask.
     """
     problem, tiles = shape.problem, forward_tiles(facts, shape.problem)
     if shape.num_arriving:
@@ -214,7 +215,7 @@ def forward_numbers(
 
 
 def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, num_sms: int) -> PassShape:
-    """Shape of a pass over q, k, v and keys that arrive, on a GPU of so many streaming multiprocessors."""
+    """Shape of a pass over q, k, v and ``num_arriving`` keys that arrive, on a GPU with ``num_sms`` SMs."""
     q, k, v, *_ = inputs
     dims = q.shape[2], v.shape[2]
     problem = make_problem(q.shape[0], k.shape[0] + num_arriving, q.shape[1], k.shape[1], dims)
@@ -222,14 +223,14 @@ def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, nu
 
 
 class Pass:
-    """What of a mask the kernels of a pass take, its tables in device memory.
+    """A pass over one mask: its numbers, and its tables in device memory.
 
     Attributes:
         form: see `MaskNumbers`.
-        numbers: with the addresses of tables.
-        plans: these tables, by the begin of the names of their addresses.
-        num_bytes: of device memory that is kept.
-        lists: calls that it is part of, by who makes them; they go with either.
+        numbers: those of `MaskNumbers`, and the addresses of the tables.
+        plans: the tables, by the prefix of the names of their addresses.
+        num_bytes: device memory that this keeps.
+        lists: prepared calls that use this pass, by the object that made them; dropped with either of the two.
     """
 
     def __init__(self, of_mask: MaskNumbers, bands: np.ndarray, q: Like, stream: int) -> None:
@@ -251,7 +252,7 @@ class Pass:
 
 
 def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
-    """Whether what is queued on a stream finds the tables there, as they were copied on it."""
+    """Whether all tables were copied on ``stream``, so that work queued on it finds them there."""
     copies = [plan.ready, *(schedule.ready for schedule in tuple(plan.schedules.values()))]
     return all(ready is not None and ready.stream == stream for ready in copies)
 
@@ -260,7 +261,7 @@ def known_pass(
     passes: LruCache[tuple, Pass], tensors: tuple[Like | None, ...], of_arriving: tuple, bands: np.ndarray,
     use: PassUse, make: Callable[[], Pass],
 ) -> Pass:  # fmt: skip
-    """The pass over tensors that lie so, if it is remembered; made when it is first asked for."""
+    """The pass for tensors of this layout: from the cache, or made, and kept there if ``use.remembered``."""
     if not use.remembered:
         return make()
     lie = [None if t is None else (t.dtype, tuple(t.shape), t.stride()) for t in tensors]
@@ -280,15 +281,15 @@ def forward_pass(
     use: PassUse,
     known: MaskNumbers | None = None,
 ) -> Pass:
-    """What of a mask a forward takes.
+    """The forward pass over a mask.
 
     Args:
         inputs: tensors of the layout of the calls; q, k and v as TMA can read them, `sink_lse` fp32 of every row.
         output: likewise: ``out`` in the dtype of q, contiguous, ``lse`` fp32.
         num_arriving: keys that arrive.
-        bands: the mask, over keys numbered as above.
+        bands: the mask, over keys numbered as described at the top.
         use: how it is queued.
-        known: the mask's numbers, if they were found for such a pass.
+        known: the mask's numbers, if they were computed ahead; those of another shape are not used.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.

@@ -26,7 +26,7 @@ from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, 
 from megatron_magi.ops.hopper.support import COUNTER_BYTES
 
 _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
-"""Of MaskNumbers, in its order."""
+"""Fields of MaskNumbers (`mask_numbers.cuh`), in its order."""
 _NUMBERS_WORDS = 8
 _MOST_NUMBERS = 256
 _SPARE_TILES = 64
@@ -77,7 +77,7 @@ class StaticMemory:
 
 
 Table = tuple[Tensor, Tensor]
-"""Where a table of a mask is, and where it goes to, which may be longer."""
+"""A table of a mask, and the memory that it is copied to, which may be longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +261,7 @@ def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
-    """Of `_parts`."""
+    """Lengths of the parts that `_parts` returns."""
     _, passes, bounds = (offset // 4 for offset in plan.host.offsets)
     return passes, bounds - passes, plan.memory.shape[0] - bounds
 
