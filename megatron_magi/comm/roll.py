@@ -91,8 +91,8 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
     row[tokens[is_token]] = np.concatenate([np.arange(n) for n in lengths])[is_token]
     mine = np.asarray(global_index[cp_rank], dtype=np.int64)
     # Both ends list the rows they exchange by the receiver's token, so the lists agree.
-    received = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=False)
-    sent = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=True)
+    received = _exchange_by_rank(mine, -shift, owner, row, cp_rank, by_sender=False)
+    sent = _exchange_by_rank(mine, shift, owner, row, cp_rank, by_sender=True)
     return RollArrays(
         shift=shift,
         num_rows=len(mine),
@@ -106,18 +106,24 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
 
 
 def _exchange_by_rank(
-    mine: np.ndarray,
-    shift: int,
-    total_seqlen: int,
-    owner: np.ndarray,
-    row: np.ndarray,
-    cp_rank: int,
-    by_sender: bool,
+    mine: np.ndarray, distance: int, owner: np.ndarray, row: np.ndarray, cp_rank: int, by_sender: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Local partner of each row, rows with a remote partner grouped by its rank, and those ranks."""
+    """Pairs each row of a shard with the row whose token is ``distance`` places further.
+
+    Args:
+        mine: token of each row of the shard, int64 ``[num_rows]``.
+        distance: in tokens, modulo their number.
+        owner, row: rank of each token, and its row there, int64 ``[total_seqlen]``.
+        cp_rank: this rank.
+        by_sender: rows are sent to their partners; else received from them.
+
+    Returns:
+        The local partner of each row, or the row itself; rows with a remote partner, grouped by its rank; those ranks.
+    """
+    total_seqlen = len(owner)
     partner_row = np.arange(len(mine), dtype=np.int64)
     rows = np.flatnonzero(mine < total_seqlen)
-    partner = (mine[rows] + (shift if by_sender else -shift)) % max(total_seqlen, 1)
+    partner = (mine[rows] + distance) % max(total_seqlen, 1)
     is_local = owner[partner] == cp_rank
     partner_row[rows[is_local]] = row[partner[is_local]]
     rows, partner = rows[~is_local], partner[~is_local]
