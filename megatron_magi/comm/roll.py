@@ -150,16 +150,8 @@ class RollArgs:
     @classmethod
     def build(cls, arrays: RollArrays, device: torch.device | str) -> RollArgs:
         """Copies the index arrays to ``device``, where the tensors to roll live."""
-        a = arrays
-        local_from, local_to = upload([a.local_from, a.local_to], device)
-        return cls(
-            shift=a.shift,
-            num_rows=a.num_rows,
-            local_from=local_from,
-            local_to=local_to,
-            forward=GroupCastArgs.build(a.send_rows, a.send_splits, a.recv_splits, None, device),
-            backward=GroupCastArgs.build(a.recv_rows, a.recv_splits, a.send_splits, None, device),
-        )
+        facts, tables = arrays.tables()
+        return cls.from_uploaded(facts, upload(tables, device))
 
     @classmethod
     def from_uploaded(cls, facts: RollFacts, moved: Sequence[torch.Tensor]) -> RollArgs:
