@@ -110,7 +110,7 @@ class Recorder:
             self._end_ms = max(self._end_ms, _elapsed_ms(self._first, span.end))
 
     def rows(self) -> list[Row]:
-        """What was noted since the last `reset`; waits for the device."""
+        """Totals since the last `reset`; waits for the device."""
         with self._lock:
             if any(not isinstance(span.end, float) for span in self._open):
                 torch.cuda.synchronize()
@@ -150,7 +150,7 @@ def reset() -> None:
 
 
 def rows() -> list[Row]:
-    """What was recorded since the last `reset`, by kind and then the longest first. Waits for the device."""
+    """Totals since the last `reset`, by kind and then the longest first. Waits for the device."""
     return _recorder.rows()
 
 

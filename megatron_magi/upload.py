@@ -14,7 +14,7 @@ _ALIGNMENT = 16  # bytes; what kernels read tables with
 
 
 class _Place(NamedTuple):
-    """Where an array is in the buffer."""
+    """Offset, dtype and shape of an array in the buffer."""
 
     offset: int
     dtype: torch.dtype

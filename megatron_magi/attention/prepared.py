@@ -342,7 +342,7 @@ def _is_deterministic(config: MagiConfig) -> bool:
 def _backward_use(
     plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, writes_dq: bool, sums_meet: bool
 ) -> BackwardUse:
-    """How `megatron_magi.attention.distributed` calls the backward of a stage."""
+    """How `megatron_magi.attention.distributed` will call the backward of a stage."""
     assert shape.num_sms is not None
     dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
     dq_bytes = plan.num_rows * shape.num_heads_q * problem.dims[0] * dtype.itemsize

@@ -183,7 +183,7 @@ class CallLog:
         self._board.clear(call)
 
     def explanation(self, call: int) -> tuple[str | None, str]:
-        """Why a collective failed: what the ranks disagree in, None if in nothing, and those that told nothing."""
+        """Explains a failed collective: what ranks disagree in, None if in nothing; and those that did not answer."""
         inquiry = _Inquiry(self, self._board, call, time.monotonic(), self._timeout_s)
         end = time.monotonic() + EXPLAIN_S
         while self._broken is None and time.monotonic() < end:

@@ -57,7 +57,7 @@ class RowsCall(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, x: torch.Tensor, dim: int = 0, **options: Any) -> RowsCall:
-        """For a tensor whose rows lie along ``dim``."""
+        """The record for a tensor whose rows lie along ``dim``."""
         gradient = x.requires_grad and torch.is_grad_enabled()
         return cls(operation, x.dtype, (*x.shape[:dim], *x.shape[dim + 1 :]), gradient, **options)
 
@@ -102,7 +102,7 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
 
 @dataclass(frozen=True, eq=False)
 class UndispatchArgs:
-    """Where the rows of all shards are, as one rank sees it, on a device; made by `build`.
+    """Index tensors that find the rows of all shards, on a device, for one rank; made by `build`.
 
     Attributes:
         shard_lengths: rows of each rank.

@@ -147,7 +147,8 @@ def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
 def refusal_of_host(
     meeting: Meeting, device: torch.device, num_groups: int = 0, is_captured: bool = False
 ) -> str | None:
-    """Why the ranks of a group cannot reach each other's memory, None if they can; the same on all; collective.
+    """The reason why the ranks of a group cannot reach each other's memory; None if they can. Collective, and the same
+    on all ranks.
 
     Args:
         num_groups: of this rank's GPU that do so already.
@@ -201,7 +202,7 @@ def _refusal_of_links(devices: list[str], device: torch.device) -> str | None:
 
 
 class PeerMemory:
-    """What the kernels of one group share: flags, and slots for rows that grow with need.
+    """Memory that the kernels of one group share: flags, and slots for rows, which grow when a call needs more.
 
     Attributes:
         slot_bytes: of one of the slots.
@@ -251,7 +252,7 @@ class PeerMemory:
 
 
 class _Owned:
-    """What a group has shared. It is given back when all ranks have left: until then one may be reading it."""
+    """Memory that this rank shares with a group. It is freed when all ranks have left: until then one may read it."""
 
     def __init__(self, rank: int, device: torch.device, notice: torch.Tensor, control: Shared) -> None:
         self._rank, self._device, self._notice, self._control = rank, device, notice, control

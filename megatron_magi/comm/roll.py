@@ -20,7 +20,7 @@ from megatron_magi.upload import upload
 
 @dataclass(frozen=True, eq=False)
 class RollArrays:
-    """What one rank does to roll the global sequence, int64 arrays on the CPU.
+    """The steps of one rank to roll the global sequence, as int64 arrays on the CPU.
 
     Attributes:
         shift: places that tokens move towards the end.
@@ -50,7 +50,7 @@ class RollArrays:
 
 
 class RollFacts(NamedTuple):
-    """What is left of `RollArrays` when its arrays are on a device.
+    """The part of `RollArrays` that stays on the host when its arrays are on a device.
 
     Attributes:
         shift, num_rows: see `RollArrays`.
@@ -155,7 +155,7 @@ class RollArgs:
 
     @classmethod
     def from_uploaded(cls, facts: RollFacts, moved: Sequence[torch.Tensor]) -> RollArgs:
-        """From `RollArrays.tables` as tensors, where the tensors to roll live."""
+        """Makes arguments from the arrays of `RollArrays.tables`, as tensors on the device of the tensors to roll."""
         local_from, local_to, *rest = moved
         there = GroupCastArgs.from_uploaded(facts.there, rest[: facts.there.num_arrays])
         back = GroupCastArgs.from_uploaded(facts.back, rest[facts.there.num_arrays :])

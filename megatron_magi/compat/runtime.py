@@ -74,7 +74,7 @@ class DistAttnRuntimeKey:
 
     @property
     def dist_attn_config(self) -> DistAttnConfig:
-        """What of ``config`` a `DistAttnConfig` can say."""
+        """The part of ``config`` that a `DistAttnConfig` can express."""
         return dist_attn_config_of(self.config)
 
     @property
@@ -140,14 +140,14 @@ class ShardIndex:
         return self._rows[device]
 
     def undispatch_args(self, device: torch.device) -> UndispatchArgs:
-        """What bringing the tokens of all ranks together takes."""
+        """Arguments of `undispatch`."""
         if device not in self._undispatch:
             shards, total_seqlen = self.dispatch.global_indices(), self.dispatch.total_seqlen
             self._undispatch[device] = UndispatchArgs.build(shards, total_seqlen, self.cp_rank, device)
         return self._undispatch[device]
 
     def roll_args(self, shift: int, device: torch.device) -> RollArgs:
-        """What rolling the sequence by ``shift`` takes."""
+        """Arguments of `roll` by ``shift``."""
         if (shift, device) not in self._rolls:
             arrays = make_roll_args(self.dispatch.global_indices(), shift, self.dispatch.total_seqlen, self.cp_rank)
             self._rolls[shift, device] = RollArgs.build(arrays, device)

@@ -34,7 +34,7 @@ class AttnMaskType(Enum):
 
     @classmethod
     def from_int_type(cls, int_type: int) -> AttnMaskType:
-        """From the number that kernels and ``attn_type_map`` use.
+        """The type of a number that kernels and ``attn_type_map`` use.
 
         Raises:
             ValueError: not 0, 1, 2 or 3.
@@ -266,7 +266,7 @@ def _from_compat(given: DistAttnConfig, default: MagiConfig, head_shape: HeadSha
 
 
 def dist_attn_config_of(config: MagiConfig) -> DistAttnConfig:
-    """What of ``config`` a `DistAttnConfig` can say; `magi_config` makes the same parts of it again."""
+    """The part of ``config`` that a `DistAttnConfig` can express; `magi_config` is its inverse."""
     alg = next((alg() for alg, name in ALGORITHM_OF.items() if name == config.dispatch.algorithm), None)
     tokens = DispatchConfig(alg, config.dispatch.chunk_size, config.dispatch.uneven_shard)
     degree, max_degree = config.overlap.degree, config.overlap.max_degree

@@ -31,14 +31,14 @@ IGNORED = -100
 
 
 class ShardMask(NamedTuple):
-    """What a layer of a sharded batch is given for its mask."""
+    """The mask argument of layers, for a sharded batch."""
 
     shard: Shard
     key: DistAttnRuntimeKey
 
 
 class Shard:
-    """How a batch lies on the ranks. Made by `shard_batch`.
+    """The distribution of a batch over the ranks. Made by `shard_batch`.
 
     Attributes:
         group: the ranks.

@@ -105,7 +105,7 @@ class StaticBatch:
         return {name: replace(plan, runtime={}) for name, plan in batch.params.plans.named.items()}
 
     def differs(self, batch: LocalBatch) -> str | None:
-        """Why this cannot be the place of a microbatch, apart from its plans, if it cannot; the same on all ranks."""
+        """Why a microbatch does not fit here, apart from its plans; None if it fits. The same on all ranks."""
         static, given = _tensors(self.batch), _tensors(batch)
         if {name: x.shape for name, x in static.items()} != {name: x.shape for name, x in given.items()}:
             return "its tensors have other shapes"
@@ -240,7 +240,7 @@ def install() -> None:
 
 
 def _agreed(large: tuple[LocalBatch, str] | None, group: dist.ProcessGroup) -> tuple[LocalBatch | None, str] | None:
-    """What does not fit here, as all of ``group`` know, or on other ranks; None on all ranks or on none."""
+    """What does not fit, on this or on other ranks; None if all fit. ``large``: the same on all ranks of ``group``."""
     if group.size() == dist.get_world_size():
         return large
     found = start_agreement(int(large is not None), None, "captured iterations").values()

@@ -44,7 +44,7 @@ class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
 
     @property
     def planned(self) -> PlannedBatch | Exception:
-        """What was made of them, or why nothing was."""
+        """The plan, or the error of planning."""
         return self.parts[1]
 
     def bring(self, device: torch.device) -> dict[str, torch.Tensor]:

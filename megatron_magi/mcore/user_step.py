@@ -84,7 +84,7 @@ def _chunk(model: torch.nn.Module) -> Any:
 
 
 def _microbatch_mean(loss: Callable, reports_mean: bool, output: torch.Tensor, **kwargs: Any) -> tuple:
-    """What ``loss`` gives, scaled so that Megatron's mean over ranks is the mean over the microbatch.
+    """Calls ``loss`` and scales its result so that Megatron's mean over ranks is the mean over the microbatch.
 
     Megatron divides a rank's sum by that rank's number of tokens, of which ranks have different ones.
     """

@@ -1,8 +1,7 @@
-"""The backward over own keys and over keys that arrive while it runs, if there are any, at once: what `backward` is to
-stages.
+"""The backward in one launch over own keys and keys that arrive while it runs, if any do; `backward` runs stages.
 
-For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are numbered as in `gated`, and what a mask
-makes of a pass is numbers, as there.
+For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are numbered, and the mask's numbers are
+separate from the rest, as in `gated`.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 class BackwardForm(NamedTuple):
-    """What the steps of a backward are chosen by.
+    """What the steps of a backward depend on, apart from the mask's numbers.
 
     Attributes:
-        choice: of kernels.
-        arrives: keys do.
-        splits: query heads of some tiles of keys are split, so that a kernel finishes their dk and dv.
-        sums_in_dq: what that one reads lies in dq until dq is written.
+        choice: kernels.
+        arrives: some keys arrive.
+        splits: query heads of some tiles of keys are split, so another kernel finishes dk and dv of these tiles.
+        sums_in_dq: the sums that it reads lie in dq until dq is written.
     """
 
     choice: BackwardChoice
@@ -69,13 +68,13 @@ class BackwardForm(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """How the tensors of a backward lie.
+    """Tensors of the layout of a backward's.
 
     Attributes:
         inputs: q, k, v, dout in one dtype, as TMA can read them.
         out: the output.
         lse: fp32 ``[num_rows, num_heads]``.
-        grads: dq in the dtype of q; dk and dv in it or in fp32, as those of keys that arrive; contiguous.
+        grads: dq in the dtype of q; dk and dv, like those of keys that arrive, in that dtype or fp32; all contiguous.
     """
 
     inputs: Inputs
@@ -85,13 +84,13 @@ class BackwardTensors(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What is queued around a backward, of ranks that fetch keys.
+    """The communication around a backward.
 
     Attributes:
-        arriving: what brings keys, at least one row; None where none come.
-        places: where dk and dv of these will be.
-        moves: something that moves keys is queued right before.
-        returns: something that sends ``places`` comes between `Steps.keys` and `Steps.rest`.
+        arriving: keys that arrive, at least one; None if none do on this rank.
+        places: where dk and dv of these keys are to be written.
+        moves: a kernel that moves keys is queued right before the backward.
+        returns: a kernel that sends ``places`` back comes between `Steps.keys` and `Steps.rest`.
     """
 
     arriving: Arriving | None
@@ -107,9 +106,9 @@ def backward_numbers(
     plan_of: Callable[[Tiling], HostPlan],
     schedule_of: Callable[[Tiling, ScheduleKey], tuple[int, int]],
 ) -> MaskNumbers:
-    """What a mask makes of a backward; arguments as in `gated.forward_numbers`.
+    """The mask's numbers for a backward; arguments as in `gated.forward_numbers`.
 
-    ``schedule_of``: the number of items of a schedule, and of tiles whose heads are split.
+    ``schedule_of``: returns the number of items of a schedule, and of tiles whose heads are split.
     """
     problem, num_arriving = shape.problem, shape.num_arriving
     num_sms = max(1, shape.num_sms - shape.sm_margin)
@@ -146,7 +145,7 @@ def backward_numbers(
 def backward_pass(
     tensors: BackwardTensors, num_arriving: int, bands: np.ndarray, use: PassUse, known: MaskNumbers | None = None
 ) -> Pass:
-    """What of a mask a backward takes; arguments as of `gated.forward_pass`."""
+    """The backward pass over a mask; arguments as of `gated.forward_pass`."""
     q = tensors.inputs[0]
 
     def make() -> Pass:
@@ -178,12 +177,12 @@ def _row_memory(tensors: BackwardTensors, form: BackwardForm, use: PassUse) -> R
 def scratch_numbers(
     tensors: BackwardTensors, form: BackwardForm, use: PassUse, key_sums: int, begin: int
 ) -> tuple[dict[str, int], int]:
-    """Where in the memory of a call its kernels keep what they need, by name, and the end of that.
+    """Byte offsets in the scratch memory of a call at which its kernels keep statistics and sums, by name, and the end.
 
     Args:
         tensors, form, use: of the pass.
-        key_sums: its number of this name.
-        begin: where there is room, a multiple of 128.
+        key_sums: the mask's number of this name.
+        begin: first free byte, a multiple of 128.
     """
     sizes = _row_memory(tensors, form, use)
     minus_delta = begin + 4 * sizes.stats

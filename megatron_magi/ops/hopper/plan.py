@@ -96,7 +96,7 @@ class HostPlan:
     def of(
         cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int, int] | None = None
     ) -> HostPlan:
-        """From a tile plan; ``drift``: of its neighbouring tiles, see `hopper_tiles.drift`."""
+        """Makes the plan from a tile plan; ``drift``: result of `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
         table = np.concatenate([*parts, np.zeros(4, dtype=np.int32)])
         offsets = (0, 4 * len(parts[0]), 4 * (len(parts[0]) + len(parts[1])))
@@ -375,7 +375,7 @@ def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
 
 
 def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool) -> ScheduleKey:
-    """What a schedule depends on: the arguments of `HostPlan.schedule`."""
+    """The key of a schedule: the arguments of `HostPlan.schedule`."""
     return heads_kv, group, num_sms, min(max_split, plan.num_tiles), narrow
 
 

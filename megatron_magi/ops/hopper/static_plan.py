@@ -153,7 +153,7 @@ class StaticMask:
         self._plans: dict[Tiling, _StaticPlan] = {}
 
     def as_bands(self) -> StaticBands:
-        """What stands for the mask in calls; keeps this mask."""
+        """The bands that stand for this mask in calls; they keep it alive."""
         num_rows, num_keys = self._shape
         everything = [[0, num_rows, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]]
         bands = np.array(everything, dtype=np.int64).view(StaticBands)
@@ -186,7 +186,7 @@ class StaticMask:
         return made
 
     def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
-        """Why there is no room for a mask, if there is none."""
+        """The reason why a mask does not fit; None if it fits."""
         for plan, source in self._pairs(bands, num_keys):
             parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
             items = (
@@ -214,7 +214,7 @@ class StaticMask:
         return [self._source(tiling, *sample) for sample in self._samples]
 
     def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
-        """What is to be at the place of a tiling; tiles of keys are of those that the mask has."""
+        """The plan to be copied to the place of a tiling; its tiles of keys are of the keys that the mask has."""
         if tiling.is_backward:
             tiling = tiling._replace(num_rows=max(num_keys, 1))
         return hopper_plan.device_plan(bands, tiling, self._device)
