@@ -238,11 +238,10 @@ class Pass:
         self.plans = {name: hopper_plan.device_plan(bands, t, q.device) for name, t in of_mask.tilings.items()}
         self.num_bytes = sum(plan.num_bytes for plan in self.plans.values())
         self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
-        self.schedule = None
         if of_mask.schedule is not None:
             first = next(iter(self.plans))
-            self.schedule = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule)
-            self.numbers[f"{first}.items"] = self.schedule.items.data_ptr()
+            items = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule).items  # the plan keeps its schedules
+            self.numbers[f"{first}.items"] = items.data_ptr()
         for name, plan in self.plans.items():
             if not _is_of_stream(plan, stream):
                 plan.hold_for_stream()

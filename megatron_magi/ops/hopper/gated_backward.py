@@ -216,9 +216,8 @@ class _Steps:
         q, k, v, dout = tensors.inputs
         self._form, self._sizes = known.form, _row_memory(tensors, known.form, use)
         later = () if sent.arriving is None else tuple(sent.arriving.tensors)
-        seen = tuple(known.numbers[f"seen.{name}"] for name in ("rows", "keys", "keys", "rows"))
         num_stats = self._sizes.rows * self._form.choice.packed
-        self._common = Common(tensors.inputs, (q.shape[2], v.shape[2]), num_stats, seen, use.options, use.stream, later)
+        self._common = Common(tensors.inputs, (q.shape[2], v.shape[2]), num_stats, use.options, use.stream, later)
         self._store = STORE_HALF if tensors.grads[1].dtype == q.dtype else STORE_FLOAT
         self._overlaps = may_overlap(use.options)
         self._mapped = (
@@ -266,9 +265,7 @@ class _Steps:
     def _keys(self) -> Step:
         known, arriving, choice = self._known, self._sent.arriving, self._form.choice
         dk, dv = self._tensors.grads[1:]
-        launch, _ = whole_launch(
-            self._common, choice.adds_dq, known.plans["keys"], known.schedule, self._store, (dk, dv)
-        )
+        launch = whole_launch(self._common, choice.adds_dq, known.plans["keys"], self._store, (dk, dv))
         store = {"store_remote": self._store, **self._gate} if arriving is not None else {}
         names = (*TABLES, "items", "num_items", "heads_inner")
         return launch.step(
@@ -298,7 +295,7 @@ class _Steps:
         return launch.step({"sums": ("scratch", "at.sums"), "dq": ("dq", 0)}, overlaps=overlaps)
 
     def _queries(self) -> Step:
-        launch, _ = queries_launch(self._common, self._known.plans["queries"], STORE_HALF, self._tensors.grads[0])
+        launch = queries_launch(self._common, self._known.plans["queries"], STORE_HALF, self._tensors.grads[0])
         names = {name: f"queries.{name}" for name in (*TABLES, *ROW_WORK)}
         return launch.step(
             {**self._of_rows, "dq": ("dq", 0)}, (*self._maps, ("dq", 0)), mapped=self._mapped, values=self._gate,

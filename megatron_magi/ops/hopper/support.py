@@ -122,15 +122,14 @@ def seen_rows(bands: np.ndarray) -> tuple[int, int]:
     return int(bands[:, bd.Q1].max(initial=1)), int(bands[:, bd.K1].max(initial=1))
 
 
-def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor, num_more: int = 0) -> dict[str, int]:
+def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
     """Parameters by which a kernel over tiles of rows orders its work.
 
     Heads that share a tile are counted as one. Heads that are worked on at the same time are whole groups whose keys
-    and values fit in the L2 cache; SMs that go through more blocks than fit begin together. ``num_more``: keys in other
-    tensors than ``k``.
+    and values fit in the L2 cache; SMs that go through more blocks than fit begin together.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
-    together = heads_together(k.shape[0] + num_more, num_kv, row_bytes)
+    together = heads_together(k.shape[0], num_kv, row_bytes)
     packs = num_heads // plan.packed
     group = packs // num_kv
     return {
