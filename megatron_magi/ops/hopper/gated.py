@@ -147,7 +147,12 @@ def remember_seen(bands: np.ndarray, seen: tuple[int, int, int, int, int]) -> No
 
 
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
-    """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
+    """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive, if any do.
+
+    ``products``: matrix products of a block of the kernel.
+    """
+    if not num_arriving:
+        return Tiling(False, problem.num_rows, *tiles)
     late = late_blocks(problem, num_arriving, tiles.shape, products)
     packs = heads_together(problem.num_keys, problem.num_heads_kv, row_bytes(problem)) * problem.group // tiles.packed
     lead = math.ceil(late * num_sms / packs)  # blocks of one head, or of packed ones
@@ -156,7 +161,9 @@ def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: in
 
 
 def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_sms: int) -> Tiling:
-    """Tiles of keys where the last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
+    """Tiles of keys where the last ``num_arriving`` of ``problem.num_keys`` keys arrive, if any do."""
+    if not num_arriving:
+        return Tiling(True, problem.num_keys, choice.shape, choice.packed)
     products = 5.0 if choice.adds_dq else 4.0
     late = late_blocks(problem, num_arriving, choice.shape, products)
     first = first_arriving(problem.num_keys - num_arriving)
@@ -206,10 +213,7 @@ def forward_numbers(
         plan_of: makes the plan of a tiling of the mask.
     """
     problem, tiles = shape.problem, forward_tiles(facts, shape.problem)
-    if shape.num_arriving:
-        tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
-    else:
-        tiling = Tiling(False, problem.num_rows, *tiles)
+    tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
     numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiles.shape[1])}
     return MaskNumbers(shape, ForwardForm(tiles, shape.num_arriving > 0), numbers, {"rows": tiling})
 

@@ -116,11 +116,8 @@ def backward_numbers(
     assert choice.whole
     # Sums of dk and dv lie in dq until it is written, if there is room.
     room = 2 * problem.num_rows * problem.num_heads * problem.dims[0]
-    if num_arriving:
-        tiling, most = key_tiling(problem, choice, num_arriving, num_sms), most_split_at_once(choice, problem, room)
-    else:
-        tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
-        most = most_split(choice, problem, room)
+    tiling = key_tiling(problem, choice, num_arriving, num_sms)
+    most = (most_split_at_once if num_arriving else most_split)(choice, problem, room)
     plan, group = plan_of(tiling), problem.group // choice.packed
     key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, num_sms, most, problem.is_narrow)
     num_items, num_split = schedule_of(tiling, key)
@@ -133,10 +130,7 @@ def backward_numbers(
     tilings = {"keys": tiling}
     if not choice.adds_dq:
         tiles = query_tiles(problem, choice.packed)
-        if num_arriving:
-            tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
-        else:
-            tilings["queries"] = Tiling(False, problem.num_rows, *tiles)
+        tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
         numbers |= row_numbers("queries", plan_of(tilings["queries"]), shape, tiles.shape[1])
     form = BackwardForm(choice, num_arriving > 0, num_split > 0, 4 * key_sums <= room)
     return MaskNumbers(shape, form, numbers, tilings, key)

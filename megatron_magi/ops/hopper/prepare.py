@@ -147,18 +147,23 @@ def make_tables(
     digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands) if facts is None else facts
     if not problem.num_rows or not problem.num_keys:
         return MaskTables(digest, facts, (), ()), []
+    num_arriving, num_sms = (0, 0) if shapes is None else (shapes.forward.num_arriving, shapes.forward.num_sms)
     plans: dict[Tiling, HostPlan] = {}
     schedules: list[tuple[Tiling, tuple, Schedule]] = []
-    _make(bands, plans, planner, Tiling(False, problem.num_rows, *forward_tiles(facts, problem)))
+    _make(bands, plans, planner, row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms))
     if backward is not None:
-        choice = backward_choice(facts, problem, backward.deterministic)
-        tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
+        choice, num_sms = backward_choice(facts, problem, backward.deterministic), backward.num_sms
+        tiling = key_tiling(problem, choice, num_arriving, num_sms)
         plan = _make(bands, plans, planner, tiling)
         if choice.whole:
-            splits = [most_split(choice, problem, room) for room in backward.rooms]
-            schedules += _schedules(plan, tiling, problem, choice, backward, splits)
+            most = [
+                most_split_at_once(choice, problem, room or 0) if num_arriving else most_split(choice, problem, room)
+                for room in backward.rooms
+            ]
+            schedules += _schedules(plan, tiling, problem, choice, backward, most)
         if not choice.adds_dq:
-            _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
+            tiles = query_tiles(problem, choice.packed)
+            _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0))
     tables, arrays = _as_tables(digest, facts, plans, schedules)
     return replace(tables, numbers=_numbers(bands, facts, shapes, plans, schedules)), arrays
 
@@ -166,32 +171,19 @@ def make_tables(
 def make_gated_tables(
     bands: np.ndarray, shapes: PassShapes, backward: BackwardUse | None, planner: str = "auto"
 ) -> tuple[MaskTables, list[np.ndarray]]:
-    """`make_tables` of passes in which keys arrive.
+    """`make_tables` of passes in which keys arrive; none where none do on this rank.
 
     Args:
         bands: over keys numbered as in `gated`.
         shapes: of the passes.
         backward, planner: as in `make_tables`.
     """
-    problem, num_arriving, num_sms, *_ = shapes.forward
-    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
+    problem, num_arriving, *_ = shapes.forward
     if not problem.num_rows or not num_arriving:
-        return MaskTables(digest, facts, (), ()), []
-    plans: dict[Tiling, HostPlan] = {}
-    schedules: list[tuple[Tiling, tuple, Schedule]] = []
-    _make(bands, plans, planner, row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms))
-    if backward is not None:
-        choice = backward_choice(facts, problem, backward.deterministic)
-        tiling = key_tiling(problem, choice, num_arriving, backward.num_sms)
-        plan = _make(bands, plans, planner, tiling)
-        splits = [most_split_at_once(choice, problem, room or 0) for room in backward.rooms]
-        schedules += _schedules(plan, tiling, problem, choice, backward, splits)
-        if not choice.adds_dq:
-            tiles = query_tiles(problem, choice.packed)
-            _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
-    tables, arrays = _as_tables(digest, facts, plans, schedules)
+        return MaskTables(hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands), (), ()), []
+    tables, arrays = make_tables(bands, problem, backward, planner, shapes=shapes)
     seen = seen_rows_and_keys(bands, first_arriving(problem.num_keys - num_arriving))
-    return replace(tables, seen=seen, numbers=_numbers(bands, facts, shapes, plans, schedules)), arrays
+    return replace(tables, seen=seen), arrays
 
 
 def _numbers(
