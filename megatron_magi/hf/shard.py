@@ -226,6 +226,6 @@ def _widest(text_config: Any) -> Callable:
 
 
 def _ranges(mask: AttnMask) -> tuple:
+    """The first arguments of `magi_attn_flex_key`."""
     table = mask.table
-    types = [("full", "causal", "inv_causal", "bi_causal")[kind] for kind in table[:, 4].tolist()]
-    return table[:, :2], table[:, 2:4], types, mask.total_seqlen_q, mask.total_seqlen_k
+    return table[:, :2], table[:, 2:4], table[:, 4], mask.total_seqlen_q, mask.total_seqlen_k
