@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_magi.config import CostModel, OverlapConfig
 
-_BACKWARD_PRODUCTS = 2.5
-"""Work of a backward pass over that of a forward pass."""
+BACKWARD_WORK = 2.5
+"""Operations of the backward over those of the forward: five products instead of two."""
 
 
 def choose_degree(
@@ -40,7 +40,7 @@ def step_us(
     degree = np.arange(1, max_degree + 1)[:, None]
     travel, attend, local = cost.fetch_us(remote_rows / degree), cost.attend_us(remote_area / degree), local_area
     forward = _pass_us(cost.attend_us(local), attend, travel, degree, cost.stage_latency_us, reduces=False)
-    local, attend = _BACKWARD_PRODUCTS * cost.attend_us(local), _BACKWARD_PRODUCTS * attend
+    local, attend = BACKWARD_WORK * cost.attend_us(local), BACKWARD_WORK * attend
     backward = _pass_us(local, attend, travel, degree, cost.stage_latency_us, reduces=True)
     return forward.max(axis=1) + backward.max(axis=1)
 
