@@ -252,7 +252,7 @@ class _Steps:
                 **{name: (name, 0) for name in given}, "sums": ("scratch", "at.sums"), "key_sums": self._key_sums,
                 "lse_out": self._of_rows["lse"], "delta_out": self._of_rows["delta"],
             },
-            values={"num_sums": sizes.sums // 4, "beside": int(self._sent.moves)},
+            values={"num_sums": sizes.sums // 4, "concurrent": int(self._sent.moves)},
             numbers={"num_key_sums": "key_sums.vectors"}, overlaps=self._overlaps,
         )  # fmt: skip
 
@@ -283,7 +283,7 @@ class _Steps:
         sent, gated = self._sent, self._form.arrives
         launch = finish_dq_launch(
             self._tensors.grads[0], self._common.stats_row // UNIT, self._tensors.inputs[0].dtype,
-            self._use.options.softmax_scale, STORE_HALF, beside=gated or sent.returns,
+            self._use.options.softmax_scale, STORE_HALF, concurrent=gated or sent.returns,
         )  # fmt: skip
         overlaps = self._overlaps and (sent.returns or not gated)
         return launch.step({"sums": ("scratch", "at.sums"), "dq": ("dq", 0)}, overlaps=overlaps)

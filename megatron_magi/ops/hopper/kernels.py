@@ -144,9 +144,9 @@ def finish_keys_macros(
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated), *if_captured(captured))
 
 
-def finish_dq_macros(dtype: torch.dtype, head_dim: int, beside: bool = False) -> tuple[str, ...]:
-    """What a kernel that finishes dq is compiled for; ``beside``: it runs at the same time as what sends dk, dv."""
-    return (f"HEAD_DIM={head_dim}", element(dtype), *(("BESIDE=1",) if beside else ()))
+def finish_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
+    """What a kernel that finishes dq is compiled for; ``concurrent``: it runs while another kernel sends dk and dv."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *(("CONCURRENT=1",) if concurrent else ()))
 
 
 def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:
