@@ -220,7 +220,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
     window_size: tuple[int, int] = (-1, -1),
     dist_attn_config: DistAttnConfig | MagiConfig | None = None,
 ) -> DistAttnRuntimeKey:
-    """As `make_flex_key_for_new_mask_after_dispatch`, from cumulative lengths.
+    """`make_flex_key_for_new_mask_after_dispatch` for a mask that is given by cumulative lengths.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, causal, window_size: see `infer_attn_mask_from_cu_seqlens`.
@@ -324,7 +324,7 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
 
 @outside_graphs
 def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
-    """The same as `roll`: there is one way to roll here."""
+    """Does the same as `roll`; kept as a name of MagiAttention's."""
     return roll(x, shift, dim, key)
 
 

@@ -97,7 +97,10 @@ class DispatchConfig:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates that the overlap degree is chosen with: one H200 and NVLink unless told otherwise.
+    """Shape of the attention, and the rates that the number of remote stages is chosen with (`OverlapConfig.degree`).
+
+    The default rates are those of an H200 and NVLink. Dispatches are compared with `DispatchConfig.rates` instead, a
+    finer model that is fitted to a GPU; both take the shape from here.
 
     Attributes:
         tflops: attention rate of a rank, TFLOP/s.
@@ -153,7 +156,7 @@ class OverlapConfig:
             backward ends with local compute and its last reduction hides behind it.
         one_launch: compute attention over the keys of all stages in one launch, which waits for fetched keys inside
             the kernel, if kernels and collectives support it; else stage by stage.
-        cost: the rates.
+        cost: shape of the attention, and the rates that ``degree`` is chosen with.
     """
 
     degree: int | None = None

@@ -28,7 +28,7 @@ _ARRAYS = {np.dtype(dtype) for dtype in _DTYPES.values()}
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors and arrays aside."""
+    """Pickles an object without its tensors and arrays, which it collects."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -112,7 +112,7 @@ class Sendable[Parts]:
 
     @property
     def parts(self) -> Parts:
-        """What it consists of."""
+        """The parts, unpacked on first use if they came from another process."""
         if isinstance(self._parts, Parcel):
             self._parts = self._parts.open()
         return self._parts
@@ -123,7 +123,7 @@ class Sendable[Parts]:
         return isinstance(self._parts, Parcel)
 
     def pin_memory(self) -> Self:
-        """The same, what goes to the device in page-locked memory, as data loaders ask for it."""
+        """A copy in which what goes to the device is page-locked; the name is the one that data loaders call."""
         made = object.__new__(type(self))
         made._parts = self._parts.pin_memory() if isinstance(self._parts, Parcel) else self._pinned(self._parts)
         return made
@@ -157,7 +157,7 @@ class Parcel:
         return cls(file.getvalue(), pack(pickler.aside))
 
     def pin_memory(self) -> Self:
-        """The same in page-locked memory, and so what is in it."""
+        """A copy in page-locked memory; tensors opened from it are too."""
         return type(self)(self._data, self._tensors.pin_memory())
 
     def open(self) -> Any:

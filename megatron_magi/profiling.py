@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_magi import envs
+from megatron_magi.capture import is_capturing
 from megatron_magi.mask import bands as bd
 
 ON = envs.profile_mode()
@@ -27,7 +28,7 @@ _MOST_OPEN = 4096  # spans whose events are kept before those that are over are 
 
 
 class Row(NamedTuple):
-    """What a name stands for took, in all.
+    """Totals of one pass, kernel, collective or wait.
 
     Attributes:
         kind: ``pass`` (of attention on one rank, over the keys of one stage), ``kernel`` (one of ours, of which passes
@@ -82,7 +83,7 @@ class Recorder:
             self._sums: dict[tuple[str, str], _Sum] = {}
             self._first: Any = None
             self._begin_ms = self._end_ms = 0.0
-            """Of all spans, from the begin of the one that was noted first."""
+            """Earliest begin and latest end of all spans, relative to the begin of the span that was added first."""
 
     def add(self, kind: str, name: str, begin: Any, end: Any, flops: float = 0.0, num_bytes: int = 0) -> None:
         """Notes a span."""
@@ -109,7 +110,7 @@ class Recorder:
             self._end_ms = max(self._end_ms, _elapsed_ms(self._first, span.end))
 
     def rows(self) -> list[Row]:
-        """What was noted since the last `reset`; waits for the device."""
+        """Totals since the last `reset`; waits for the device."""
         with self._lock:
             if any(not isinstance(span.end, float) for span in self._open):
                 torch.cuda.synchronize()
@@ -149,7 +150,7 @@ def reset() -> None:
 
 
 def rows() -> list[Row]:
-    """What was recorded since the last `reset`, by kind and then the longest first. Waits for the device."""
+    """Totals since the last `reset`, by kind and then the longest first. Waits for the device."""
     return _recorder.rows()
 
 
@@ -184,16 +185,11 @@ def _mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Any:
     return event
 
 
-def _records(device: torch.device) -> bool:
-    """A graph that is being captured takes no events that are timed."""
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
 _pass_of = threading.local()  # its ``kernels``: name, begin and end of those that the pass under way has launched
 
 
 def _flops(kernels: list[str], q: torch.Tensor, v: torch.Tensor, bands: Any) -> dict[str, float]:
-    """Of visible pairs, by pass, and by kernel of a pass that has launched ``kernels``."""
+    """Floating-point operations over visible pairs by pass and by kernel; ``kernels``: those that the pass launched."""
     product = 2.0 * float(bd.areas(bands).sum()) * q.shape[1]
     qk, pv = q.shape[2], v.shape[2]
     forward, backward = product * (qk + pv), product * (3 * qk + 2 * pv)
@@ -213,7 +209,7 @@ def _pass[F: Callable](name: str, tensors: Callable[..., tuple]) -> Callable[[F]
         @wraps(function)
         def timed(*args, **kwargs):
             q, v, bands = tensors(*args)
-            if not _records(q.device):
+            if is_capturing(q.device):  # a graph takes no events that are timed
                 return function(*args, **kwargs)
             kernels = _pass_of.kernels = []
             try:
@@ -249,7 +245,7 @@ def profiled_collective[F: Callable](function: F) -> F:
     @wraps(function)
     def timed(tensors, *args, **kwargs):
         device, name = (tensors if isinstance(tensors, torch.Tensor) else tensors[0]).device, function.__name__
-        if not _records(device):
+        if is_capturing(device):
             return function(tensors, *args, **kwargs)
         begin = _mark(device)
         with _range(name, device):
@@ -279,26 +275,28 @@ def profiled_collective[F: Callable](function: F) -> F:
     return timed
 
 
-def profiled_kernel(name: str, kernel: Any, stream_of: Callable[[int], int | None]) -> Any:
+def profiled_kernel(name: str, kernel: Any, device: torch.device, stream_of: Callable[[int], int | None]) -> Any:
     """A kernel whose launches are timed; itself when nothing is profiled.
 
     Args:
+        name: under which they are reported.
         kernel: has a method ``launch(config, pointers)``.
+        device: that it is loaded on.
         stream_of: the raw stream of a launch's ``config``.
     """
-    return _TimedKernel(name, kernel, stream_of) if ON else kernel
+    return _TimedKernel(name, kernel, device, stream_of) if ON else kernel
 
 
 class _TimedKernel:
-    def __init__(self, name: str, kernel: Any, stream_of: Callable[[int], int | None]) -> None:
-        self._name, self._kernel, self._stream_of = name, kernel, stream_of
+    def __init__(self, name: str, kernel: Any, device: torch.device, stream_of: Callable[[int], int | None]) -> None:
+        self._name, self._kernel, self._device, self._stream_of = name, kernel, device, stream_of
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
     def launch(self, config: int, pointers: Any) -> None:
-        device = torch.device("cuda", torch.cuda.current_device())
-        if not _records(device):
+        device = self._device
+        if is_capturing(device):
             self._kernel.launch(config, pointers)
             return
         raw = self._stream_of(config)

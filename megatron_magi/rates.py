@@ -75,18 +75,18 @@ class Rates:
             raise ValueError(f"hidden: expected a share of at most 1, got {self.hidden!r}")
 
     def host_us(self, is_backward: bool) -> tuple[float, float]:
-        """Of the host, to issue a pass, and for each remote stage."""
+        """Microseconds of the host to issue a pass, and in addition for each remote stage."""
         if is_backward:
             return self.host_backward_us, self.host_stage_backward_us
         return self.host_forward_us, self.host_stage_forward_us
 
     @property
     def digest(self) -> bytes:
-        """The same for equal rates, whatever GPU they are of: what ranks compare."""
+        """A digest of the rates without the GPU's name, which ranks compare."""
         return hashlib.sha256(replace(self, device="").to_json().encode()).digest()
 
     def to_json(self) -> str:
-        """As a calibration is kept."""
+        """The rates as a calibration file holds them."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod

@@ -14,7 +14,7 @@ _ALIGNMENT = 16  # bytes; what kernels read tables with
 
 
 class _Place(NamedTuple):
-    """Where an array is in the buffer."""
+    """Offset, dtype and shape of an array in the buffer."""
 
     offset: int
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class PackedArrays:
         return self.buffer.numel()
 
     def pin_memory(self) -> PackedArrays:
-        """The same in page-locked memory, as data loaders ask for it."""
+        """A copy in page-locked memory; the name is the one that data loaders call."""
         return PackedArrays(self.buffer.pin_memory(), self.places)
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Views(Sequence[torch.Tensor]):
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous array."""
+    """Strides of a contiguous array, in elements."""
     return (1,) if len(shape) == 1 else tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

@@ -111,7 +111,7 @@ def test_nothing_is_wrapped_when_it_is_off():
     functions = (slice_passes.forward_pass, slice_passes.backward_pass, group_collective.group_cast)
     assert [f.__code__.co_filename.endswith("profiling.py") for f in functions] == [False] * 3
     kernel = object()
-    assert profiling.profiled_kernel("name", kernel, lambda config: None) is kernel
+    assert profiling.profiled_kernel("name", kernel, torch.device("cuda", 0), lambda config: None) is kernel
 
 
 def test_passes_and_collectives_of_two_ranks_are_counted_and_timed(tmp_path):

@@ -34,7 +34,7 @@ from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_lse
-from megatron_magi.ops.operands import BackwardInputs, Gradients
+from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.ops.slice_passes import forward_pass
 from megatron_magi.plan import RankPlan
@@ -284,13 +284,12 @@ class OneLaunch:
         if form.is_empty:
             return self._walk(made, form, native, lambda: [moving], slots, numbers), None
         use = gated.PassUse(options, stream, remembered=not self.is_prepared)
-        lie = gated.ForwardTensors(q, k, v, out, lse, sink)
-        known = gated.forward_pass(lie, self.num_recv, self.bands, use, self.numbers[0])
+        operands = ForwardInputs(q, k, v, sink), ForwardOutput(out, lse)
+        known = gated.forward_pass(*operands, self.num_recv, self.bands, use, self.numbers[0])
 
         def steps() -> list[Sequence[Step]]:
-            if self.num_recv:
-                return [(*moving, gated.forward_step(lie, arriving, known.form, use, max_logits))]
-            return [(*moving, gated.own_forward_step(lie, known.form, use, max_logits))]
+            comes = arriving if self.num_recv else None
+            return [(*moving, gated.forward_step(*operands, comes, known.form, use, max_logits))]
 
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
         slots = (*slots, "q", "k", "v", "out", "lse", *more)

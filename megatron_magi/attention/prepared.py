@@ -61,30 +61,30 @@ class AttnShape(NamedTuple):
     num_sms: int | None = None
 
     def kernels_for(self, device: torch.device, impl: str = "auto") -> AttnShape:
-        """The same with `num_sms` of a device, where the implementation ``impl`` means its Hopper kernels."""
+        """The shape with `num_sms` of a device, or None where ``impl`` does not mean the Hopper kernels there."""
         takes = impl in ("auto", "ffa") and hopper.takes(device, self.dtype, (self.head_dim, self.head_dim_v))
         return self._replace(num_sms=hopper.sm_count(device) if takes else None)
 
 
 class _Closed(Sendable[tuple[MaskTables, ...]]):
-    """Tables that are not taken apart where they arrive."""
+    """Tables that stay packed where they arrive until they are asked for."""
 
     def _pinned(self, parts: tuple[MaskTables, ...]) -> tuple[MaskTables, ...]:
-        return parts  # what goes to the device is elsewhere
+        return parts  # arrays that go to the device are not among them
 
 
 @dataclass(frozen=True, eq=False)
 class _PreparedPlan:
-    """A `RankPlan` with what its collectives and its stages need besides arrays.
+    """A `RankPlan` with what its collectives and stages need, apart from the arrays.
 
     Attributes:
         plan: of this rank.
-        casts: of the stages, and of all at once if that is prepared and they are several.
-        tables: of the bands of each stage; or of all at once, if that is prepared; or none at all.
-        stages: of the bands of each stage, where ``tables`` are of all at once: they are seldom asked for.
-        joined: the bands of all at once, if that is prepared.
-        num_arrays, num_tile_plans: arrays of all these, and tile plans.
-        numbers: what the mask makes of a forward and of a backward in one launch, where these are known.
+        casts: one for each stage, and one for all stages at once if one launch is prepared and there are several.
+        tables: for the bands of each stage; if one launch is prepared, for the bands of all stages at once; or empty.
+        stages: tables for the bands of each stage, if one launch is prepared: they are seldom needed.
+        joined: the bands of all stages at once, if one launch is prepared.
+        num_arrays, num_tile_plans: number of arrays of all these, and of tile plans.
+        numbers: the mask's numbers for a forward and a backward in one launch, if these are prepared.
     """
 
     plan: RankPlan
@@ -124,7 +124,7 @@ class _PreparedPlan:
 
 
 class _Parts(NamedTuple):
-    """Of a `PreparedBatch`."""
+    """The parts of a `PreparedBatch`: plans, names of the caller's arrays, and all arrays, the caller's first."""
 
     plans: dict[Hashable, _PreparedPlan]
     names: tuple[str, ...]
@@ -155,8 +155,8 @@ class PreparedBatch(Sendable[_Parts]):
 
         Args:
             device: where the layers run.
-            like: `plans` of a batch before, which layers have run with: launches are prepared like theirs, which else
-                the first layer does. Best while the device is busy with that batch. Collective over the ranks of the
+            like: `plans` of an earlier batch that layers have run with: launches like theirs are prepared now instead
+                of in the first layer. Best while the device is busy with that batch. Collective over the ranks of the
                 plans.
 
         Returns:
@@ -318,7 +318,7 @@ def _prepare_plan(
 def _pass_shapes(
     plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, needs_backward: bool, one_launch: bool
 ) -> PassShapes | None:
-    """Of passes in one launch each; None where there are none. ``problem``: of this rank's own keys."""
+    """Shapes of passes in one launch each; None if no pass is. ``problem``: of this rank's own keys."""
     dims, attend = (shape.head_dim, shape.head_dim_v), config.attend
     assert shape.num_sms is not None
     if not one_launch and not is_alone(plan, dims):
@@ -342,7 +342,7 @@ def _is_deterministic(config: MagiConfig) -> bool:
 def _backward_use(
     plan: RankPlan, shape: AttnShape, problem: Problem, config: MagiConfig, writes_dq: bool, sums_meet: bool
 ) -> BackwardUse:
-    """How `megatron_magi.attention.distributed` calls the backward of a stage."""
+    """How `megatron_magi.attention.distributed` will call the backward of a stage."""
     assert shape.num_sms is not None
     dtype = accumulate_dtype(shape.dtype) if plan.degree and not sums_meet else shape.dtype
     dq_bytes = plan.num_rows * shape.num_heads_q * problem.dims[0] * dtype.itemsize

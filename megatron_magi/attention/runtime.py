@@ -66,7 +66,7 @@ def joined_transfer(plan: RankPlan) -> Transfer:
 
 
 def joined_key(device: torch.device) -> str:
-    """Where `joined_cast` keeps what it returns."""
+    """The key under which `joined_cast` keeps its result."""
     return f"joined {device}"
 
 

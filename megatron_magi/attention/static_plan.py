@@ -96,7 +96,7 @@ class StaticPlans:
         return None if large is None else large[1]
 
     def _why_not(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
-        """Why plans do not fit on this rank, if they do not."""
+        """The reason why plans do not fit on this rank; None if they fit."""
         hopper_static.refuse_capture(self._device)
         _check_names(self.plans, plans)
         return next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
@@ -132,11 +132,11 @@ def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Hashable, RankPlan]
 
 
 class _StaticPlan:
-    """One of them.
+    """One plan of `StaticPlans`.
 
     Attributes:
-        plan: stands for that of the microbatch that was loaded.
-        masks: of its stages.
+        plan: stands for the plan of the microbatch that was loaded last.
+        masks: one for each stage.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class _StaticPlan:
         )
 
     def why_not(self, plan: RankPlan) -> str | None:
-        """Why another plan does not fit, if it does not."""
+        """The reason why another plan does not fit; None if it fits."""
         if (plan.num_rows, plan.cp_size) != (self.plan.num_rows, self.plan.cp_size):
             return (
                 f"it has {plan.num_rows} rows, of {plan.cp_size} ranks, not {self.plan.num_rows} of {self.plan.cp_size}"
@@ -191,13 +191,13 @@ class _StaticPlan:
         return reason or next(filter(None, reasons), None)
 
     def take(self, plan: RankPlan) -> list[hopper_static.Table]:
-        """What is to be copied for a plan that fits."""
+        """The copies that load a plan that fits."""
         pairs = zip(self.masks, _stages(plan, len(self.masks)), strict=True)
         tables = [table for mask, stage in pairs for table in mask.take(*stage)]
         return tables if self._args is None else [*tables, *self._args.take(self._cast(plan))]
 
     def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
-        """Of the remote stage; None where nothing is fetched on any rank."""
+        """The cast of the remote stage; None if no rank fetches anything."""
         casts = plan_casts(plan, self._device)
         assert all(isinstance(cast, GroupCastArgs) for cast in casts)
         return casts[0] if casts else None  # ty: ignore

@@ -139,7 +139,7 @@ def _host_us(group: dist.ProcessGroup | None, algorithm: DispatchAlgorithm) -> t
 
 
 def _transfers(rates: Rates) -> Rates:
-    """Collective: rates of transfers inside a node and between nodes, as far as there are such."""
+    """``rates`` with measured transfers inside a node and, if there are several, between nodes; collective."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     near, far = None, None
@@ -171,7 +171,7 @@ def _transfers(rates: Rates) -> Rates:
 
 
 def _transfer(group: dist.ProcessGroup) -> tuple[float, float, float]:
-    """Of an all-to-all of k and v: microseconds without rows, GB/s that a rank sends, share that kernels hide."""
+    """Measures an all-to-all of k and v: microseconds without rows, GB/s that a rank sends, share hidden by kernels."""
     others = group.size() - 1
     q, k, v, _ = (x.detach() for x in _tensors(8192))
 

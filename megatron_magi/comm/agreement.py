@@ -53,7 +53,7 @@ class Agreement:
             raise RuntimeError(_message(values, self._group, self._what))
 
     def values(self) -> list[int]:
-        """The same without the comparison: the values in the order of ranks."""
+        """Waits like `wait`, and returns the values of all ranks, in their order, without comparing them."""
         if self._log is not None:
             self._await(self._log)
         return self._values.tolist()

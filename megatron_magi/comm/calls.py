@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often the thread looks at the store; less often in jobs of more than a thousand ranks, which share one store."""
 BUSY_S = 0.1
-"""The same while something is to be answered or decided."""
+"""How often it looks while something is to be answered or decided."""
 ASK_S = 1.0
 """How long a rank waits for the others before it asks what they are doing."""
 GRACE_S = 2.0
@@ -183,7 +183,7 @@ class CallLog:
         self._board.clear(call)
 
     def explanation(self, call: int) -> tuple[str | None, str]:
-        """Why a collective failed: what the ranks disagree in, None if in nothing, and those that told nothing."""
+        """Explains a failed collective: what ranks disagree in, None if in nothing; and those that did not answer."""
         inquiry = _Inquiry(self, self._board, call, time.monotonic(), self._timeout_s)
         end = time.monotonic() + EXPLAIN_S
         while self._broken is None and time.monotonic() < end:

@@ -17,13 +17,13 @@ from megatron_magi.upload import upload
 
 
 class CastFacts(NamedTuple):
-    """What is left of `CastTables` when its arrays are on a device.
+    """The part of `CastTables` that stays on the host when its arrays are on a device.
 
     Attributes:
         send_splits, recv_splits, num_rows_min: see `GroupCastArgs`.
         level_sizes: see `Arrivals`.
         most: ``most_rows``, ``most_recv`` and ``most_send`` of `PeerRows`; None without.
-        num_arrays: that there are.
+        num_arrays: number of these arrays.
     """
 
     send_splits: tuple[int, ...]
@@ -100,9 +100,9 @@ class GroupCastArgs:
         most: see `CastFacts`.
         host: the arrays on the CPU, from which the rest is made; None where all is made.
         is_static: the arrays change, see `megatron_magi.comm.static_args`.
-        ways: how rows travel, by group and implementation, found out at the first call. They go with the group, not
-            with the arguments, which plans keep.
-        launches: what implementations prepare for calls, by implementation; likewise.
+        ways: cache of how rows travel, by group and implementation, filled at the first call. Entries live as long as
+            the group, as plans may keep the arguments longer.
+        launches: cache of launches that implementations prepare, by implementation; likewise.
     """
 
     send_index: torch.Tensor
@@ -126,7 +126,9 @@ class GroupCastArgs:
         device: torch.device | str = "cpu",
         peers: PeerRows | None = None,
     ) -> GroupCastArgs:
-        """From index arrays on the CPU, which must not change; copied to ``device`` at once.
+        """Makes arguments from index arrays on the CPU, which must not change.
+
+        ``send_index`` and ``recv_order`` are copied to ``device`` now, what is derived from them on first use.
 
         Args:
             send_index: int64 ``[sum(send_splits)]``, see the class.
@@ -157,7 +159,7 @@ class GroupCastArgs:
 
     @classmethod
     def from_uploaded(cls, facts: CastFacts, moved: Sequence[torch.Tensor]) -> GroupCastArgs:
-        """With everything on its device already: nothing is made or copied when it is first used.
+        """Makes arguments from arrays that are all on their device, so that nothing is computed or copied later.
 
         Args:
             facts: of the tables.
@@ -191,21 +193,23 @@ class GroupCastArgs:
 
     @cached_property
     def arrivals(self) -> Arrivals:
-        """For group_reduce: which returning rows belong to which local row. Made when first asked for."""
+        """For group_reduce: which returning rows belong to which local row. Computed on first use."""
         assert self.host is not None
         *arrays, levels = arrival_arrays(self.host.send_index)
         return Arrivals(*upload(arrays, self.send_index.device), levels)
 
     @cached_property
     def recv_position(self) -> torch.Tensor | None:
-        """For group_reduce: the inverse of ``recv_order``, None like it. Made when first asked for."""
+        """For group_reduce: the inverse of ``recv_order``, or None like it. Computed on first use."""
         if self.host is None or self.host.recv_order is None:
             return None
         return upload([_inverse(self.host.recv_order)], self.send_index.device)[0]
 
     @cached_property
     def peers(self) -> PeerTables | None:
-        """For ranks that reach each other's memory; None where the other side is not known. Made at first use."""
+        """Tables for ranks that reach each other's memory; None where the other side of rows is not known. Computed on
+        first use.
+        """
         if self.most is None:
             return None
         assert self.host is not None
@@ -214,7 +218,7 @@ class GroupCastArgs:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors to move live."""
+        """The device of the tensors that are moved."""
         return self.send_index.device
 
     @property
@@ -227,7 +231,7 @@ class GroupCastArgs:
         return self.num_send - self.send_splits[rank], self.num_recv - self.recv_splits[rank]
 
     def rows_far(self, rank: int) -> tuple[int, int]:
-        """Of these, between nodes: none, as none are told apart."""
+        """The part of `rows_away` that crosses between nodes: none, as nodes are not told apart here."""
         return 0, 0
 
     @cached_property

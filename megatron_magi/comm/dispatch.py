@@ -5,7 +5,7 @@ Both are differentiable. The sequence lies along one dimension, ``dim``; other d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +36,15 @@ def as_moved(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
+def along_rows(move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int) -> torch.Tensor:
+    """What ``move`` makes of ``x``, whose sequence lies along ``dim``, in the dtype of ``x``.
+
+    ``move`` takes and returns tensors whose sequence comes first, as bytes where `as_moved` views them so.
+    """
+    moved = move(as_moved(x).movedim(dim, 0)).movedim(0, dim)
+    return moved if moved.dtype == x.dtype else moved.view(x.dtype)
+
+
 class RowsCall(NamedTuple):
     """What ranks must agree on to move rows."""
 
@@ -48,7 +57,7 @@ class RowsCall(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, x: torch.Tensor, dim: int = 0, **options: Any) -> RowsCall:
-        """For a tensor whose rows lie along ``dim``."""
+        """The record for a tensor whose rows lie along ``dim``."""
         gradient = x.requires_grad and torch.is_grad_enabled()
         return cls(operation, x.dtype, (*x.shape[:dim], *x.shape[dim + 1 :]), gradient, **options)
 
@@ -93,7 +102,7 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
 
 @dataclass(frozen=True, eq=False)
 class UndispatchArgs:
-    """Where the rows of all shards are, as one rank sees it, on a device; made by `build`.
+    """Index tensors that find the rows of all shards, on a device, for one rank; made by `build`.
 
     Attributes:
         shard_lengths: rows of each rank.
@@ -220,9 +229,7 @@ def undispatch(
         _check_ranks(args, group)
         check_shard(x_local, dim, num_rows)
         calls.agree(RowsCall.of("undispatch", x_local, dim, is_partial_grad=is_partial_grad))
-        rows = as_moved(x_local).movedim(dim, 0)
-        x = _Undispatch.apply(rows, args, group, is_partial_grad, verify).movedim(0, dim)
-        return x if x.dtype == x_local.dtype else x.view(x_local.dtype)
+        return along_rows(lambda rows: _Undispatch.apply(rows, args, group, is_partial_grad, verify), x_local, dim)
 
 
 def sequence_dimension(dim: int, x: torch.Tensor) -> int:

@@ -51,18 +51,18 @@ _IMPLS = (*_EXCHANGES, "native")
 
 
 class _Alone:
-    """Stands for the group of a rank that has none."""
+    """Stands in caches for the group of a rank that has none."""
 
 
 _ALONE = _Alone()
 
 
 class _Way(NamedTuple):
-    """How rows travel.
+    """The implementations for a group.
 
     Attributes:
-        native: through each other's memory, for what it takes; None where it does not serve.
-        packed: as bytes, or in two levels; None where ``native`` alone was asked for.
+        native: moves rows through each other's memory, if it takes them; None where it is not possible.
+        packed: moves all others, as bytes or in two levels; None where ``native`` alone was asked for.
         ops: the row operations, see `megatron_magi.comm.rows`.
         rank: this one.
     """
@@ -73,7 +73,7 @@ class _Way(NamedTuple):
     rank: int
 
     def mover(self, layout: RowLayout, most_rows: int | None) -> Native | Packed | Hierarchical:
-        """What moves up to ``most_rows`` rows to a rank, or that a rank publishes; the same on all ranks.
+        """The implementation for up to ``most_rows`` rows that a rank receives or publishes; the same on all ranks.
 
         Args:
             layout: of the tensors.
@@ -93,13 +93,13 @@ class _Way(NamedTuple):
 
 
 class Handle:
-    """Rows under way.
+    """A collective that has been started.
 
     Attributes:
         sent_bytes: bytes this rank sends to other ranks, those included that it hands on or sums for its node.
         received_bytes: bytes this rank receives from other ranks, likewise.
         far_sent_bytes, far_received_bytes: of these, between nodes, where nodes are told apart.
-        adds_late: `wait` adds to ``into``, on the stream of its caller, and other calls on the group may add beside it.
+        adds_late: `wait` adds to ``into``, on the stream of its caller, while other calls on the group may add as well.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ def forget_graphs(group: dist.ProcessGroup) -> None:
 def choose_mover(
     tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str, back: bool = False
 ) -> tuple[Native | Packed | Hierarchical, RowLayout]:
-    """What publishes rows of tensors, or gives partial rows ``back``, and their layout; else as `group_cast`.
+    """The implementation that casts rows, or sends partial rows ``back``, and their layout; arguments of `group_cast`.
 
     Collective, but not after `make_room` for these rows: then a rank may ask alone.
     """
@@ -382,7 +382,7 @@ def _handle(
 
 
 def _choose(tensors: Sequence[torch.Tensor], args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
-    """How rows of these tensors travel, asked once for ``args``."""
+    """The implementations for these tensors, chosen once for ``args``."""
     if not tensors:
         raise ValueError("tensors: expected at least one")
     device = args.device
@@ -435,7 +435,7 @@ def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
 
 
 def _choice(way: _Way) -> Choice:
-    """What moves the rows of one level."""
+    """Chooses the implementation for one of two levels."""
 
     def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> Native | Packed | Hierarchical:
         return way.mover(layout, _most(args, back))

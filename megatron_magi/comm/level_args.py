@@ -17,12 +17,12 @@ from megatron_magi.upload import upload
 
 
 class LevelFacts(NamedTuple):
-    """What is left of `LevelTables` when its arrays are on a device.
+    """The part of `LevelTables` that stays on the host when its arrays are on a device.
 
     Attributes:
         ranks_per_node, near, far, relay: see `LevelArgs`.
         level_sizes: of the arrivals, see `Arrivals`.
-        num_arrays: that there are.
+        num_arrays: number of these arrays.
     """
 
     ranks_per_node: int
@@ -79,7 +79,7 @@ class LevelArgs:
 
     @classmethod
     def from_uploaded(cls, facts: LevelFacts, moved: Sequence[torch.Tensor]) -> LevelArgs:
-        """With everything on its device already; ``moved``: `LevelTables.arrays` as tensors."""
+        """Makes arguments from arrays that are on their device; ``moved``: `LevelTables.arrays` as tensors."""
         left = iter(moved)
         parts = [
             GroupCastArgs.from_uploaded(part, [next(left) for _ in range(part.num_arrays)])
@@ -90,13 +90,13 @@ class LevelArgs:
 
     @classmethod
     def build(cls, tables: LevelTables, device: torch.device | str = "cpu") -> LevelArgs:
-        """From arrays on the CPU, copied to ``device`` at once."""
+        """Makes arguments from arrays on the CPU, which it copies to ``device``."""
         facts, arrays = tables.arrays()
         return cls.from_uploaded(facts, upload(arrays, device))
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors to move live."""
+        """The device of the tensors that are moved."""
         return self.near_rows.device
 
     @property
@@ -123,5 +123,5 @@ class LevelArgs:
         return sum(sent for sent, _ in away), sum(received for _, received in away)
 
     def rows_far(self, rank: int) -> tuple[int, int]:
-        """Of these, between nodes."""
+        """The part of `rows_away` that crosses between nodes."""
         return self.far.rows_away(rank // self.ranks_per_node)

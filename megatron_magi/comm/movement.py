@@ -1,4 +1,4 @@
-"""What moves rows between ranks: it sees rows and tables, and how they travel is its own affair."""
+"""The interface of implementations that move rows between ranks (`Mover`); how rows travel is up to them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron_magi.comm.row_layout import RowLayout
 
 
 class Work(Protocol):
-    """Something under way."""
+    """A communication that has been started."""
 
     def wait(self) -> Any:
-        """Makes the current stream wait for it; the host, where there is no stream."""
+        """Makes the current stream wait until it is over; on CPUs the host waits."""
 
 
 class Started(NamedTuple):
-    """Rows under way.
+    """A movement of rows that has been started.
 
     Attributes:
-        works: to wait for.
+        works: what to wait for.
         buffers: memory that must live until then.
-        finish: called after that, on the stream that waited; gives the result.
+        finish: to be called after that, on the stream that waited; returns the result.
     """
 
     works: Sequence[Work]
@@ -33,7 +33,7 @@ class Started(NamedTuple):
 
 
 Into = tuple[Sequence[torch.Tensor], torch.Tensor]
-"""Tensors, and which of their rows rows are copied to, int64."""
+"""Tensors, and the indices of their rows that received rows are copied to, int64 ``[num_recv]``."""
 
 
 class Mover(Protocol):
@@ -47,14 +47,14 @@ class Mover(Protocol):
         kept: bool = False,
         into: Into | None = None,
     ) -> Started:
-        """Rows of ``tensors`` go where ``args`` says; the result is a list of tensors ``[num_recv, ...]``.
+        """Starts sending rows of ``tensors`` as ``args`` says; the result is a list of tensors ``[num_recv, ...]``.
 
         Args:
             tensors: ``[num_rows, ...]`` each; free to change once this returns, unless ``kept``.
             args: which rows travel where.
             layout: of ``tensors``.
-            kept: nobody changes ``tensors`` before the result is waited for.
-            into: the result, if that is there already; for ``args`` without ``recv_order``.
+            kept: the caller does not change ``tensors`` before the result is waited for.
+            into: where to write the result; new tensors when None. Only for ``args`` without ``recv_order``.
         """
 
     def give_back(
@@ -66,18 +66,22 @@ class Mover(Protocol):
         index: torch.Tensor | None = None,
         received: torch.Tensor | None = None,
     ) -> Started:
-        """Rows of ``tensors``, ``[num_recv, ...]`` each, go back to where the cast took them from; as in `cast`.
+        """Starts sending rows of ``tensors`` back to the ranks that the cast fetched them from.
 
-        With ``index``, int64 ``[num_recv]``, for ``args`` without ``recv_order``, these rows of them. ``received``: the
-        buffer, if it is there already.
+        Args:
+            tensors: ``[num_recv, ...]`` each.
+            args, layout, kept: as in `cast`.
+            index: int64 ``[num_recv]``, the rows of ``tensors`` to send; all in their order when None. Only for
+                ``args`` without ``recv_order``.
+            received: where to write the result; a new buffer when None.
 
-        The result is a buffer of ``layout`` with ``num_send`` rows, in the order in which they were sent.
+        The result is a buffer of ``layout`` with ``num_send`` rows, in the order in which the cast sent them.
         """
 
 
 @runtime_checkable
 class Adder(Mover, Protocol):
-    """A `Mover` that adds what goes back as it comes."""
+    """A `Mover` that can add returning rows as they arrive."""
 
     def add(
         self,

@@ -17,7 +17,7 @@ from megatron_magi.comm.peers import Meeting
 
 @dataclass(frozen=True, eq=False)
 class NodeGroups:
-    """A `Guard` of the whole group.
+    """The groups of one rank inside its node and between nodes; a `Guard` of the whole group.
 
     Attributes:
         near, relay: the ranks of this node, twice, as what is handed on waits for other nodes and the rest does not.
@@ -92,7 +92,7 @@ def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta) ->
 
 
 def _end(*groups: dist.ProcessGroup) -> None:
-    """Gives back what the groups of a group hold that is gone."""
+    """Destroys the node groups of a group that is gone."""
     for group in groups:
         with suppress(Exception):  # the job may have ended all of them
             dist.destroy_process_group(group)

@@ -147,7 +147,8 @@ def _allocate(num_bytes: int, device: torch.device) -> SharedMemory:
 def refusal_of_host(
     meeting: Meeting, device: torch.device, num_groups: int = 0, is_captured: bool = False
 ) -> str | None:
-    """Why the ranks of a group cannot reach each other's memory, None if they can; the same on all; collective.
+    """The reason why the ranks of a group cannot reach each other's memory; None if they can. Collective, and the same
+    on all ranks.
 
     Args:
         num_groups: of this rank's GPU that do so already.
@@ -174,7 +175,7 @@ def refusal_of_host(
 
 
 def refusal_of(said: list[dict[str, Any]]) -> str | None:
-    """The same as far as it can be told from what the ranks have said."""
+    """The part of `refusal_of_host` that follows from what the ranks have told each other."""
     if not 2 <= len(said) <= MAX_RANKS:
         return f"is for 2 to {MAX_RANKS} ranks, the group has {len(said)}"
     if any(s["host"] != said[0]["host"] for s in said):
@@ -201,7 +202,7 @@ def _refusal_of_links(devices: list[str], device: torch.device) -> str | None:
 
 
 class PeerMemory:
-    """What the kernels of one group share: flags, and slots for rows that grow with need.
+    """Memory that the kernels of one group share: flags, and slots for rows, which grow when a call needs more.
 
     Attributes:
         slot_bytes: of one of the slots.
@@ -251,7 +252,7 @@ class PeerMemory:
 
 
 class _Owned:
-    """What a group has shared. It is given back when all ranks have left: until then one may be reading it."""
+    """Memory that this rank shares with a group. It is freed when all ranks have left: until then one may read it."""
 
     def __init__(self, rank: int, device: torch.device, notice: torch.Tensor, control: Shared) -> None:
         self._rank, self._device, self._notice, self._control = rank, device, notice, control
@@ -286,7 +287,7 @@ class _Owned:
 
 
 _left: list[_Owned] = []
-"""Of groups that this rank has left and others have not yet. What is there when the process ends goes with it."""
+"""Memory of groups that this rank has left and others have not yet; freed with the process at the latest."""
 
 
 def _give_back_what_all_have_left() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.comm.calls import calls_of
-from megatron_magi.comm.dispatch import RowsCall, as_moved, check_shard, sequence_dimension
+from megatron_magi.comm.dispatch import RowsCall, along_rows, check_shard, sequence_dimension
 from megatron_magi.comm.group_collective import CastFacts, CastTables, GroupCastArgs, group_cast
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.eager import refuse_transforms
@@ -20,7 +20,7 @@ from megatron_magi.upload import upload
 
 @dataclass(frozen=True, eq=False)
 class RollArrays:
-    """What one rank does to roll the global sequence, int64 arrays on the CPU.
+    """The steps of one rank to roll the global sequence, as int64 arrays on the CPU.
 
     Attributes:
         shift: places that tokens move towards the end.
@@ -50,7 +50,7 @@ class RollArrays:
 
 
 class RollFacts(NamedTuple):
-    """What is left of `RollArrays` when its arrays are on a device.
+    """The part of `RollArrays` that stays on the host when its arrays are on a device.
 
     Attributes:
         shift, num_rows: see `RollArrays`.
@@ -64,7 +64,7 @@ class RollFacts(NamedTuple):
 
     @property
     def num_arrays(self) -> int:
-        """That there are."""
+        """Number of arrays of `RollArrays.tables`."""
         return 2 + self.there.num_arrays + self.back.num_arrays
 
 
@@ -91,8 +91,8 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
     row[tokens[is_token]] = np.concatenate([np.arange(n) for n in lengths])[is_token]
     mine = np.asarray(global_index[cp_rank], dtype=np.int64)
     # Both ends list the rows they exchange by the receiver's token, so the lists agree.
-    received = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=False)
-    sent = _exchange_by_rank(mine, shift, total_seqlen, owner, row, cp_rank, by_sender=True)
+    received = _exchange_by_rank(mine, -shift, owner, row, cp_rank, by_sender=False)
+    sent = _exchange_by_rank(mine, shift, owner, row, cp_rank, by_sender=True)
     return RollArrays(
         shift=shift,
         num_rows=len(mine),
@@ -106,18 +106,24 @@ def make_roll_args(global_index: Sequence[np.ndarray], shift: int, total_seqlen:
 
 
 def _exchange_by_rank(
-    mine: np.ndarray,
-    shift: int,
-    total_seqlen: int,
-    owner: np.ndarray,
-    row: np.ndarray,
-    cp_rank: int,
-    by_sender: bool,
+    mine: np.ndarray, distance: int, owner: np.ndarray, row: np.ndarray, cp_rank: int, by_sender: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Local partner of each row, rows with a remote partner grouped by its rank, and those ranks."""
+    """Pairs each row of a shard with the row whose token is ``distance`` places further.
+
+    Args:
+        mine: token of each row of the shard, int64 ``[num_rows]``.
+        distance: in tokens, modulo their number.
+        owner, row: rank of each token, and its row there, int64 ``[total_seqlen]``.
+        cp_rank: this rank.
+        by_sender: rows are sent to their partners; else received from them.
+
+    Returns:
+        The local partner of each row, or the row itself; rows with a remote partner, grouped by its rank; those ranks.
+    """
+    total_seqlen = len(owner)
     partner_row = np.arange(len(mine), dtype=np.int64)
     rows = np.flatnonzero(mine < total_seqlen)
-    partner = (mine[rows] + (shift if by_sender else -shift)) % max(total_seqlen, 1)
+    partner = (mine[rows] + distance) % max(total_seqlen, 1)
     is_local = owner[partner] == cp_rank
     partner_row[rows[is_local]] = row[partner[is_local]]
     rows, partner = rows[~is_local], partner[~is_local]
@@ -144,20 +150,12 @@ class RollArgs:
     @classmethod
     def build(cls, arrays: RollArrays, device: torch.device | str) -> RollArgs:
         """Copies the index arrays to ``device``, where the tensors to roll live."""
-        a = arrays
-        local_from, local_to = upload([a.local_from, a.local_to], device)
-        return cls(
-            shift=a.shift,
-            num_rows=a.num_rows,
-            local_from=local_from,
-            local_to=local_to,
-            forward=GroupCastArgs.build(a.send_rows, a.send_splits, a.recv_splits, None, device),
-            backward=GroupCastArgs.build(a.recv_rows, a.recv_splits, a.send_splits, None, device),
-        )
+        facts, tables = arrays.tables()
+        return cls.from_uploaded(facts, upload(tables, device))
 
     @classmethod
     def from_uploaded(cls, facts: RollFacts, moved: Sequence[torch.Tensor]) -> RollArgs:
-        """From `RollArrays.tables` as tensors, where the tensors to roll live."""
+        """Makes arguments from the arrays of `RollArrays.tables`, as tensors on the device of the tensors to roll."""
         local_from, local_to, *rest = moved
         there = GroupCastArgs.from_uploaded(facts.there, rest[: facts.there.num_arrays])
         back = GroupCastArgs.from_uploaded(facts.back, rest[facts.there.num_arrays :])
@@ -204,8 +202,7 @@ def roll(
         dim = sequence_dimension(dim, x_local)
         check_shard(x_local, dim, args.num_rows)
         calls.agree(RowsCall.of("roll", x_local, dim, shift=args.shift))
-        x = _Roll.apply(as_moved(x_local).movedim(dim, 0), args, group, impl, verify).movedim(0, dim)
-        return x if x.dtype == x_local.dtype else x.view(x_local.dtype)
+        return along_rows(lambda rows: _Roll.apply(rows, args, group, impl, verify), x_local, dim)
 
 
 class _Roll(torch.autograd.Function):

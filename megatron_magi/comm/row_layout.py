@@ -54,12 +54,12 @@ class RowLayout:
         return tuple(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     def sizes_in(self, dtype: torch.dtype) -> list[int]:
-        """The same if all tensors were of another dtype."""
+        """Bytes of a row of each tensor, if all were of another dtype."""
         return [prod(shape) * dtype.itemsize for shape in self.shapes]
 
     @cached_property
     def ways(self) -> dict:
-        """What row operations have found out about this layout, by their names for it."""
+        """What row operations cache for this layout, by names of their own."""
         return {}
 
     def new_buffer(self, num_rows: int, device: torch.device) -> torch.Tensor:
@@ -81,7 +81,7 @@ class RowLayout:
 
     @cached_property
     def _places(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Of each tensor in a buffer: where it begins, and its strides, in its elements."""
+        """Offset and strides of each tensor in a buffer, in elements of the tensor."""
         places = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             strides = [prod(shape[i + 1 :]) for i in range(len(shape))]

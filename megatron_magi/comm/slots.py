@@ -10,9 +10,9 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import MOST_TENSORS, WIDEST
 
 MOST_BYTES = 1 << 30
-"""Of a slot, of which a rank has two; what does not fit travels otherwise."""
+"""Most bytes of a slot, of which a rank has two; calls that need more use another implementation."""
 MAX_CHUNKS = 1 << 16
-"""Of rows that are published together: kMaxChunks of peers.cuh."""
+"""Most chunks of rows a call: kMaxChunks of peers.cuh."""
 _LEAST_BYTES = 16 << 20
 _CHUNK_BYTES = 64 << 10  # about what is told of together
 _LEAST_CHUNK_BYTES, _CHUNKS = 8 << 10, 128  # where rows are few: as many threads as there are take part
@@ -20,7 +20,7 @@ _MAX_FITTING = 1024
 
 
 class Room:
-    """What fits in the slots of a group, which grow with need. Every rank asks the same, and is told the same.
+    """The slots of a group, which grow when a call needs more. Every rank asks the same and gets the same answer.
 
     Attributes:
         most_bytes: of a slot.

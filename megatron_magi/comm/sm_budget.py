@@ -1,4 +1,4 @@
-"""SMs for the kernels of a GPU that wait for other ranks: of all groups together, and NCCL's beside them.
+"""SMs for the kernels of a GPU that wait for other ranks: those of all groups together, and NCCL's.
 
 A kernel that waits keeps its SMs until another rank's has run, and a kernel whose blocks do not all find an SM keeps
 back those that are queued after it. If two ranks wait for each other's kernels that have no room, nothing ends. So all
@@ -14,9 +14,9 @@ that may wait at once has SMs of its own:
 from __future__ import annotations
 
 MOST_GROUPS = 16
-"""Of a GPU: with more there would be too few blocks for each."""
+"""Most groups of a GPU: with more there would be too few blocks for each."""
 MOST_SMS = 64
-"""Of all groups: 32 that send fill the links to 0.95, and as many take."""
+"""SMs of all groups together: 32 that send fill the links to 0.95, and as many receive."""
 NCCL_CHANNELS, NCCL_CLUSTER = 32, 4
 """Blocks of one of NCCL's kernels at most, each an SM, and how many of them must be on one GPC."""
 NUM_GPCS = 8

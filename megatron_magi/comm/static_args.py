@@ -69,7 +69,7 @@ class StaticArgs:
         self.tail = self._numbers[:TAIL_ROWS].clone()
 
     def why_not(self, args: GroupCastArgs | None) -> str | None:
-        """Why there is no room for other arguments of the group, if there is none."""
+        """The reason why other arguments of the group do not fit; None if they fit."""
         if args is None:
             return None
         assert args.most is not None and self.args.most is not None
@@ -79,7 +79,7 @@ class StaticArgs:
         return None
 
     def take(self, args: GroupCastArgs | None) -> list[tuple[Tensor, Tensor]]:
-        """What is to be copied for other arguments, as sources and targets; None: no row travels."""
+        """The copies that load other arguments, as sources and targets; ``None``: no row travels."""
         count = 0 if args is None else args.num_recv
         torch.add(self._numbers[:TAIL_ROWS], count, out=self.tail)
         own = [self.args.send_index, self.args.recv_order, self.args.recv_position, *_arrays(self.args)]

@@ -13,4 +13,4 @@ def dsink_all_reduce_op() -> str:
 
 
 comm = SimpleNamespace(dsink_all_reduce_op=dsink_all_reduce_op)
-"""Of MagiAttention's package ``comm`` what its examples call."""
+"""The part of MagiAttention's package ``comm`` that its examples call."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_magi import envs
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, ranks_per_node_of
-from megatron_magi.compat.types import AttnShape, DistAttnConfig, attn_shape_of, magi_config, with_attn_shape
+from megatron_magi.compat.types import DistAttnConfig, HeadShape, head_shape_of, magi_config, with_head_shape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
 
@@ -15,7 +15,7 @@ from megatron_magi.mask import AttnMask
 def new_key(
     runtimes: RuntimeCache,
     mask: AttnMask,
-    shape: AttnShape,
+    shape: HeadShape,
     pad_size: int | None,
     chunk_size: int | None,
     cp_group_or_mesh: Group,
@@ -27,7 +27,7 @@ def new_key(
         ValueError: an argument, named in the message, is wrong.
     """
     environment = envs.load()
-    shape = attn_shape_of(*shape)
+    shape = head_shape_of(*shape)
     config = magi_config(given, environment.default_config(), chunk_size, pad_size, shape)
     if cp_group_or_mesh is not None and config.comm.ranks_per_node is None:
         told = ranks_per_node_of(cp_group_or_mesh)
@@ -40,7 +40,7 @@ def new_key(
 def new_mask_key(
     runtimes: RuntimeCache,
     mask: AttnMask,
-    shape: AttnShape,
+    shape: HeadShape,
     key: DistAttnRuntimeKey,
     given: DistAttnConfig | MagiConfig | None,
 ) -> DistAttnRuntimeKey:
@@ -50,11 +50,11 @@ def new_mask_key(
         ValueError: an argument, named in the message, is wrong.
     """
     environment = envs.load()
-    shape = attn_shape_of(*shape)
+    shape = head_shape_of(*shape)
     # A shape that is not given is in the inherited configuration already.
-    config = with_attn_shape(key.config, shape)
+    config = with_head_shape(key.config, shape)
     inherited = (key.num_heads_q, key.num_heads_kv, key.head_dim)
-    shape = attn_shape_of(*(old if new is None else new for new, old in zip(shape, inherited, strict=True)))
+    shape = head_shape_of(*(old if new is None else new for new, old in zip(shape, inherited, strict=True)))
     if given is not None:
         config = magi_config(given, environment.default_config(), None, None, shape)
         nodes = key.config.comm.ranks_per_node

@@ -82,7 +82,7 @@ def infer_attn_mask_from_sliding_window(
         if range_.start < 0:
             raise ValueError(f"{name}: tokens are counted from 0, got {range_!r}")
     docs = Documents(*(np.array([bound], dtype=np.int64) for bound in (q.start, q.end, k.start, k.end)))
-    return _range_lists(builders.window_slices(docs, left, right, 0))
+    return range_lists(builders.window_slices(docs, left, right, 0))
 
 
 def infer_attn_mask_from_cu_seqlens(
@@ -108,7 +108,7 @@ def infer_attn_mask_from_cu_seqlens(
         ValueError: a window with ``causal``, or lengths that are wrong or disagree.
     """
     mask = mask_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal, window_size, global_window_size)
-    return (*_range_lists(mask.table), mask.total_seqlen_q, mask.total_seqlen_k)
+    return (*range_lists(mask.table), mask.total_seqlen_q, mask.total_seqlen_k)
 
 
 def mask_from_cu_seqlens(
@@ -160,7 +160,8 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     return window[0], window[1]
 
 
-def _range_lists(table: np.ndarray) -> RangeLists:
+def range_lists(table: np.ndarray) -> RangeLists:
+    """Queries, keys and types of slices, int64 ``[n, 5]`` as `AttnMask.table`."""
     return (
         AttnRanges.from_ranges(table[:, :2]),
         AttnRanges.from_ranges(table[:, 2:4]),

@@ -13,6 +13,7 @@ from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.roll import RollArgs, make_roll_args
+from megatron_magi.compat.masks import RangeLists, range_lists
 from megatron_magi.compat.padding import apply_padding
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.compat.types import AttnMaskType, DistAttnConfig, dist_attn_config_of
@@ -64,17 +65,13 @@ class DistAttnRuntimeKey:
         """Type of each slice."""
         return tuple(self._slices()[2])
 
-    def _slices(self) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType]]:
-        table = self.mask.table
-        queries, keys = AttnRanges.from_ranges(table[:, :2]), AttnRanges.from_ranges(table[:, 2:4])
-        types = [AttnMaskType.from_int_type(t) for t in table[:, 4].tolist()]
-        if not self.pad_size:
-            return queries, keys, types
-        return apply_padding(queries, keys, types, self.mask.total_seqlen_q, self.pad_size)
+    def _slices(self) -> RangeLists:
+        slices = range_lists(self.mask.table)
+        return apply_padding(*slices, self.mask.total_seqlen_q, self.pad_size) if self.pad_size else slices
 
     @property
     def dist_attn_config(self) -> DistAttnConfig:
-        """What of ``config`` a `DistAttnConfig` can say."""
+        """The part of ``config`` that a `DistAttnConfig` can express."""
         return dist_attn_config_of(self.config)
 
     @property
@@ -140,14 +137,14 @@ class ShardIndex:
         return self._rows[device]
 
     def undispatch_args(self, device: torch.device) -> UndispatchArgs:
-        """What bringing the tokens of all ranks together takes."""
+        """Arguments of `undispatch`."""
         if device not in self._undispatch:
             shards, total_seqlen = self.dispatch.global_indices(), self.dispatch.total_seqlen
             self._undispatch[device] = UndispatchArgs.build(shards, total_seqlen, self.cp_rank, device)
         return self._undispatch[device]
 
     def roll_args(self, shift: int, device: torch.device) -> RollArgs:
-        """What rolling the sequence by ``shift`` takes."""
+        """Arguments of `roll` by ``shift``."""
         if (shift, device) not in self._rolls:
             arrays = make_roll_args(self.dispatch.global_indices(), shift, self.dispatch.total_seqlen, self.cp_rank)
             self._rolls[shift, device] = RollArgs.build(arrays, device)

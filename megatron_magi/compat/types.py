@@ -34,7 +34,7 @@ class AttnMaskType(Enum):
 
     @classmethod
     def from_int_type(cls, int_type: int) -> AttnMaskType:
-        """From the number that kernels and ``attn_type_map`` use.
+        """The type of a number that kernels and ``attn_type_map`` use.
 
         Raises:
             ValueError: not 0, 1, 2 or 3.
@@ -58,7 +58,8 @@ _NUMBER_BY_NAME = {key: int(number) for name, number in _NUMBER_OF.items() for k
 
 AnyMaskType = str | int | AttnMaskType | MaskType
 GeneralAttnMaskType = AnyMaskType | Sequence[AnyMaskType]
-AttnShape = tuple[int | None, int | None, int | None]  # num_heads_q, num_heads_kv, head_dim
+HeadShape = tuple[int | None, int | None, int | None]
+"""num_heads_q, num_heads_kv and head_dim of a tensor-parallel rank; None where unknown."""
 
 _SHAPE_NAMES = ("num_heads_q", "num_heads_kv", "head_dim")
 
@@ -219,7 +220,7 @@ def magi_config(
     default: MagiConfig,
     chunk_size: int | None,
     pad_size: int | None,
-    attn_shape: AttnShape,
+    head_shape: HeadShape,
 ) -> MagiConfig:
     """The configuration that ``given`` stands for.
 
@@ -228,7 +229,7 @@ def magi_config(
         default: what fields have that ``given`` does not know.
         chunk_size: tokens a chunk, the argument of a key.
         pad_size: tokens of padding, the argument of a key.
-        attn_shape: query heads, key heads and head dimension, for the cost model; None is unknown.
+        head_shape: query heads, key heads and head dimension, for the cost model; None is unknown.
 
     Raises:
         ValueError: ``chunk_size`` or ``pad_size`` was given twice, differently.
@@ -237,7 +238,7 @@ def magi_config(
     if isinstance(given, MagiConfig):
         config = given
     elif isinstance(given, DistAttnConfig):
-        config = _from_compat(given, default, attn_shape)
+        config = _from_compat(given, default, head_shape)
     else:
         raise ValueError(f"dist_attn_config: expected DistAttnConfig or MagiConfig, got {type(given).__name__}")
     for name, value, least in (("chunk_size", chunk_size, 1), ("pad_size", pad_size, 0)):
@@ -250,7 +251,7 @@ def magi_config(
     return config
 
 
-def _from_compat(given: DistAttnConfig, default: MagiConfig, attn_shape: AttnShape) -> MagiConfig:
+def _from_compat(given: DistAttnConfig, default: MagiConfig, head_shape: HeadShape) -> MagiConfig:
     tokens, stages = given.dispatch_config, given.overlap_config
     dispatch = replace(default.dispatch, chunk_size=tokens.chunk_size, uneven_shard=tokens.uneven_shard)
     if tokens.alg is not None:
@@ -258,14 +259,14 @@ def _from_compat(given: DistAttnConfig, default: MagiConfig, attn_shape: AttnSha
     overlap = replace(default.overlap, degree=stages.degree if stages.enable else 0)
     if stages.dynamic_max_degree is not None:
         overlap = replace(overlap, max_degree=stages.dynamic_max_degree)
-    config = with_attn_shape(replace(default, dispatch=dispatch, overlap=overlap), attn_shape)
+    config = with_head_shape(replace(default, dispatch=dispatch, overlap=overlap), head_shape)
     # Factors are times of the whole shape, so they become rates after it is known.
     cost = with_cost_factors(config.overlap.cost, stages.calc_cost_factor, stages.comm_cost_factor)
     return replace(config, overlap=replace(config.overlap, cost=cost))
 
 
 def dist_attn_config_of(config: MagiConfig) -> DistAttnConfig:
-    """What of ``config`` a `DistAttnConfig` can say; `magi_config` makes the same parts of it again."""
+    """The part of ``config`` that a `DistAttnConfig` can express; `magi_config` is its inverse."""
     alg = next((alg() for alg, name in ALGORITHM_OF.items() if name == config.dispatch.algorithm), None)
     tokens = DispatchConfig(alg, config.dispatch.chunk_size, config.dispatch.uneven_shard)
     degree, max_degree = config.overlap.degree, config.overlap.max_degree
@@ -281,14 +282,14 @@ def dist_attn_config_of(config: MagiConfig) -> DistAttnConfig:
     return DistAttnConfig(tokens, stages)
 
 
-def with_attn_shape(config: MagiConfig, attn_shape: AttnShape) -> MagiConfig:
-    """``config`` with the numbers of ``attn_shape`` that are not None in its cost model."""
-    given = {name: n for name, n in zip(_SHAPE_NAMES, attn_shape, strict=True) if n is not None}
+def with_head_shape(config: MagiConfig, head_shape: HeadShape) -> MagiConfig:
+    """``config`` with the numbers of ``head_shape`` that are not None in its cost model."""
+    given = {name: n for name, n in zip(_SHAPE_NAMES, head_shape, strict=True) if n is not None}
     cost: CostModel = replace(config.overlap.cost, **given)
     return replace(config, overlap=replace(config.overlap, cost=cost))
 
 
-def attn_shape_of(num_heads_q: int | None, num_heads_kv: int | None, head_dim: int | None) -> AttnShape:
+def head_shape_of(num_heads_q: int | None, num_heads_kv: int | None, head_dim: int | None) -> HeadShape:
     """The three numbers as int; None is unknown.
 
     Raises:

@@ -43,7 +43,7 @@ def source_root() -> Path:
 
 
 def default_cache_dir() -> Path:
-    """Where cubins are kept unless told otherwise."""
+    """The default folder of cubins."""
     workspace = envs.load_build().workspace
     return (Path.home() if workspace is None else Path(workspace).expanduser()) / ".cache" / "megatron_magi"
 
@@ -184,7 +184,7 @@ def _compile(
 
 
 def _digest(name: str, image: bytes) -> bytes:
-    """Of the name too: one kernel's file under the name of another does not match."""
+    """Digest of a cubin and its name, so that a file under the name of another kernel does not match."""
     return hashlib.sha256(name.encode() + b"\0" + image).digest()
 
 

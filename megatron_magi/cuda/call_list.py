@@ -1,8 +1,8 @@
-"""Kernels that are queued one after the other, prepared to the addresses of the tensors that they take.
+"""Lists of kernel launches whose parameters are complete but for the addresses of tensors, which each call gives.
 
-The walk over them is here, and in C++ (csrc/calls), which is taken where it is built and needs less of the host's time.
-All that a list consists of lies in one block of memory, so that one for another mask is a copy in which the numbers of
-that mask are set.
+A list is executed in Python, or in C++ (csrc/calls) if that is built, which takes less time of the host. All data of a
+list lies in one block of memory, so a list for another mask is a copy of the block in which that mask's numbers are
+set.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _GRID = LaunchConfig.grid.offset
 
 
 Place = tuple[str, int | str]
-"""An address: the name of one that a call gives, and bytes behind it, or the name of a number of the mask."""
+"""An address: the name of one that a call gives, and an offset from it, in bytes or as the name of a mask's number."""
 
 
 class Patch(NamedTuple):
-    """What of a kernel's parameters is an address.
+    """A parameter of a kernel that is an address.
 
     Attributes:
         at: offset in the parameters, bytes.
@@ -49,11 +49,11 @@ class Patch(NamedTuple):
 
 
 class Field(NamedTuple):
-    """What of a kernel's parameters is a number of the mask.
+    """A parameter of a kernel that is a number of the mask.
 
     Attributes:
         at: offset in the parameters, bytes.
-        num_bytes: 4 or 8, to a multiple of which it is aligned.
+        num_bytes: size, 4 or 8; the parameter is aligned to it.
         name: of the number.
     """
 
@@ -68,7 +68,7 @@ class MapRows(NamedTuple):
     Attributes:
         at: offset in the parameters, bytes.
         name: of the number.
-        encode: makes the map of so many rows, wherever they lie.
+        encode: makes the map for a number of rows; its address is set later.
     """
 
     at: int
@@ -77,17 +77,17 @@ class MapRows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A kernel with parameters of its own.
+    """One launch of a list.
 
     Attributes:
         kernel: what runs.
-        config: how it is launched.
-        params: address of its parameters.
-        memory: what holds them, to its end.
-        patches: of them.
-        fields, maps: of them, that differ with the mask.
-        grid: name of the number of blocks, if that differs with the mask.
-        numbers: of the mask that it was made for, by these names, if it brings them itself.
+        config: grid, block and stream.
+        params: address of the parameters.
+        memory: the buffer that holds them; they extend to its end.
+        patches: parameters that are addresses.
+        fields, maps: parameters that depend on the mask.
+        grid: name of the number of blocks, if that depends on the mask.
+        numbers: the mask's numbers by these names, for steps that bring their own.
     """
 
     kernel: Kernel
@@ -101,7 +101,7 @@ class Step(NamedTuple):
     numbers: Mapping[str, int] = MappingProxyType({})
 
     def overlapping(self) -> Step:
-        """The same, which may start while the kernel before it ends."""
+        """The same step, allowed to start while the kernel before it ends."""
         return self._replace(config=self.config.copy(self.config.grid[0], overlaps=True))
 
 
@@ -123,16 +123,17 @@ class _Calls(ctypes.Structure):
 
 
 class _Form:
-    """What lists have in common that differ in the numbers of their mask: where everything lies in their memory.
+    """The memory layout of lists that differ in the numbers of their masks only.
 
     Attributes:
-        kernels: of the steps.
-        names: of the numbers of the mask, in their order.
-        maps: tensor maps with numbers of rows.
-        patches, steps, slots: where these begin in the memory.
-        num_patches, num_bytes: of the memory.
+        kernels: one a step.
+        names: names of the mask's numbers, in their order.
+        maps: tensor maps whose number of rows depends on the mask.
+        patches, steps, slots: offsets of these tables in the memory.
+        num_patches: number of patches.
+        num_bytes: size of the memory.
         lock: held while kernels are queued.
-        library: in C++, if it is taken.
+        library: the C++ library, if it executes the list.
     """
 
     def __init__(self, steps: Sequence[Step], slots: Sequence[str], lock: threading.Lock) -> None:
@@ -156,7 +157,7 @@ class _Form:
         self._place_numbers(steps)
 
     def _place_numbers(self, steps: Sequence[Step]) -> None:
-        """Notes where numbers of the mask are."""
+        """Collects the offsets of the mask's numbers."""
         places, self.maps, patch = [], [], self.patches
         for step, params, config in zip(steps, self.params, self.configs, strict=True):
             places += [(params + field.at, field.num_bytes, field.name) for field in step.fields]
@@ -177,20 +178,21 @@ class _Form:
         )  # fmt: skip
 
     def memory(self) -> np.ndarray:
-        """Memory for a list, aligned, uint8."""
+        """New zeroed memory for a list, aligned, uint8 ``[num_bytes]``."""
         memory = np.zeros(self.num_bytes + _ALIGNMENT, dtype=np.uint8)
         begin = -memory.ctypes.data % _ALIGNMENT
         return memory[begin : begin + self.num_bytes]
 
 
 class CallList:
-    """Steps in their order, on one stream. Those that have numbers of a mask are queued once these are set.
+    """Kernel launches in their order, on one stream. A list whose steps have numbers of a mask is queued only after
+    `with_numbers` has set them.
 
     Args:
-        steps: what is queued.
+        steps: the launches.
         slots: names of the addresses that `queue` takes, in their order.
         stream: raw handle.
-        lock: held while they are queued, and nothing else is on the stream.
+        lock: held while the launches are queued, so that nothing else comes between them on the stream.
     """
 
     def __init__(self, steps: Sequence[Step], slots: Sequence[str], stream: int, lock: threading.Lock) -> None:
@@ -221,7 +223,7 @@ class CallList:
             )  # fmt: skip
 
     def with_numbers(self, numbers: Mapping[str, int]) -> CallList:
-        """The same for a mask with these numbers; ``numbers``: by the names in the steps, and others."""
+        """A copy of the list for another mask; ``numbers``: its numbers by name, at least those that the steps name."""
         form, memory = self._form, self._form.memory()
         with form.lock:
             memory[:] = self._memory
@@ -238,7 +240,7 @@ class CallList:
         return made
 
     def _forget_place(self, memory: np.ndarray, at: int) -> None:
-        """Where the tensor of a map was."""
+        """Clears the address that the map at an offset had last, so that the next call sets it."""
         patches = memory[self._form.patches : self._form.slots].view(np.int64).reshape(-1, 4)
         patches[patches[:, 0] == at, 1] = 0
 
@@ -257,7 +259,7 @@ class CallList:
                 self._go_on(self._native)
 
     def _go_on(self, native: _Calls) -> None:
-        """After a step that was not queued: from there on, in the context that its kernel is loaded into."""
+        """Queues the rest of a list after a launch that was refused, in the CUDA context of its kernel."""
         try:
             with self._form.kernels[native.next].where_it_runs(native.status):
                 driver.check(self._form.library.magi_calls_queue(native), "kernel launch")
@@ -265,7 +267,7 @@ class CallList:
             native.next = 0
 
     def _walk(self) -> None:
-        """What csrc/calls does."""
+        """Does in Python what csrc/calls does in C++."""
         form, base = self._form, self._base
         slots = (_Address * form.num_slots).from_address(base + form.slots)
         for patch in (_Patch * form.num_patches).from_address(base + form.patches):
@@ -280,7 +282,7 @@ class CallList:
 
 
 def _num_bytes(step: Step) -> int:
-    """Of its parameters, and what lies behind them."""
+    """Bytes from the begin of the parameters to the end of the buffer that holds them."""
     if step.memory is None:
         return 0
     return ctypes.addressof(step.memory) + ctypes.sizeof(step.memory) - step.params
@@ -301,5 +303,5 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the walk in C++ was built, from the sources that belong to this package."""
+    """Whether the C++ library was built from the sources that belong to this package."""
     return _library() is not None

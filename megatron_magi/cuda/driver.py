@@ -24,7 +24,7 @@ _STARTED = 12  # CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _PROMOTE_256B = 3
 MAP_BYTES = 128
-"""Of a tensor map."""
+"""Size of a tensor map, bytes."""
 PANEL = 64
 """Columns of a swizzled shared-memory panel of two-byte elements."""
 
@@ -55,16 +55,6 @@ def _primary_context(device_index: int) -> int:
     check(_libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "finding the context")
     assert context.value is not None
     return context.value
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a graph captures the current stream of a device, which need not be the current one."""
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
@@ -109,8 +99,8 @@ class LaunchConfig(ctypes.Structure):
     Args:
         kernel: what is launched.
         num_blocks: grid.
-        started: raw handle of an event without timing that each launch records: it comes when all blocks run. Stands in
-            the place of that attribute.
+        started: raw handle of an event without timing that each launch records once all its blocks run; 0 for none. It
+            takes the place of the attribute above.
     """
 
     _fields_ = [
@@ -127,7 +117,7 @@ class LaunchConfig(ctypes.Structure):
         super().__init__((num_blocks, 1, 1), threads, kernel.shared_bytes, None, attributes, bool(started))
 
     def copy(self, num_blocks: int, overlaps: bool = False) -> LaunchConfig:
-        """Another one of the same kernel, without its event; takes a tenth of the time of making a new one."""
+        """A copy for the same kernel without the event; ten times as fast as making a new one."""
         made = LaunchConfig.from_buffer_copy(self)
         made.attributes, made.grid[0], made.num_attributes = _OVERLAP, num_blocks, overlaps
         return made
@@ -182,7 +172,8 @@ def load_kernel(image: bytes, name: str, threads: int, shared_bytes: int, device
         check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
         check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
         check(cuda.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"shared memory of {name}")
-    return profiled_kernel(name, Kernel(function, threads, shared_bytes, context), _stream_of)
+    kernel = Kernel(function, threads, shared_bytes, context)
+    return profiled_kernel(name, kernel, torch.device("cuda", index), _stream_of)
 
 
 def _stream_of(config: int) -> int | None:

@@ -1,7 +1,7 @@
-"""Launches that are prepared once: a call only fills in addresses.
+"""Kernel launches that are prepared once, so that a call only fills in addresses.
 
-A `Launch` is kept for tensors of one layout: kernel, strides, options, tensor maps. What else depends on the mask is
-a few numbers, `Numbers`, kept for the mask and set when another mask's were there before.
+A `Launch` holds kernel, strides, options and tensor maps for tensors of one layout. A few more parameters depend on the
+mask; these `Numbers` are kept with the mask, and set in the launch when it was used for another mask before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tables(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory."""
+        """Bytes of device memory."""
 
     def hold_for_stream(self) -> None:
         """Makes the current stream wait for the tables, and keeps their memory until it has used them."""
@@ -40,14 +40,14 @@ class Numbers:
     """The parameters of a launch that depend on the mask.
 
     Args:
-        plan: whose memory the numbers point to; it is kept.
+        plan: the tables that the numbers point to; kept alive.
         num_blocks: grid.
-        rows: of the tensors of tensor maps, in their order: those behind are read as zeros.
-        fields: of the parameters.
+        rows: number of rows of each tensor map, in their order; rows behind them are read as zeros.
+        fields: other parameters by name.
 
     Attributes:
         plan, num_blocks, rows, fields: as given.
-        token: stands for these numbers, and keeps nothing alive.
+        token: an identity of these numbers that keeps nothing alive.
     """
 
     def __init__(self, plan: Tables, num_blocks: int, rows: tuple[int, ...], **fields: int) -> None:
@@ -56,13 +56,13 @@ class Numbers:
 
 
 class Launch:
-    """A kernel with its parameters in memory.
+    """A kernel with its parameters in host memory.
 
     Args:
         kernel: what runs.
         num_blocks: grid.
         params: parameter struct, which begins with its tensor maps.
-        maps: for each tensor map a tensor of the right shape, the rows of its box, and its heads if not one.
+        maps: for each tensor map a tensor of the layout, the rows of a box, and the heads of a box if not one.
 
     Attributes:
         params: the struct; set addresses in it while holding `lock`, then `fire`.
@@ -95,7 +95,7 @@ class Launch:
         self._map_rows[i], self._map_addresses[i] = tensor.shape[0], tensor.data_ptr()
 
     def take(self, numbers: Numbers, *mapped: Tensor) -> None:
-        """Sets a mask's numbers, and rows of the tensor maps of ``mapped``, the first ones, in their order."""
+        """Sets a mask's numbers, among them the rows of the first tensor maps, which are of the tensors ``mapped``."""
         if self._token is numbers.token:
             return
         for name, value in numbers.fields.items():
@@ -114,7 +114,7 @@ class Launch:
                 self._map_addresses[i] = address
 
     def fire(self, stream: int, overlaps: bool = False, num_blocks: int | None = None) -> None:
-        """Queues the kernel; the parameters are copied, and free to change after it. ``num_blocks``: another grid.
+        """Queues the kernel. Parameters are copied, so they may change afterwards. ``num_blocks``: another grid.
 
         With ``overlaps`` its blocks may take SMs that the kernel before it on the stream has left or never took.
         """
@@ -134,15 +134,15 @@ class Launch:
         num_blocks: int | str | None = None,
         overlaps: bool = False,
     ) -> Step:
-        """The launch with parameters of its own, for a list of calls.
+        """A copy of the launch as a step of a `CallList`.
 
         Args:
-            fields: of the parameters, that are addresses.
+            fields: parameters that are addresses.
             maps: addresses of the tensor maps, in their order.
-            mapped: of the first tensor maps, how the tensors lie, and the name of the mask's number of rows.
-            values: other fields, and what they are, whatever the mask.
-            numbers: other fields, and the names of the mask's numbers that they are; of a struct, FIELD.FIELD.
-            num_blocks: another grid, or the name of the number that it is.
+            mapped: for the first tensor maps the layout of the tensor, and the name of the mask's number of rows.
+            values: parameters that are the same for all masks.
+            numbers: parameters that depend on the mask, with the names of the numbers; FIELD.FIELD inside a struct.
+            num_blocks: another grid, or the name of the mask's number of blocks.
             overlaps: as in `fire`.
         """
         kind, size = type(self.params), ctypes.sizeof(self.params)
@@ -169,7 +169,7 @@ class Launch:
 
 @cache
 def _where(kind: type[ctypes.Structure], field: str) -> tuple[int, int]:
-    """Offset and bytes of a field, or of FIELD.FIELD."""
+    """Offset and size in bytes of a field, or of FIELD.FIELD inside a struct."""
     at = 0
     *outer, last = field.split(".")
     for name in outer:
@@ -180,12 +180,12 @@ def _where(kind: type[ctypes.Structure], field: str) -> tuple[int, int]:
 
 
 def _encode(layout: Layout, box: tuple[int, ...], rows: int) -> bytes:
-    """A `MapRows.encode`."""
+    """Makes a tensor map of a layout with another number of rows: a `MapRows.encode`."""
     return hopper_driver.tensor_map(layout.with_rows(rows), *box)
 
 
 def _aligned(size: int) -> tuple[ctypes.Array, int]:
-    """Memory of so many bytes, and its address: tensor maps are aligned to 64 bytes."""
+    """A buffer, and an address in it from which ``size`` bytes follow, aligned to 64 bytes as tensor maps need."""
     memory = ctypes.create_string_buffer(size + 64)
     return memory, (ctypes.addressof(memory) + 63) // 64 * 64
 

@@ -1,4 +1,4 @@
-"""Tensors without their memory: what launches are prepared by, before there are tensors."""
+"""Shape, strides, dtype and alignment of a tensor without its memory: launches are prepared from these."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 _ALIGNMENT = 256
 _SOMEWHERE = 1 << 32
-"""Address of tensors that have none; a multiple of `_ALIGNMENT`. Calls give the real ones."""
+"""Stands for the address of a tensor, which calls give later; a multiple of `_ALIGNMENT`."""
 
 
 class Layout:
-    """How a tensor lies in memory; has those of a tensor's methods that launches are prepared with.
+    """How a tensor lies in memory, with the methods of a tensor that preparing a launch needs.
 
     Attributes:
         shape, dtype, device: of the tensor.
@@ -29,20 +29,20 @@ class Layout:
 
     @classmethod
     def of(cls, t: Any) -> Self:
-        """That of a tensor, or of a layout."""
+        """The layout of a tensor; also takes a layout."""
         return cls(tuple(t.shape), t.stride(), t.dtype, t.device, t.data_ptr() % _ALIGNMENT)
 
     @classmethod
     def new(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
-        """Of a contiguous tensor, where memory begins."""
+        """The layout of a contiguous tensor at the begin of an allocation."""
         return cls(tuple(shape), tuple(prod(shape[i + 1 :]) for i in range(len(shape))), dtype, device)
 
     def new_empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Layout:
-        """As of a tensor."""
+        """See `torch.Tensor.new_empty`."""
         return Layout.new(shape, dtype or self.dtype, self.device)
 
     def with_rows(self, count: int) -> Layout:
-        """With another number of rows."""
+        """The same layout with another number of rows."""
         return Layout((count, *self.shape[1:]), self._strides, self.dtype, self.device, self._at)
 
     def __getitem__(self, rows: slice) -> Layout:
@@ -53,23 +53,23 @@ class Layout:
         return self.shape[0]
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """See `torch.Tensor.dim`."""
         return len(self.shape)
 
     def stride(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """See `torch.Tensor.stride`."""
         return self._strides if dim is None else self._strides[dim]
 
     def numel(self) -> int:
-        """As of a tensor."""
+        """See `torch.Tensor.numel`."""
         return prod(self.shape)
 
     def element_size(self) -> int:
-        """As of a tensor."""
+        """See `torch.Tensor.element_size`."""
         return self.dtype.itemsize
 
     def is_contiguous(self) -> bool:
-        """As of a tensor."""
+        """See `torch.Tensor.is_contiguous`."""
         wanted = 1
         for size, stride in zip(reversed(self.shape), reversed(self._strides), strict=True):
             if size != 1 and stride != wanted:
@@ -78,9 +78,9 @@ class Layout:
         return True
 
     def data_ptr(self) -> int:
-        """An address that is aligned as that of the tensor."""
+        """A made-up address with the alignment of the tensor's."""
         return _SOMEWHERE + self._at
 
 
 Like = Tensor | Layout
-"""A tensor, or how one lies."""
+"""A tensor, or the layout of one."""

@@ -12,7 +12,7 @@ FP32_TOLERANCE = 1e-4
 """Largest relative difference of two losses in fp32. Rounding alone stays well below it."""
 
 BF16_TOLERANCE = 1e-2
-"""The same in bf16, whose numbers have eight bits."""
+"""Largest relative difference of two losses in bf16, whose numbers have eight bits."""
 
 
 @dataclass(frozen=True)

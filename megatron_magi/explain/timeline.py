@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from megatron_magi.mask import bands as bd
 from megatron_magi.plan import Plan
+from megatron_magi.plan.degree import BACKWARD_WORK
 from megatron_magi.plan.types import RankPlan, Step, StepKind
-
-BACKWARD_WORK = 2.5
-"""Operations of the backward over those of the forward: five products instead of two."""
 
 
 @dataclass(frozen=True)

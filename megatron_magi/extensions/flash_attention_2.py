@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,73 +24,67 @@ def _module() -> ModuleType:
     return kernel_module("flash_attn.flash_attn_interface", "fa2_*_with_sink need the package flash-attn, 2.7 or newer")
 
 
-@dataclass(frozen=True, eq=False)
-class _FlashAttention2:
-    """``lengths`` are cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of packed sequences."""
+class _Options(NamedTuple):
+    """Arguments of both functions below, in their order."""
 
-    softmax_scale: float
     dropout_p: float
+    softmax_scale: float | None
     causal: bool
     window_size: tuple[int, int]
     softcap: float
     alibi_slopes: Tensor | None
     deterministic: bool
-    lengths: tuple = ()
+    return_attn_probs: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _FlashAttention2:
+    """``lengths`` are cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of packed sequences."""
+
+    options: _Options
+    softmax_scale: float
+    lengths: tuple
     empty_lse: float = math.inf
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
-        left, right = self.window_size
+        given, (left, right) = self.options, self.options.window_size
         run = getattr(_module(), f"_wrapped_flash_attn_{'varlen_' if self.lengths else ''}forward")
         options = {
-            "causal": self.causal,
+            "causal": given.causal,
             "window_size_left": left,
             "window_size_right": right,
-            "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
+            "softcap": given.softcap,
+            "alibi_slopes": given.alibi_slopes,
             "return_softmax": False,
         }
-        out, lse, _, rng_state = run(q, k, v, *self.lengths, self.dropout_p, self.softmax_scale, **options)
+        out, lse, _, rng_state = run(q, k, v, *self.lengths, given.dropout_p, self.softmax_scale, **options)
         return out, lse, (rng_state,)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        grads, given = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), self.options
         run = getattr(_module(), f"_wrapped_flash_attn_{'varlen_' if self.lengths else ''}backward")
-        options = (self.dropout_p, self.softmax_scale, self.causal, *self.window_size, self.softcap)
-        options += (self.alibi_slopes, self.deterministic)
+        options = (given.dropout_p, self.softmax_scale, given.causal, *given.window_size, given.softcap)
+        options += (given.alibi_slopes, given.deterministic)
         run(dout, q, k, v, out, lse, *grads, *self.lengths, *options, rng_state=kept[0])
         return grads
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    sink_layout: str,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    lengths: tuple = (),
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple, sink: Tensor | None, sink_layout: str, options: _Options
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     check_tensors(q, k, v)
-    if return_attn_probs and dropout_p:
+    if options.return_attn_probs and options.dropout_p:
         raise ValueError("return_attn_probs: the mask of dropout is not available; set dropout_p=0")
     head_dim = q.shape[-1]
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    options = (scale, dropout_p, causal, tuple(window_size), softcap, alibi_slopes, deterministic, lengths)
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     pad = (0, -head_dim % _HEAD_DIM_GRAIN)
     if pad[1]:
         q, k, v = (torch.nn.functional.pad(x, pad) for x in (q, k, v))
-    out, lse = attention_with_sink(_FlashAttention2(*options), q, k, v, sink, sink_layout)
+    out, lse = attention_with_sink(_FlashAttention2(options, scale, lengths), q, k, v, sink, sink_layout)
     out = out[..., :head_dim]
-    return (out, lse, None) if return_attn_probs else out
+    return (out, lse, None) if options.return_attn_probs else out
 
 
 def fa2_func_with_sink(
@@ -123,8 +118,10 @@ def fa2_func_with_sink(
         ImportError: flash-attn is not installed.
         ValueError: the sink's shape does not fit; ``return_attn_probs`` with dropout.
     """
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend(q, k, v, sink, sink_layout, *options)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _attend(q, k, v, (), sink, sink_layout, options)
 
 
 def fa2_qkvpacked_func_with_sink(qkv, sink=None, sink_layout="sh", *args, **options):
@@ -174,8 +171,10 @@ def fa2_varlen_func_with_sink(
     if block_table is not None:
         raise ValueError("block_table: not supported")
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend(q, k, v, sink, sink_layout, *options, lengths)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _attend(q, k, v, lengths, sink, sink_layout, options)
 
 
 def fa2_varlen_qkvpacked_func_with_sink(qkv, cu_seqlens, max_seqlen, sink=None, sink_layout="sh", *args, **options):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,50 +19,6 @@ from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_te
 
 def _module() -> ModuleType:
     return kernel_module("flash_attn_interface", "fa3_*_with_sink need FlashAttention 3")
-
-
-@dataclass(frozen=True, eq=False)
-class _FlashAttention3:
-    """``lengths`` are cu_seqlens, seqused and max_seqlen of packed sequences, each of queries and keys."""
-
-    softmax_scale: float
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    deterministic: bool
-    sm_margin: int
-    forward_options: dict[str, Any]
-    lengths: tuple
-    empty_lse: float = -math.inf
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-        out, lse, *_ = _module()._flash_attn_forward(
-            q,
-            k,
-            v,
-            **dict(zip(names, self.lengths, strict=True)),
-            softmax_scale=self.softmax_scale,
-            causal=self.causal,
-            window_size_left=self.window_size[0],
-            window_size_right=self.window_size[1],
-            softcap=self.softcap,
-            sm_margin=self.sm_margin,
-            **self.forward_options,
-        )
-        return out, lse, ()
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        # By position: versions name some of them differently.
-        options = (self.softmax_scale, self.causal, *self.window_size, self.softcap, self.deterministic, self.sm_margin)
-        _module()._flash_attn_backward(dout, q, k, v, out, lse, *self.lengths, *grads, *options)
-        return grads
-
-
-_NO_LENGTHS = (None,) * 6
 
 
 class _Options(NamedTuple):
@@ -84,23 +40,53 @@ class _Options(NamedTuple):
     return_attn_probs: bool
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple, sink: Tensor | None, sink_layout: str, options: _Options):
+@dataclass(frozen=True, eq=False)
+class _FlashAttention3:
+    """``lengths`` are cu_seqlens, seqused and max_seqlen of packed sequences, each of queries and keys."""
+
+    options: _Options
+    softmax_scale: float
+    lengths: tuple
+    empty_lse: float = -math.inf
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
+        options, (left, right) = self.options, self.options.window_size
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+        as_given = ("causal", "q_descale", "k_descale", "v_descale", "softcap", "num_splits", "pack_gqa", "sm_margin")
+        out, lse, *_ = _module()._flash_attn_forward(
+            q,
+            k,
+            v,
+            **dict(zip(names, self.lengths, strict=True)),
+            softmax_scale=self.softmax_scale,
+            window_size_left=left,
+            window_size_right=right,
+            **{name: getattr(options, name) for name in as_given},
+        )
+        return out, lse, ()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads, given = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), self.options
+        # By position: versions name some of them differently.
+        options = (self.softmax_scale, given.causal, *given.window_size, given.softcap, given.deterministic)
+        _module()._flash_attn_backward(dout, q, k, v, out, lse, *self.lengths, *grads, *options, given.sm_margin)
+        return grads
+
+
+_NO_LENGTHS = (None,) * 6
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple, sink: Tensor | None, sink_layout: str, options: _Options
+) -> Tensor | tuple[Tensor, Tensor]:
     check_tensors(q, k, v)
     for name, is_given in (("qv", options.qv is not None), ("attention_chunk", bool(options.attention_chunk))):
         if is_given:
             raise ValueError(f"{name}: not supported, it has no backward")
-    of_forward = ("q_descale", "k_descale", "v_descale", "num_splits", "pack_gqa")
-    kernel = _FlashAttention3(
-        softmax_scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
-        causal=options.causal,
-        window_size=tuple(options.window_size),
-        softcap=options.softcap,
-        deterministic=options.deterministic,
-        sm_margin=options.sm_margin,
-        forward_options={name: getattr(options, name) for name in of_forward},
-        lengths=lengths,
-    )
-    out, lse = attention_with_sink(kernel, q, k, v, sink, sink_layout)
+    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    out, lse = attention_with_sink(_FlashAttention3(options, scale, lengths), q, k, v, sink, sink_layout)
     return (out, lse) if options.return_attn_probs else out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,36 +20,47 @@ def _module() -> ModuleType:
     return kernel_module("flash_attn.cute.interface", "fa4_*_with_sink need FlashAttention 4")
 
 
+class _Options(NamedTuple):
+    """Arguments of both functions below, in their order."""
+
+    softmax_scale: float | None
+    causal: bool
+    softcap: float
+    num_splits: int
+    pack_gqa: bool | None
+    deterministic: bool
+    return_attn_probs: bool
+
+
 @dataclass(frozen=True, eq=False)
 class _FlashAttention4:
-    """``options`` are of both passes, ``forward_options`` of the forward alone."""
+    """``shared`` are options of both passes: scale, mask and lengths of packed sequences."""
 
-    options: dict[str, Any]
-    forward_options: dict[str, Any]
-    deterministic: bool
+    shared: dict[str, Any]
+    options: _Options
     empty_lse: float = -math.inf
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
-        out, lse, *_ = _module()._flash_attn_fwd(q, k, v, return_lse=True, **self.options, **self.forward_options)
+        own = {"num_splits": self.options.num_splits, "pack_gqa": self.options.pack_gqa}
+        out, lse, *_ = _module()._flash_attn_fwd(q, k, v, return_lse=True, **self.shared, **own)
         return out, lse, ()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = {**self.options, "deterministic": self.deterministic}
-        dq, dk, dv, *_ = _module()._flash_attn_bwd(q, k, v, out, dout, lse, **options)
+        own = {"deterministic": self.options.deterministic}
+        dq, dk, dv, *_ = _module()._flash_attn_bwd(q, k, v, out, dout, lse, **self.shared, **own)
         return dq, dk, dv
 
 
 def _attend(
-    q, k, v, sink, sink_layout, softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, probs, lengths
-):
+    q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Any], sink: Tensor | None, sink_layout: str, options: _Options
+) -> Tensor | tuple[Tensor, Tensor]:
     check_tensors(q, k, v)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = {"softmax_scale": scale, "causal": causal, "softcap": softcap, **lengths}
-    kernel = _FlashAttention4(options, {"num_splits": num_splits, "pack_gqa": pack_gqa}, deterministic)
-    out, lse = attention_with_sink(kernel, q, k, v, sink, sink_layout)
-    return (out, lse) if probs else out
+    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    shared = {"softmax_scale": scale, "causal": options.causal, "softcap": options.softcap, **lengths}
+    out, lse = attention_with_sink(_FlashAttention4(shared, options), q, k, v, sink, sink_layout)
+    return (out, lse) if options.return_attn_probs else out
 
 
 def fa4_func_with_sink(
@@ -80,8 +91,8 @@ def fa4_func_with_sink(
         ImportError: FlashAttention 4 is not installed.
         ValueError: the sink's shape does not fit.
     """
-    options = (softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)
-    return _attend(q, k, v, sink, sink_layout, *options, {})
+    options = _Options(softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)
+    return _attend(q, k, v, {}, sink, sink_layout, options)
 
 
 def fa4_varlen_func_with_sink(
@@ -109,5 +120,5 @@ def fa4_varlen_func_with_sink(
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    options = (softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)
-    return _attend(q, k, v, sink, sink_layout, *options, lengths)
+    options = _Options(softmax_scale, causal, softcap, num_splits, pack_gqa, deterministic, return_attn_probs)
+    return _attend(q, k, v, lengths, sink, sink_layout, options)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from megatron_magi.extensions.sink import Tensors, attention_with_sink, check_tensors
 
 _LSE_GRAIN, _BIAS_GRAIN, _HEAD_DIM_GRAIN, _MOST_HEAD_DIM = 32, 16, 8, 256
-"""Of torch's kernels for CUDA: rows of lse and columns of a mask come in such multiples, head dims too."""
+"""Multiples in which torch's CUDA kernels take rows of lse, columns of a mask and head dims; the largest head dim."""
 
 
 def sdpa_func_with_sink(

@@ -27,7 +27,7 @@ from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.hf.attention import NAME, check_implementation, register
 from megatron_magi.hf.mask_spec import AttnMaskSpec
-from megatron_magi.hf.shard import IGNORED, shard_batch
+from megatron_magi.hf.shard import IGNORED, heads_of, shard_batch
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 
@@ -243,7 +243,7 @@ def magi_prepare_packed_cp(
     tokens = flat["input_ids"]
     if spec is None:
         spec = AttnMaskSpec.of(builders.varlen(_bounds(flat, len(tokens)), causal=True))
-    key = build_flex_key(spec, *_heads(_config_of(model)), cp_group)
+    key = build_flex_key(spec, *heads_of(_config_of(model)), cp_group)
     positions = flat.get("position_ids")
     new_batch = {
         "input_ids": dispatch(tokens, key),
@@ -415,13 +415,6 @@ def _bounds(batch: dict[str, Any], total: int) -> Tensor:
 
 def _config_of(model: Any) -> Any:
     return getattr(model, "module", model).config
-
-
-def _heads(config: Any) -> tuple[int, int, int]:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = int(text.num_attention_heads)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return heads, int(getattr(text, "num_key_value_heads", None) or heads), int(head_dim)
 
 
 def _setting(cfg: Any, name: str) -> Any:

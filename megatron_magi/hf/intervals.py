@@ -29,7 +29,7 @@ class Intervals(NamedTuple):
 
     @classmethod
     def of_runs(cls, seen: np.ndarray, num_rows: int) -> Intervals:
-        """The same keys for all rows: those where ``seen``, bool ``[num_keys]``, is True."""
+        """The intervals if all rows see the keys where ``seen``, bool ``[num_keys]``, is True."""
         single = cls.of_dense(seen[None])
         return cls(*(np.repeat(bound, num_rows, axis=1) for bound in single))
 

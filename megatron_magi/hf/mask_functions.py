@@ -37,7 +37,7 @@ class Rows:
 
 
 def name_of(function: Callable) -> str:
-    """Which of transformers' functions it is: the name of what made it, or its own. Empty for others."""
+    """The name of a function of transformers', or of the function that made it; empty for other functions."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return ""
     return function.__qualname__.partition(".")[0]

@@ -49,14 +49,14 @@ class AttnMaskSpec:
 
     @classmethod
     def of(cls, mask: AttnMask) -> AttnMaskSpec:
-        """Of any mask over as many queries as keys."""
+        """The ranges of a mask that has as many queries as keys."""
         table = mask.table
         types = [MaskType(kind).name.lower() for kind in table[:, 4].tolist()]
         return cls(table[:, :2].tolist(), table[:, 2:4].tolist(), types, mask.total_seqlen_q)
 
     @property
     def mask(self) -> AttnMask:
-        """The same as a mask.
+        """The mask of these ranges.
 
         Raises:
             ValueError: a range or a type is wrong, or two slices overlap.

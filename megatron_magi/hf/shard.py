@@ -31,14 +31,14 @@ IGNORED = -100
 
 
 class ShardMask(NamedTuple):
-    """What a layer of a sharded batch is given for its mask."""
+    """The mask argument of layers, for a sharded batch."""
 
     shard: Shard
     key: DistAttnRuntimeKey
 
 
 class Shard:
-    """How a batch lies on the ranks. Made by `shard_batch`.
+    """The distribution of a batch over the ranks. Made by `shard_batch`.
 
     Attributes:
         group: the ranks.
@@ -60,16 +60,9 @@ class Shard:
         self._said: np.ndarray | None = None
         if batch.get("cu_seq_lens_q") is not None:
             self._said = document_bounds_of(None, batch["cu_seq_lens_q"], self.batch_size, self.seqlen)
-        text = model_config.get_text_config()
-        heads = int(text.num_attention_heads)
-        mask = self._mask(_widest(text))
+        mask = self._mask(_widest(model_config.get_text_config()))
         self.key = magi_attn_flex_key(
-            *_ranges(mask),
-            num_heads_q=heads,
-            num_heads_kv=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-            cp_group_or_mesh=group,
-            dist_attn_config=config,
+            *_ranges(mask), *heads_of(model_config), cp_group_or_mesh=group, dist_attn_config=config
         )
 
     def layer_mask(self, mask_function: Callable) -> ShardMask:
@@ -212,6 +205,14 @@ def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | 
     return to_numpy(attention_mask.to(torch.bool))
 
 
+def heads_of(model_config: Any) -> tuple[int, int, int]:
+    """Query heads, key heads and head dimension of a model's attention, from its configuration."""
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    heads = int(text.num_attention_heads)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, int(getattr(text, "num_key_value_heads", None) or heads), int(head_dim)
+
+
 def _widest(text_config: Any) -> Callable:
     """The mask function for which tokens are balanced: that of full layers, if there are any."""
     if not getattr(text_config, "is_causal", True):
@@ -226,6 +227,6 @@ def _widest(text_config: Any) -> Callable:
 
 
 def _ranges(mask: AttnMask) -> tuple:
+    """The first arguments of `magi_attn_flex_key`."""
     table = mask.table
-    types = [("full", "causal", "inv_causal", "bi_causal")[kind] for kind in table[:, 4].tolist()]
-    return table[:, :2], table[:, 2:4], types, mask.total_seqlen_q, mask.total_seqlen_k
+    return table[:, :2], table[:, 2:4], table[:, 4], mask.total_seqlen_q, mask.total_seqlen_k

@@ -43,11 +43,18 @@ def row_bounds(bands: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def shift_keys(bands: IntArray, by: int) -> IntArray:
-    """The bands of the same mask over keys with numbers larger by so many."""
+    """The bands of the mask after all key indices have grown by ``by``."""
     out = bands.copy()
     out[:, [K0, K1]] += by
     for column, none in ((D_LO, -NO_DIAGONAL), (D_HI, NO_DIAGONAL)):
         out[bands[:, column] != none, column] += by
+    return out
+
+
+def transpose(bands: IntArray) -> IntArray:
+    """The bands of the transposed mask: keys become queries."""
+    out = bands[:, [K0, K1, Q0, Q1, D_HI, D_LO]]
+    out[:, D_LO:] = 1 - out[:, D_LO:]
     return out
 
 
@@ -57,7 +64,7 @@ def has_diagonals(bands: IntArray) -> bool:
 
 
 def tighten(bands: IntArray) -> IntArray:
-    """The same visible area in the smallest rectangles; empty bands are dropped.
+    """Shrinks each band to the smallest rectangle of the same visible area, and drops empty bands.
 
     After it, every row of a band sees at least one key and every key of a band is seen by
     at least one row, so ``[K0, K1)`` is exactly the set of keys that the band needs.

@@ -24,18 +24,11 @@ def find_overlap(bands: np.ndarray) -> tuple[int, int, int, int] | None:
         ``(i, j, q, k)``, indices into ``bands`` with i < j and one pair that both cover.
     """
     live = np.flatnonzero((bands[:, bd.Q0] < bands[:, bd.Q1]) & (bands[:, bd.K0] < bands[:, bd.K1]))
-    by_query, by_key = _Sweep(bands, live), _Sweep(_transposed(bands), live)
+    by_query, by_key = _Sweep(bands, live), _Sweep(bd.transpose(bands), live)
     if by_query.num_pairs <= by_key.num_pairs:
         return by_query.run()
     found = by_key.run()
     return None if found is None else (found[0], found[1], found[3], found[2])
-
-
-def _transposed(bands: np.ndarray) -> np.ndarray:
-    """The bands with queries and keys exchanged: ``d_lo <= k - q < d_hi`` read as ``q - k``."""
-    out = bands[:, [bd.K0, bd.K1, bd.Q0, bd.Q1, bd.D_HI, bd.D_LO]]
-    out[:, bd.D_LO :] = 1 - out[:, bd.D_LO :]
-    return out
 
 
 class _Sweep:

@@ -46,7 +46,7 @@ class LocalBatch:
 
 
 class _Begun(NamedTuple):
-    """Of a microbatch: the shard or why there is none, and the comparison of the ranks that is under way, if any."""
+    """A microbatch in preparation: its shard, or why there is none, and the comparison of ranks if one is under way."""
 
     local: LocalBatch | None
     failure: Exception | None

@@ -49,11 +49,11 @@ class LayerPlans:
 
     @property
     def named(self) -> dict[str, RankPlan]:
-        """By the text of their masks, those that there are."""
+        """The plans made so far, by the text of their masks."""
         return self._plans
 
     def text_of(self, layer_number: int, window: Window) -> str:
-        """Of a layer's mask."""
+        """The text of a layer's mask."""
         return self._planner.masks.of(layer_number, window).text
 
     def for_layer(self, layer_number: int, window: Window) -> RankPlan:

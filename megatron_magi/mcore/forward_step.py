@@ -164,7 +164,7 @@ class MagiForwardStep:
     def __call__(
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
-        """As Megatron's schedules call it; with ``return_schedule_plan`` the model is not run yet."""
+        """The forward step that Megatron's schedules call; with ``return_schedule_plan`` the model is not run yet."""
         ahead = look_ahead_of(data_iterator)
         batch = next(data_iterator) if isinstance(data_iterator, ReadBatches) else self.read(data_iterator, model)
         args = get_args()

@@ -105,7 +105,7 @@ class StaticBatch:
         return {name: replace(plan, runtime={}) for name, plan in batch.params.plans.named.items()}
 
     def differs(self, batch: LocalBatch) -> str | None:
-        """Why this cannot be the place of a microbatch, apart from its plans, if it cannot; the same on all ranks."""
+        """Why a microbatch does not fit here, apart from its plans; None if it fits. The same on all ranks."""
         static, given = _tensors(self.batch), _tensors(batch)
         if {name: x.shape for name, x in static.items()} != {name: x.shape for name, x in given.items()}:
             return "its tensors have other shapes"
@@ -139,11 +139,11 @@ class GraphedIterations(FullCudaGraphWrapper):
 
     _places: ClassVar[dict[str, list[StaticBatch]]] = {}
     _samples: ClassVar[dict[str, list[Plans]]] = {}
-    """By stage: of the first microbatch, for which kernels are chosen, and of those that found no room."""
+    """Sample plans by stage: of the first microbatch, for which kernels are chosen, and of those that did not fit."""
     _growths: ClassVar[dict[str, int]] = {}
 
     def __call__(self, **kwargs: Any) -> Any:
-        """As Megatron's training and evaluation call a schedule; without `--attention-backend magi` as it does itself.
+        """Runs an iteration as Megatron's wrapper does, with `--attention-backend magi` on dispatched microbatches.
 
         Raises:
             ValueError: the forward step is not the one of `megatron_magi.mcore.entry`.
@@ -207,7 +207,7 @@ class GraphedIterations(FullCudaGraphWrapper):
         return True
 
     def reset_cuda_graph(self, stage: str | None = None) -> None:
-        """As Megatron's; the microbatches' places go with the graph."""
+        """Drops the graph, as Megatron's does, and the places of its microbatches."""
         super().reset_cuda_graph(stage)
         gone = [place for name in list(self._places) if stage in (None, name) for place in self._places.pop(name)]
         if not any(FullCudaGraphWrapper.cuda_graph.values()):
@@ -240,7 +240,7 @@ def install() -> None:
 
 
 def _agreed(large: tuple[LocalBatch, str] | None, group: dist.ProcessGroup) -> tuple[LocalBatch | None, str] | None:
-    """What does not fit here, as all of ``group`` know, or on other ranks; None on all ranks or on none."""
+    """What does not fit, on this or on other ranks; None if all fit. ``large``: the same on all ranks of ``group``."""
     if group.size() == dist.get_world_size():
         return large
     found = start_agreement(int(large is not None), None, "captured iterations").values()
@@ -260,6 +260,6 @@ def _tensors(batch: LocalBatch) -> dict[str, torch.Tensor]:
 
 
 def _copy_of(part: Any) -> Any:
-    """The same with copies of its tensors."""
+    """A copy of a dataclass with copies of its tensors."""
     values = {f.name: getattr(part, f.name) for f in fields(part)}
     return replace(part, **{name: x.clone() for name, x in values.items() if isinstance(x, torch.Tensor)})

@@ -39,12 +39,12 @@ class LoadedBatch(Sendable[tuple[Fields, "PlannedBatch | Exception"]]):
 
     @property
     def fields(self) -> Fields:
-        """As Megatron collates them."""
+        """The microbatch as Megatron collates it."""
         return self.parts[0]
 
     @property
     def planned(self) -> PlannedBatch | Exception:
-        """What was made of them, or why nothing was."""
+        """The plan, or the error of planning."""
         return self.parts[1]
 
     def bring(self, device: torch.device) -> dict[str, torch.Tensor]:

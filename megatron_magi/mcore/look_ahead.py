@@ -11,7 +11,7 @@ from megatron_magi.mcore.loader import LoadedBatch
 
 
 class LookAhead(Iterator[Any]):
-    """The same items, the next of which can be fetched before it is asked for.
+    """Iterates over the items of another iterator, and can fetch the next one before it is asked for.
 
     Args:
         source: of microbatches as a data loader returns them.
@@ -53,7 +53,9 @@ class LookAhead(Iterator[Any]):
 
 
 def look_ahead_of(data_iterator: Iterator[Any]) -> LookAhead | None:
-    """That of an iterator of Megatron's trainer, below what Megatron keeps for replays; None for others.
+    """The `LookAhead` below a data iterator of Megatron's trainer, put there if need be; None for other iterators.
+
+    It lies below what Megatron keeps for replays.
 
     A data loader that saves its own state stays where Megatron looks for it (``dataloader_save``).
     """

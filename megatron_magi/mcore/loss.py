@@ -109,7 +109,7 @@ def make_distillation_loss(args: Namespace) -> Callable:
 
 
 def _check(args: Namespace, loss: torch.Tensor) -> None:
-    """What the command line asks Megatron's rerun machine to watch."""
+    """Has Megatron's rerun machine check the loss, as the command line asks."""
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for name, is_bad in (("NaN", torch.isnan), ("infinity", torch.isinf)):

@@ -71,11 +71,11 @@ class MagiModelMixin:
         return {**arguments, "packed_seq_params": self._given.params, "padding_mask": padding}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's, with the carrier as ``packed_seq_params``."""
+        """Calls Megatron's with the carrier as ``packed_seq_params``."""
         return super().forward(*args, **self._completed(kwargs))
 
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's, with the carrier as ``packed_seq_params``."""
+        """Calls Megatron's with the carrier as ``packed_seq_params``."""
         return super().build_schedule_plan(*args, **self._completed(kwargs))
 
     def _preprocess(
@@ -96,7 +96,8 @@ class MagiModelMixin:
         return tuple(out)
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """As in Megatron, which takes gathered logits for a part of the vocabulary and returns a wrong loss.
+        """Calls Megatron's after a check: it would take gathered logits for a part of the vocabulary and return a wrong
+        loss.
 
         Raises:
             ValueError: the logits are those of the whole vocabulary, the loss needs this rank's part.

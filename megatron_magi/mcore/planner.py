@@ -1,4 +1,4 @@
-"""What is made of a microbatch before it is due: its masks, this rank's plans and shard, and a fingerprint.
+"""Plans a microbatch before its step: its masks, this rank's plans and shard, and a fingerprint.
 
 A `Planner` is pure and can be pickled, so that worker processes of the data loader plan ahead of the step. It knows
 ranks as numbers and needs neither process groups nor a GPU.
@@ -60,7 +60,7 @@ class PlannedBatch:
     roll: RollFacts | None
 
     def pin_memory(self) -> PlannedBatch:
-        """The same in page-locked memory."""
+        """A copy in page-locked memory."""
         return replace(self, prepared=self.prepared.pin_memory())
 
 

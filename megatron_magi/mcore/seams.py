@@ -184,7 +184,7 @@ def _absent(on_cpu: bool) -> set[str]:
 
 
 def _problem(seam: Seam) -> str:
-    """Why a target is not as expected, or nothing."""
+    """The reason why a target is not as expected; empty if it is."""
     try:
         found = original(seam.target)
     except (ImportError, AttributeError) as error:
@@ -198,7 +198,7 @@ def _problem(seam: Seam) -> str:
 
 
 def find(target: str) -> Any:
-    """What is at a target now."""
+    """The object that is at a target now."""
     owner, name = _owner(target)
     return getattr(owner, name)
 
@@ -213,7 +213,7 @@ def _owner(target: str) -> tuple[Any, str]:
 
 
 def original(target: str) -> Any:
-    """What is at a target, or what was there before `put` was first called for it."""
+    """The object that was at a target before `put` was first called for it."""
     found = find(target)
     return getattr(found, _ORIGINAL, found)
 

@@ -98,12 +98,12 @@ def padded_seq_length(args: Namespace, config: DispatchConfig) -> int:
 
 @lru_cache(maxsize=8)
 def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
-    """Asked for in every step, where nothing is to be planned."""
+    """The padded length of so many tokens; cached, as every step asks for it."""
     return make_dispatch(causal(total), replace(config, algorithm="sequential"), cp_size).padded_seqlen
 
 
 def summary(args: Namespace, *, has_kernels: bool) -> str:
-    """What computes attention, and which mask layers without one of their own have: a line for the log."""
+    """A line for the log: what computes attention, and the mask of layers that have none of their own."""
     if args.magi_mask is not None:
         mask = args.magi_mask
     elif args.reset_attention_mask:

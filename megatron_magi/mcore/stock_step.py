@@ -147,7 +147,7 @@ class StockForwardStep:
     def __call__(
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
-        """As Megatron's schedules call it; with ``return_schedule_plan`` the model is not run yet."""
+        """The forward step that Megatron's schedules call; with ``return_schedule_plan`` the model is not run yet."""
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         batch = load_batch(lambda: _next_batch(data_iterator, vp_stage))
         cu_seqlens = batch["cu_seqlens"]

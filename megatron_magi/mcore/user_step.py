@@ -56,7 +56,7 @@ class UserForwardStep(MagiForwardStep):
     def __call__(
         self, data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
-        """As Megatron's schedules call it.
+        """The forward step that Megatron's schedules call.
 
         Raises:
             ValueError: the model does not attend by plan.
@@ -84,7 +84,7 @@ def _chunk(model: torch.nn.Module) -> Any:
 
 
 def _microbatch_mean(loss: Callable, reports_mean: bool, output: torch.Tensor, **kwargs: Any) -> tuple:
-    """What ``loss`` gives, scaled so that Megatron's mean over ranks is the mean over the microbatch.
+    """Calls ``loss`` and scales its result so that Megatron's mean over ranks is the mean over the microbatch.
 
     Megatron divides a rank's sum by that rank's number of tokens, of which ranks have different ones.
     """

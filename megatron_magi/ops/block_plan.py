@@ -111,11 +111,6 @@ class BlockPlan:
     columns: Tensor
 
     @property
-    def num_logits(self) -> int:
-        """(query, key) pairs that are computed, hidden ones included."""
-        return sum(b.num_rows * c.num_keys for b in self.blocks for c in b.chunks)
-
-    @property
     def num_bytes(self) -> int:
         """Memory of the plan's tensors and a rough size of its objects."""
         tensors: list = [self.columns]
@@ -128,16 +123,16 @@ class BlockPlan:
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)) + 256 * len(tensors)
 
 
-_CACHE: LruCache[tuple, BlockPlan] = LruCache(max_bytes=128 << 20)
+_plans: LruCache[tuple, BlockPlan] = LruCache(max_bytes=128 << 20)
 
 
-def block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device, cache: LruCache = _CACHE) -> BlockPlan:
+def block_plan(bands: np.ndarray, num_heads_q: int, device: torch.device) -> BlockPlan:
     """The plan for a table of bands, from a bounded cache: every layer asks for the same ones."""
     key = (np.ascontiguousarray(bands).tobytes(), num_heads_q, device)
-    plan = cache.get(key)
+    plan = _plans.get(key)
     if plan is None:
         plan = make_block_plan(bands, num_heads_q, device, LIMITS.get(device.type, LIMITS["cuda"]))
-        cache.put(key, plan, len(key[0]) + plan.num_bytes)
+        _plans.put(key, plan, len(key[0]) + plan.num_bytes)
     return plan
 
 

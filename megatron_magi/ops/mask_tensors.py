@@ -152,16 +152,8 @@ class DeviceRanges:
     def __init__(self, max_items: int = 64) -> None:
         self._ranges: LruCache[tuple, tuple[HostRanges, list[StorageWeakRef]]] = LruCache(_MAX_BYTES, max_items)
 
-    def mask(self, ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> AttnMask:
-        """The mask of ``[q_ranges, k_ranges]`` or ``[q_ranges, k_ranges, attn_type_map]``.
-
-        Raises:
-            ValueError: an argument, named in the message, has a wrong shape, dtype or value.
-        """
-        return self.ranges(ranges, num_rows, num_keys).mask
-
     def ranges(self, ranges: Sequence[Tensor], num_rows: int, num_keys: int) -> HostRanges:
-        """The same, before a mask is made of them.
+        """The ranges ``[q_ranges, k_ranges]`` or ``[q_ranges, k_ranges, attn_type_map]`` on the host.
 
         Raises:
             ValueError: an argument, named in the message, has a wrong shape or dtype.

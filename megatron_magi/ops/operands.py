@@ -1,7 +1,7 @@
 """The tensors of one pass of attention as implementations take them: what it reads, and what it writes or adds to.
 
-Shapes are those of `megatron_magi.ops.slice_passes`. Where a pass is prepared before there are tensors, these hold how
-they will lie (`Layout`).
+Shapes are those of `megatron_magi.ops.slice_passes`. A pass that is prepared before there are tensors takes layouts
+(`Layout`) in their place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ForwardOutput(NamedTuple):
 
     Attributes:
         out, lse: the result.
-        accumulate: they hold a result over other keys, into which this one is merged.
+        accumulate: both hold a result over other keys, into which this one is merged; else they are overwritten.
     """
 
     out: Like

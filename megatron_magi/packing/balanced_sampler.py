@@ -163,7 +163,7 @@ class BalancedSampler:
         return sorted(documents, key=lambda i: -self._lengths[i])  # stable
 
     def _next_documents(self, num_tokens: int) -> list[int]:
-        """As many of the order as ``num_tokens`` have room for."""
+        """The next documents of the random order, as many as fit in ``num_tokens``."""
         chosen: list[int] = []
         while True:
             order = np.random.default_rng([self._seed, self._epoch]).permutation(len(self._lengths))[self._place :]

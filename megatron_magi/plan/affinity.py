@@ -65,7 +65,7 @@ def search(
     reached = False
 
     def note(shards: Shards, holdings: Holdings, least: int) -> None:
-        """For each limit from ``least`` on that the loads are within, if fewer rows are fetched than by what it has."""
+        """Keeps the dispatch for each limit from ``least`` on that it is within, if it fetches fewer rows than any."""
         better = (holdings.fetched < fewest) & (max(int(shards.load.max()), least) <= within)
         best[better], fewest[better] = shards.rank, holdings.fetched
 
@@ -86,7 +86,7 @@ def search(
 
 
 def _starts(area: np.ndarray, capacity: np.ndarray, tight: int, widest: int) -> list[Start]:
-    """Where `search` starts: with nothing placed, and with contiguous pieces."""
+    """The starts of `search`: nothing placed, and contiguous pieces."""
     nothing = np.full(len(area), -1, dtype=np.int64)
     first, *wider = (tight * slack // 4 for slack in _PLACING_SLACK)
     least = [-(-tight * slack // 5) for slack in _PLACING_SLACK[1:]]

@@ -50,7 +50,7 @@ def assign_chunks(
 
 
 def candidates(mask: AttnMask, bounds: np.ndarray, cp_size: int, config: DispatchConfig) -> dict[str, np.ndarray]:
-    """What is chosen from, by name: one dispatch, or with ``auto`` all that differ from each other.
+    """The candidate dispatches by name: one, or with ``auto`` several that differ from each other.
 
     The names are those of `DispatchConfig.algorithm`, and ``affinity`` with its tolerance. That of
     ``config.balance_tolerance`` is the first.

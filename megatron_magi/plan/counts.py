@@ -1,4 +1,4 @@
-"""What the ranks of a dispatch compute and send, as counts: all that its time is predicted from."""
+"""Counts of what the ranks of a dispatch compute and send, from which its time is predicted (`predict`)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Counts(NamedTuple):
 
 
 def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
-    """Counts what a dispatch means, without making its plan.
+    """Counts the work and the traffic of a dispatch without making its plan.
 
     Args:
         bounds: of the chunks, int64 ``[num_chunks + 1]``.
         rank: of each chunk, int64 ``[num_chunks]``.
-        ranks_per_node: so many neighbouring ranks share a node.
+        ranks_per_node: number of neighbouring ranks that share a node.
     """
     runs = Runs.of_chunks(bounds, rank)
     pieces, run = bd.cut_rows(mask.bands, runs.bounds)
@@ -60,7 +60,9 @@ def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ra
 
 
 def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tuple]:
-    """Of each piece, for own keys and for others: from which key to which they are, the visible area, how many."""
+    """For own keys, and for keys of other ranks: first and past-the-last key, visible area and number of keys of each
+    piece.
+    """
     num, lift = len(pieces), int(runs.bounds[-1]) + 1
     order = np.argsort(runs.rank, kind="stable")  # runs are in global order
     start, end = (bounds[order] + runs.rank[order] * lift for bounds in (runs.bounds[:-1], runs.bounds[1:]))

@@ -1,4 +1,7 @@
-"""How many remote stages: predicted from the sizes of a plan and the rates of the machine."""
+"""The number of remote stages: that with the shortest step, predicted from areas and rows with a `CostModel`.
+
+This model is simpler than that of `predict`, which compares dispatches with the rates of a GPU: it has the two rates
+that a user of MagiAttention gives (`compat/cost_factors.py`), and is all that a plan needs to choose a degree."""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import numpy as np
 
 from megatron_magi.config import CostModel, OverlapConfig
 
-_BACKWARD_PRODUCTS = 2.5
-"""Work of a backward pass over that of a forward pass."""
+BACKWARD_WORK = 2.5
+"""Operations of the backward over those of the forward: five products instead of two."""
 
 
 def choose_degree(
@@ -37,7 +40,7 @@ def step_us(
     degree = np.arange(1, max_degree + 1)[:, None]
     travel, attend, local = cost.fetch_us(remote_rows / degree), cost.attend_us(remote_area / degree), local_area
     forward = _pass_us(cost.attend_us(local), attend, travel, degree, cost.stage_latency_us, reduces=False)
-    local, attend = _BACKWARD_PRODUCTS * cost.attend_us(local), _BACKWARD_PRODUCTS * attend
+    local, attend = BACKWARD_WORK * cost.attend_us(local), BACKWARD_WORK * attend
     backward = _pass_us(local, attend, travel, degree, cost.stage_latency_us, reduces=True)
     return forward.max(axis=1) + backward.max(axis=1)
 
@@ -45,7 +48,15 @@ def step_us(
 def _pass_us(
     local: np.ndarray, attend: np.ndarray, travel: np.ndarray, degree: np.ndarray, latency: float, *, reduces: bool
 ) -> np.ndarray:
-    """Of each degree and rank, ``[max_degree, cp_size]``; ``attend``, ``travel``: of one stage."""
+    """Microseconds of a pass for each degree and rank, ``[max_degree, cp_size]``.
+
+    Args:
+        local: of own keys.
+        attend, travel: computing one stage; fetching its keys.
+        degree: number of stages, ``[max_degree, 1]``.
+        latency: fixed cost of a stage.
+        reduces: gradients are sent back.
+    """
     computed, fetched = np.broadcast_to(local + latency, attend.shape), travel
     for stage in range(1, len(degree) + 1):
         start, is_there = np.maximum(computed, fetched), stage <= degree

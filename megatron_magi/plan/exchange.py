@@ -28,12 +28,12 @@ class Pieces(NamedTuple):
     place: np.ndarray
 
     def take(self, index: np.ndarray) -> Pieces:
-        """Some of them."""
+        """The pieces at ``index``."""
         return Pieces(*(array[index] for array in self))
 
 
 def exchange(pieces: Pieces, rank: int, num_ranks: int) -> tuple[Transfer, Pieces]:
-    """What a rank sends and receives. A rank sends to the others in turn, and to each the rows in their order.
+    """What one rank sends and receives: rows to each rank in turn, and to each in their order.
 
     Args:
         pieces: of all ranks, in any order. They fill the buffer of each rank.

@@ -52,7 +52,7 @@ def chosen(planner: str) -> bool:
 
 
 def even(area: np.ndarray, capacity: np.ndarray, target: int) -> np.ndarray:
-    """As `balance._even`."""
+    """`balance._even` in C++, with equal results."""
     rank = np.empty(len(area), dtype=np.int64)
     sizes = _Int(len(area)), _Int(len(capacity))
     _call("magi_balance", *sizes, area, capacity, _Int(target), ctypes.byref(_limits()), rank)
@@ -67,7 +67,7 @@ def search(
     targets: list[int],
     limits: list[int],
 ) -> np.ndarray:
-    """As `affinity.search`."""
+    """`affinity.search` in C++, with equal results."""
     arrays = [_array(a) for a in (traffic.first, traffic.needed, traffic.block, traffic.chunk_rows, traffic.block_rows)]
     view = _Traffic(len(area), len(traffic.block_rows), *(a.ctypes.data for a in arrays))
     capacity = np.bincount(balanced)
@@ -93,7 +93,7 @@ def search(
 
 
 def count(mask: AttnMask, bounds: np.ndarray, rank: np.ndarray, cp_size: int, ranks_per_node: int) -> Counts:
-    """As `counts.count`."""
+    """`counts.count` in C++, with equal results."""
     out = np.empty((len(Counts._fields), 2, cp_size), dtype=np.int64)
     num_bands, num_chunks = _Int(len(mask.bands)), _Int(len(rank))
     _call("magi_count", mask.bands, num_bands, bounds, rank, num_chunks, _Int(cp_size), _Int(ranks_per_node), out)

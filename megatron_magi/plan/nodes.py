@@ -52,7 +52,7 @@ def gather_in_nodes(
 
 
 class _Shards:
-    """What each rank needs and holds, in rows of whole blocks of keys."""
+    """The blocks of keys that each rank needs, and the rows of each block that it holds."""
 
     def __init__(self, traffic: Traffic, chunk_rank: np.ndarray, cp_size: int) -> None:
         num_blocks = len(traffic.block_rows)

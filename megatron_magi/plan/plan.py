@@ -49,7 +49,7 @@ class PlanStats:
 
 
 class Plan:
-    """Who holds what, who computes what, what travels: for one mask, all ranks. Read-only."""
+    """The plan of one mask for all ranks: who holds, computes and sends what. Read-only."""
 
     def __init__(self, mask: AttnMask, dispatch: Dispatch, config: MagiConfig) -> None:
         self.mask = mask

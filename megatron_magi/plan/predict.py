@@ -7,18 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_magi import thresholds
 from megatron_magi.config import CostModel, OverlapConfig
 from megatron_magi.plan.counts import Counts
 from megatron_magi.plan.degree import choose_degree
 from megatron_magi.rates import Rates
 
-_SHORT_ROWS, _MOST_PACKED, _TALL_TILE_KEYS = 4096, 8, 4000
-"""As the Hopper kernels choose their tiles (`ops/hopper/choices.py`): rows of a run below which heads are packed, how
-many at most, and keys a row from which a tile of the forward has 192 rows."""
-_SEPARATE_DQ_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
-_SEPARATE_DQ = (256 << 20, 650), (128 << 20, 450)
-"""Likewise from so many bytes of sums of dq on, where a row sees fewer keys than this, dq has a kernel of its own:
-where heads can be packed, and where they cannot."""
+_TALL_TILE_KEYS = thresholds.TALL_TILE_KEYS[128, 128][1]
 _KEY_TILE, _QUERY_BLOCK = 128, 64
 """Keys of a tile and queries of a block of the backward."""
 MOST_FORWARD_BYTES = 64 << 20
@@ -63,7 +58,7 @@ class _Stage(NamedTuple):
     tallest: np.ndarray
 
     def with_fetched(self, fetched: _Stage) -> _Stage:
-        """Of one launch over own keys and fetched ones: a row is begun once, however many of them it sees."""
+        """Counts of one launch over own and fetched keys, in which each row is counted once."""
         both = _Stage(*(a + b for a, b in zip(self, fetched, strict=True)))
         most = _Stage(*(np.maximum(a, b) for a, b in zip(self, fetched, strict=True)))
         return both._replace(rows=most.rows, starts=most.starts, tallest=most.tallest)
@@ -126,8 +121,8 @@ class _Steps(NamedTuple):
 
     def _packed(self, stage: _Stage) -> np.ndarray:
         """Query heads that share a tile, on each rank."""
-        packed = float(math.gcd(max(1, self.cost.num_heads_q // self.cost.num_heads_kv), _MOST_PACKED))
-        is_short = (stage.starts > 1) & (self.num_rows < _SHORT_ROWS * stage.starts)
+        packed = float(math.gcd(max(1, self.cost.num_heads_q // self.cost.num_heads_kv), thresholds.MOST_PACKED_HEADS))
+        is_short = (stage.starts > 1) & (self.num_rows < thresholds.SHORT_ROWS * stage.starts)
         return np.where(is_short, packed, 1.0)
 
     def _memory_us(self, bytes_a_row: float, rows: np.ndarray | int) -> np.ndarray:
@@ -177,12 +172,12 @@ class _Steps(NamedTuple):
         keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self._dims[0]
         some, single = (
             np.any([(sum_bytes >= many) & (keys < few) for many, few in limits], axis=0)
-            for limits in (_SEPARATE_DQ_PACKED, _SEPARATE_DQ)
+            for limits in (thresholds.SEPARATE_DQ_PACKED, thresholds.SEPARATE_DQ)
         )
         return np.where(packed > 1, some, single)
 
     def ends_us(self, is_backward: bool) -> float:
-        """Microseconds of what a pass does once: casts of sums, and in the backward the statistics of rows."""
+        """Microseconds of work done once a pass: casts of sums, and in the backward the statistics of rows."""
         dk, dv = self._dims
         cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
         return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))

@@ -154,5 +154,5 @@ class Shards:
 
 
 def _some(candidates: np.ndarray) -> np.ndarray:
-    """A few of many, evenly spaced."""
+    """At most `SWAPS_TRIED` of the candidates, evenly spaced."""
     return candidates[:: max(1, len(candidates) // SWAPS_TRIED)][:SWAPS_TRIED]

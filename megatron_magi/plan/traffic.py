@@ -14,9 +14,9 @@ class Start(NamedTuple):
     """Where a search for a dispatch begins.
 
     Attributes:
-        rank: of chunks that are placed beforehand, others are -1; int64 ``[num_chunks]``.
-        most: load up to which to place the others.
-        least: dispatches that come from it are taken for limits of the load from here on.
+        rank: rank of the chunks that are placed at the start, -1 for others; int64 ``[num_chunks]``.
+        most: load up to which other chunks are placed on a rank.
+        least: smallest limit of the load for which dispatches found from this start are candidates.
     """
 
     rank: np.ndarray

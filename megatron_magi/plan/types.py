@@ -51,8 +51,8 @@ class Transfer:
 
     The rank sends the rows ``send_index`` of its shard, grouped by destination, and receives
     ``sum(recv_splits)`` rows grouped by source. ``recv_order`` is None when they are already
-    in buffer order; otherwise buffer row i is received row ``recv_order[i]``. The other side is known
-    too, for ranks that reach each other's memory.
+    in buffer order; otherwise buffer row i is received row ``recv_order[i]``. The fields from ``owner_rows`` on tell
+    the other side of each row, for ranks that reach each other's memory.
     """
 
     send_index: np.ndarray  # [sum(send_splits)]
@@ -133,10 +133,23 @@ class _SetOnce:
 
 @dataclass(eq=False)
 class RankPlan(_SetOnce):
-    """What one rank does for one mask. ``bands[s]``: int64 ``[n, 6]`` in (row of the shard, row
-    of stage s's keys); stage 0's keys are the shard's own. ``transfers[s - 1]`` feeds stage s; ``joined`` feeds all of
-    them at once, one behind the other in one buffer, and is None unless there are several, ``one_launch`` (see
-    `OverlapConfig`) and no nodes."""
+    """What one rank does for one mask.
+
+    Attributes:
+        cp_rank, cp_size: of how many ranks this one is which.
+        num_rows: rows of the shard, padding included.
+        bands: one table for each stage, int64 ``[n, 6]``: rows of the shard times rows of the stage's keys; the keys of
+            stage 0 are the shard's own.
+        transfers: ``transfers[s - 1]`` fetches the keys of stage s.
+        joined: fetches the keys of all stages, one stage behind the other in one buffer. None unless there are several
+            stages, ``one_launch`` is set, and nodes are not told apart.
+        one_launch: see `OverlapConfig`.
+        schedule: order of the steps.
+        plan_hash: what ranks compare.
+        area: visible pairs that the rank computes.
+        num_tokens: rows that are tokens; rows behind them are padding.
+        runtime: copies on a device and what calls keep with the plan, owned by `megatron_magi.attention`.
+    """
 
     cp_rank: int
     cp_size: int
@@ -148,8 +161,8 @@ class RankPlan(_SetOnce):
     schedule: Schedule
     plan_hash: int
     area: int
-    num_tokens: int  # rows that are tokens; those after them pad the sequence
-    runtime: dict = field(default_factory=dict, repr=False)  # device copies, owned by `attention`
+    num_tokens: int
+    runtime: dict = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "runtime": {}}  # what is on a device stays in its process

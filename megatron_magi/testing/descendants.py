@@ -66,12 +66,13 @@ def _children() -> list[int]:
     parent = str(os.getpid())
     found = []
     for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                # pid (name, which may have any character) state parent ...
-                fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if fields[1] == parent:
-                    found.append(int(folder.name))
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            # pid (name, which may have any character) state parent ...
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if fields[1] == parent:
+                found.append(int(folder.name))
     return found
 
 

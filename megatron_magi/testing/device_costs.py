@@ -24,7 +24,7 @@ def host_us(call: Callable[[], object], calls: int = 300) -> float:
 
 
 def peak_of[Result](call: Callable[[], Result]) -> tuple[Result, int]:
-    """What ``call`` returns, and by how many bytes memory grew at its peak; it has run before, so nothing is new."""
+    """Result of ``call``, and bytes by which memory grew at its peak; ``call`` runs once before, to warm up."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -52,7 +52,7 @@ class Request:
     grace_s: float = GRACE_S
 
     def to_line(self) -> str:
-        """As one line of JSON."""
+        """The request as one line of JSON."""
         return json.dumps(asdict(self)) + "\n"
 
     @staticmethod

@@ -319,7 +319,7 @@ def _supervise(setup: _Setup, control: connection.Connection, conns: list[connec
 
 
 def _report_exits(setup: _Setup, processes: list[Any], control: connection.Connection) -> None:
-    """Until the caller has finished, or died."""
+    """Sends the exit codes of ranks to the caller, until that has finished or died."""
     running = dict(enumerate(processes))
     # Not the processes' sentinels: these are open as long as one that a rank has forked is.
     with suppress(EOFError, OSError):
@@ -327,13 +327,18 @@ def _report_exits(setup: _Setup, processes: list[Any], control: connection.Conne
             if control.poll(0.01):
                 if control.recv_bytes() == b"end":
                     return
-                for rank, process in running.items():
-                    if (Path(setup.folder) / f"stack{rank}").exists():
-                        os.kill(process.pid, signal.SIGUSR1)
+                _print_stacks(setup, running)
             for rank, code in [(rank, p.exitcode) for rank, p in running.items()]:
                 if code is not None:
                     del running[rank]
                     control.send((rank, code))
+
+
+def _print_stacks(setup: _Setup, running: dict[int, Any]) -> None:
+    """Has the ranks that can write their stacks to their files."""
+    for rank, process in running.items():
+        if (Path(setup.folder) / f"stack{rank}").exists():
+            os.kill(process.pid, signal.SIGUSR1)
 
 
 def _rank_main(rank: int, setup: _Setup, conn: connection.Connection, inherited: list[connection.Connection]) -> None:

@@ -90,8 +90,9 @@ def test_one_launch_takes_the_kernels_that_are_compiled_and_no_others(monkeypatc
             q, out, (k, v) = rows(n, 16, dims[0]), rows(n, 16, dims[1]), (rows(n, 2, dim) for dim in dims)
             later = Arriving([rows(7, 2, dim) for dim in dims], (("r", 0), ("r", 8)), (), 0, 0, 0, 0, 0)
             lse = torch.empty(n, 16)
-            use, lie = gated.PassUse(options, 0), gated.ForwardTensors(q, k, v, out, lse)
-            gated.forward_step(lie, later, gated.forward_pass(lie, 7, bands, use).form, use, max_logits=False)
+            use, operands = gated.PassUse(options, 0), (ForwardInputs(q, k, v), ForwardOutput(out, lse))
+            form = gated.forward_pass(*operands, 7, bands, use).form
+            gated.forward_step(*operands, later, form, use, max_logits=False)
             if backward_pays(dims):
                 sent = gated_backward.Sent(later, (("r", 16), ("r", 24)), moves=True, returns=True)
                 lie = gated_backward.BackwardTensors((q, k, v, out), out, lse, (q, k, v))

@@ -59,9 +59,9 @@ class Counted:
         self._patch.start()
         return self
 
-    def __call__(self, *args, **options):
-        self.count += 1
-        return self._real(*args, **options)
+    def __call__(self, inputs, output, arriving, *args):
+        self.count += arriving is not None
+        return self._real(inputs, output, arriving, *args)
 
     def __exit__(self, *_):
         self._patch.stop()

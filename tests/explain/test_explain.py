@@ -17,10 +17,11 @@ from megatron_magi.explain import command
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.report import dispatch_figures, explain_text
 from megatron_magi.explain.sampled import sampled_mask
-from megatron_magi.explain.timeline import BACKWARD_WORK, backward_timeline, forward_timeline
+from megatron_magi.explain.timeline import backward_timeline, forward_timeline
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.plan import make_plan
+from megatron_magi.plan.degree import BACKWARD_WORK
 from megatron_magi.plan.types import StepKind
 
 MASK = builders.varlen(doc_lengths=[3000, 400, 6600], causal=True)

@@ -100,7 +100,7 @@ def test_small_kernels_compile_without_spills(name):
     wanted = [
         (
             f"attention/sm90/{name}.cu",
-            (f"HEAD_DIM={dim}", f"HEAD_DIM_V={dim}", hopper_kernels.element(dtype), "DELTA=1", "BESIDE=1"),
+            (f"HEAD_DIM={dim}", f"HEAD_DIM_V={dim}", hopper_kernels.element(dtype), "DELTA=1", "CONCURRENT=1"),
         )
         for dim, dtype in kinds
     ]

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.mask import builders
+from megatron_magi.mask.bands import transpose
 from megatron_magi.ops.hopper.schedule import (
     Schedule,
     differ_in_length,
     long_tile,
     make_schedule,
 )
-from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, drift, plan_tiles, transpose
+from megatron_magi.ops.hopper.tiles import UNIT, TilePlan, drift, plan_tiles
 from megatron_magi.ops.hopper.tuning import (
     LONG_BLOCKS,
     LONG_BLOCKS_MOVING,

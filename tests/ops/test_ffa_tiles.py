@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
+from megatron_magi.mask.bands import transpose
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.ops.hopper import native
 from megatron_magi.ops.hopper.cuts import _segment_columns
@@ -25,7 +26,6 @@ from megatron_magi.ops.hopper.tiles import (
     descending,
     pack_columns,
     plan_tiles,
-    transpose,
 )
 from megatron_magi.plan import make_plan
 

@@ -14,6 +14,7 @@ from megatron_magi.cuda.call_list import CallList
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated, gated_backward
+from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.fake_driver import fake_driver
 
@@ -43,12 +44,9 @@ def passes(mask, num_arriving, options):
     numbers = _later_numbers(num_arriving, dict.fromkeys(("later.k", "later.v", "later.dk", "later.dv"), rows))
     places = ("scratch", "later.k"), ("scratch", "later.v")
     arriving = Arriving((rows, rows), places, (), 0, 0, 0, 0, 0) if num_arriving else None
-    tensors = gated.ForwardTensors(q, k, k, q, lse)
-    known = gated.forward_pass(tensors, num_arriving, bands, use)
-    if num_arriving:
-        step = gated.forward_step(tensors, arriving, known.form, use, max_logits=False)
-    else:
-        step = gated.own_forward_step(tensors, known.form, use, max_logits=False)
+    operands = ForwardInputs(q, k, k), ForwardOutput(q, lse)
+    known = gated.forward_pass(*operands, num_arriving, bands, use)
+    step = gated.forward_step(*operands, arriving, known.form, use, max_logits=False)
     yield [step], known.form, {**numbers, **known.numbers}
     of_back = gated_backward.BackwardTensors((q, k, k, q), q, lse, (q, k, k))
     known = gated_backward.backward_pass(of_back, num_arriving, bands, use)
@@ -96,10 +94,10 @@ def test_a_mask_with_another_form_has_other_kernels_or_tiles(monkeypatch):
 @pytest.mark.parametrize("num_arriving", [0, 600])
 def test_what_a_worker_finds_for_another_shape_of_pass_is_found_anew(monkeypatch, num_arriving):
     q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
-    tensors, bands = gated.ForwardTensors(q, k, k, q, lse), bands_of(MASKS["documents"], num_arriving)
+    operands, bands = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), bands_of(MASKS["documents"], num_arriving)
     use = gated.PassUse(AttnOptions(0.1), 0, remembered=False)
     with fake_driver(monkeypatch):
-        expected = gated.forward_pass(tensors, num_arriving, bands, use).numbers
+        expected = gated.forward_pass(*operands, num_arriving, bands, use).numbers
         shape = gated.shape_of((q, k, k), num_arriving, use.options, 132)
         wrong = gated.MaskNumbers(shape._replace(sm_margin=9), None, {}, {})
-        assert gated.forward_pass(tensors, num_arriving, bands, use, wrong).numbers == expected
+        assert gated.forward_pass(*operands, num_arriving, bands, use, wrong).numbers == expected

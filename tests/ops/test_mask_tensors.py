@@ -29,7 +29,7 @@ def copies(monkeypatch):
     to_host = mask_tensors._to_host
     monkeypatch.setattr(mask_tensors, "_to_host", lambda tensors: made.append(len(tensors)) or to_host(tensors))
     device_ranges = DeviceRanges()
-    monkeypatch.setattr(mask_tensors, "mask_of_ranges", device_ranges.mask)
+    monkeypatch.setattr(mask_tensors, "mask_of_ranges", lambda *args: device_ranges.ranges(*args).mask)
     return made
 
 
@@ -129,16 +129,16 @@ def test_tensors_of_the_host_are_read_each_time():
 @pytest.mark.parametrize("bad", [torch.zeros(2, 2), torch.zeros(2, 2).bfloat16(), torch.zeros(2, 3, dtype=torch.int32)])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_wrong_tensors_are_named_wherever_they_are(bad, on_device):
-    mask_of = DeviceRanges().mask if on_device else mask_tensors.mask_of_ranges
+    ranges_of = DeviceRanges().ranges if on_device else mask_tensors.ranges_of_tensors
     with pytest.raises(ValueError, match=r"k_ranges: expected (integers|shape)"):
-        mask_of([torch.zeros(2, 2, dtype=torch.int32), bad], 10, 11)
+        ranges_of([torch.zeros(2, 2, dtype=torch.int32), bad], 10, 11)
 
 
 def test_the_cache_is_bounded_and_keeps_no_tensor_alive(copies):
     cache = DeviceRanges(max_items=4)
     for _ in range(10):
         ranges = range_tensors()
-        cache.mask(ranges, 10, 11)
+        cache.ranges(ranges, 10, 11)
         memory = StorageWeakRef(ranges[0].untyped_storage())
         del ranges
         assert memory.expired()

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_magi import thresholds
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.mask.dense import dense_mask
-from megatron_magi.ops.hopper import choices, kernels, tuning
+from megatron_magi.ops.hopper import choices, kernels
 from megatron_magi.plan import dispatch_from_chunks, make_dispatch, make_plan, native, predict
 from megatron_magi.plan.balance import candidates, fastest, predictions
 from megatron_magi.plan.chunks import chunk_bounds
@@ -323,9 +324,7 @@ def test_rates_change_the_plan_of_a_named_algorithm_in_nothing() -> None:
     assert len({plan.plan_hash for plan in plans}) == 1
 
 
-def test_the_kernels_choose_their_tiles_by_the_numbers_that_predictions_go_by() -> None:
-    assert (predict._SHORT_ROWS, predict._MOST_PACKED) == (tuning.SHORT_ROWS, tuning.MOST_PACKED_HEADS)
-    assert tuning.TALL_TILE_KEYS[128, 128] == (0, predict._TALL_TILE_KEYS)
+def test_predictions_go_by_the_tiles_of_the_kernels() -> None:
+    assert thresholds.TALL_TILE_KEYS[128, 128][0] == 0  # tiles of packed heads are tall
     assert (predict._KEY_TILE, predict._QUERY_BLOCK) == choices.WHOLE_TILE
     assert kernels.QUERIES_WIDTH[128, 128] == predict._DQ_BLOCK
-    assert (predict._SEPARATE_DQ_PACKED, predict._SEPARATE_DQ) == (tuning.SEPARATE_DQ_PACKED, tuning.SEPARATE_DQ)

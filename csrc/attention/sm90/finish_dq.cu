@@ -1,11 +1,11 @@
 // Turns the sums of dQ into the gradient of q: times the softmax scale.
-// Compile-time: HEAD_DIM, DTYPE, BESIDE (0 or 1: runs beside the kernel before it, which began when the sums were
-// there; what follows this kernel follows that one, too).
+// Compile-time: HEAD_DIM, DTYPE, CONCURRENT (0 or 1: runs at the same time as the kernel before it, which began when
+// the sums were there; what comes after this kernel comes after that one, too).
 
 #include "gradients.cuh"
 
-#ifndef BESIDE
-#define BESIDE 0
+#ifndef CONCURRENT
+#define CONCURRENT 0
 #endif
 
 constexpr int kColumns = HEAD_DIM / 2;  // of a piece
@@ -20,7 +20,7 @@ struct FinishParams {
 
 // One block: 64 rows of one head.
 extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_constant__ FinishParams p) {
-  if (!BESIDE) await_earlier_kernels();
+  if (!CONCURRENT) await_earlier_kernels();
   let_next_kernel_start();
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = threadIdx.x / 128;
   const int head = blockIdx.x / p.blocks, block = blockIdx.x - head * p.blocks;
@@ -49,5 +49,5 @@ extern "C" __global__ void __launch_bounds__(256) ffa_finish_dq(const __grid_con
   finish_piece<DTYPE, kColumns>(p.sums + piece * (kColumns / 8 * 32), p.dq, at, p.dq_row, valid, p.store, p.scale,
                                 lane);
 #endif
-  if (BESIDE && blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough, and the others make room
+  if (CONCURRENT && blockIdx.x == gridDim.x - 1) await_earlier_kernels();  // one is enough, and the others make room
 }

@@ -27,9 +27,9 @@ struct PrepareParams {
   i64 lse_row, lse_head, delta_row, delta_head;
   int num_rows, num_heads, stats_row;  // stats_row: rows with their padding, times the heads of a pack
   int log2_packed;
-  float split;  // what lse is multiplied by where it is split; 0: it is not
-  int beside;   // it runs beside the kernel before it, of which it needs nothing, and which began when all else was
-                // there; the next one may start when all is written, and what follows this kernel follows that one, too
+  float split;     // what lse is multiplied by where it is split; 0: it is not
+  int concurrent;  // it runs at the same time as the kernel before it, of which it needs nothing, and which began when
+                   // all else was there; the next one may start when all is written, and comes after both
 #if CAPTURED
   const MaskNumbers* numbers;  // num_key_sums is of one tile whose dK and dV are sums
 #endif
@@ -106,7 +106,7 @@ DEVICE void transpose_stats(const PrepareParams& p, int row0, int head0) {
 
 // Blocks after the last row and head only zero. Reads come first: behind the zeros they would wait for them.
 extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_constant__ PrepareParams p) {
-  if (!p.beside) {
+  if (!p.concurrent) {
     await_earlier_kernels();
     let_next_kernel_start();
   }
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_prepare(const __grid_const
 #else
   fill_zeros(p.key_sums, p.num_key_sums);
 #endif
-  if (!p.beside) return;
+  if (!p.concurrent) return;
   asm volatile("fence.proxy.async;" ::: "memory");  // what is written is read, and added to, by TMA
   __threadfence();
   __syncthreads();

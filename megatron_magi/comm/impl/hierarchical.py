@@ -25,7 +25,7 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
 
 Choice = Callable[[RowLayout, GroupCastArgs, bool], Mover]
-"""What moves rows of a layout; the last argument says whether they go back."""
+"""Chooses the `Mover` for rows of a layout; the last argument says whether they go back."""
 
 
 class Hierarchical:
@@ -42,7 +42,7 @@ class Hierarchical:
 
     @cached_property
     def merging(self) -> Hierarchical:
-        """The same for partial results of attention, ``(out, lse)``."""
+        """A mover that merges partial results of attention, ``(out, lse)``, instead of summing."""
         return Hierarchical(self._near, self._far, self._relay, self._ops, merges=True)
 
     def cast(self, tensors: Sequence[torch.Tensor], args: LevelArgs, layout: RowLayout, kept: bool = False) -> Started:
@@ -102,7 +102,7 @@ class Hierarchical:
 
 
 class _Next:
-    """A step that begins where another has ended: a `Work`."""
+    """A `Work`: a step that begins when another one has ended."""
 
     def __init__(self, first: Started, step: Callable[[Any], Started], device: torch.device) -> None:
         self._first, self._step = first, step
@@ -138,7 +138,7 @@ class _Next:
             x.record_stream(current)
 
     def result(self) -> Any:
-        """What the second step gives, after `wait`."""
+        """The result of the second step, after `wait`."""
         result, self._result, self._kept = self._result, None, ()
         return result
 

@@ -1,4 +1,4 @@
-"""Rows that travel side by side as bytes: packed by destination, exchanged, ordered on arrival."""
+"""Moves rows as bytes: packed by destination into one buffer, exchanged, and put in order on arrival."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Packed:
     """A `Mover` over an exchange of bytes.
 
     Args:
-        exchange: starts it, see `megatron_magi.comm.impl.all_to_all`; None in a group of one rank, where rows stay.
+        exchange: starts the exchange, see `megatron_magi.comm.impl.all_to_all`; None for one rank, where rows stay.
         ops: the row operations, see `megatron_magi.comm.rows`.
         group: the ranks.
     """

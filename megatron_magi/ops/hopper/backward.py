@@ -25,7 +25,15 @@ from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward_ends import RowMemory, finish_dq_launch, finish_keys_launch, stats_launch
-from megatron_magi.ops.hopper.backward_kernels import Common, keys_launch, queries_launch, whole_launch
+from megatron_magi.ops.hopper.backward_kernels import (
+    Common,
+    keys_launch,
+    keys_numbers,
+    queries_launch,
+    queries_numbers,
+    whole_launch,
+    whole_numbers,
+)
 from megatron_magi.ops.hopper.backward_targets import Targets
 from megatron_magi.ops.hopper.choices import BackwardChoice, Problem, backward_choice, most_split, query_tiles
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, Tiling
@@ -275,19 +283,18 @@ class _Pass:
         self._num_vectors, self._num_key_vectors = design.scratch.num_sums // 4, design.scratch.num_zeroed // 4
         dq, *of_keys = targets.layouts(grads)
         scale, rows, stats_row = options.softmax_scale, design.of_rows.rows, design.of_rows.rows * choice.packed
-        last_row, last_key = seen_rows(bands)
-        seen = last_row, last_key, last_key, last_row
-        common = Common((q, k, v, dout), design.problem.dims, stats_row, seen, options, stream)
+        seen = seen_rows(bands)
+        common = Common((q, k, v, dout), design.problem.dims, stats_row, options, stream)
         mask_numbers = 0 if schedule is None else plan.fields(schedule=schedule).get("numbers", 0)
         split = design.of_rows.splits_stats * scale * LOG2_E
         self._prepare = stats_launch(lse, delta, rows, choice.packed, choice.adds_dq, split, numbers=mask_numbers)
         self._finish_keys = self._finish_dq = self._queries = None
         if schedule is None:
-            self._keys, self._keys_numbers = keys_launch(common, plan, design.splits, targets.store_keys, of_keys)
+            self._keys = keys_launch(common, plan, targets.store_keys, of_keys)
+            self._keys_numbers = keys_numbers(common, plan, design.splits, seen)
         else:
-            self._keys, self._keys_numbers = whole_launch(
-                common, choice.adds_dq, plan, schedule, targets.store_keys, of_keys
-            )
+            self._keys = whole_launch(common, choice.adds_dq, plan, targets.store_keys, of_keys)
+            self._keys_numbers = whole_numbers(common, plan, schedule, seen)
             if schedule.num_split:
                 self._finish_keys = finish_keys_launch(
                     *of_keys, q.dtype, scale, targets.store_keys, numbers=mask_numbers
@@ -300,7 +307,8 @@ class _Pass:
             tiling = Tiling(False, q.shape[0], *query_tiles(design.problem, choice.packed))
             plan = hopper_plan.device_plan(bands, tiling, q.device)
             self.num_bytes += plan.num_bytes
-            self._queries, self._queries_numbers = queries_launch(common, plan, targets.store_dq, dq)
+            self._queries = queries_launch(common, plan, targets.store_dq, dq)
+            self._queries_numbers = queries_numbers(common, plan, seen)
 
     def run(self, inputs: BackwardInputs, grads: Gradients, shared: SharedSums | None = None) -> bool:
         """Queues the kernels, for tensors of the layout; False if one does not begin where a tensor map can."""

@@ -160,11 +160,12 @@ def stats_launch(
 
 
 def finish_dq_launch(
-    dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, beside: bool = False
+    dq: Tensor, units: int, dtype: torch.dtype, scale: float, store: int, concurrent: bool = False
 ) -> Launch:
     """Writes scale times the sums, ``units`` of 16 rows a head, to dq, or adds them to it.
 
-    ``beside``: it runs at the same time as the kernel before it on the stream, which began when the sums were there.
+    ``concurrent``: it runs at the same time as the kernel before it on the stream, which began when the sums were
+    there.
     """
     num_rows, num_heads, head_dim = dq.shape
 
@@ -174,10 +175,10 @@ def finish_dq_launch(
             dq_row=dq.stride(0), dq_head=dq.stride(1), num_rows=num_rows, blocks=blocks,
             units=units, store=store, scale=scale,
         )  # fmt: skip
-        defines = hopper_kernels.finish_dq_macros(dtype, head_dim, beside)
+        defines = hopper_kernels.finish_dq_macros(dtype, head_dim, concurrent)
         return Launch(hopper_kernels.small_kernel(dq.device, "finish_dq", defines), num_heads * blocks, params)
 
-    return prepared(("finish_dq", dq.device, dtype, store, scale, units, beside, dq.shape, dq.stride()), make)
+    return prepared(("finish_dq", dq.device, dtype, store, scale, units, concurrent, dq.shape, dq.stride()), make)
 
 
 def finish_keys_launch(

@@ -62,7 +62,6 @@ class Common(NamedTuple):
         inputs: q, k, v, dout.
         dims: head dims of the kernels; those of ``inputs`` may be less.
         stats_row: from the row statistics of a head to those of the next.
-        seen: rows of the inputs that the mask uses, see `seen_rows`; those of ``arriving`` behind v.
         options: of the call.
         stream: raw handle.
         arriving: keys and values that arrive while the kernels run, if there are any.
@@ -71,31 +70,22 @@ class Common(NamedTuple):
     inputs: Inputs
     dims: tuple[int, int]
     stats_row: int
-    seen: tuple[int, ...]
     options: AttnOptions
     stream: int
     arriving: Sequence[Tensor] = ()
 
 
-def whole_launch(
-    common: Common,
-    adds_dq: bool,
-    plan: DevicePlan,
-    schedule: DeviceSchedule,
-    store: int,
-    grads: tuple[Tensor, Tensor],
-) -> tuple[Launch, Numbers]:
+def whole_launch(common: Common, adds_dq: bool, plan: DevicePlan, store: int, grads: tuple[Tensor, Tensor]) -> Launch:
     """Writes dk and dv, or adds to sums of them where query heads are split; and adds to sums of dq.
 
     Args:
         common: of the pass.
         adds_dq: else dq is left to `queries_launch`.
         plan: of the transposed mask, tiles as in `WHOLE_TILE`.
-        schedule: its items.
         store: how gradients are written, as the kernels number it.
         grads: dk and dv.
     """
-    inputs, dims, stats_row, seen, options, stream, arriving = common
+    inputs, dims, stats_row, options, stream, arriving = common
     (q, k, v, dout), (dk, dv) = inputs, grads
     keys, queries = WHOLE_TILE
 
@@ -117,31 +107,38 @@ def whole_launch(
         maps = (query_box(q, queries, plan), *of_keys, query_box(dout, queries, plan))
         return Launch(kernel, 1, params, maps)
 
-    num_items = len(schedule.items)
-    numbers = Numbers(
-        plan, grid_size(q.device, num_items, options.sm_margin), seen,  # the plan keeps its schedules
-        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-        items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
-        **plan.fields(schedule=schedule),
-    )  # fmt: skip
     key = (
         "backward", bool(arriving), plan.is_static, q.device, stream, q.dtype, options, store, adds_dq, plan.packed,
         q.shape, k.shape[1:], v.shape[1:], *(t.stride() for t in (*inputs, *grads)),
     )  # fmt: skip
-    return prepared(key, make), numbers
+    return prepared(key, make)
 
 
-def keys_launch(
-    common: Common, plan: DevicePlan, splits: int, store: int, grads: tuple[Tensor, Tensor]
-) -> tuple[Launch, Numbers]:
+def whole_numbers(common: Common, plan: DevicePlan, schedule: DeviceSchedule, seen: tuple[int, int]) -> Numbers:
+    """The mask's parameters of `whole_launch`, where no keys arrive.
+
+    Args:
+        common, plan: as there.
+        schedule: the items of the plan.
+        seen: of the mask, see `support.seen_rows`.
+    """
+    num_items = len(schedule.items)
+    return Numbers(
+        plan, grid_size(common.inputs[0].device, num_items, common.options.sm_margin), _mapped_rows(seen),
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
+        items=schedule.items.data_ptr(), num_items=num_items, heads_inner=int(plan.host.heads_inner),
+        **plan.fields(schedule=schedule),
+    )  # fmt: skip
+
+
+def keys_launch(common: Common, plan: DevicePlan, store: int, grads: tuple[Tensor, Tensor]) -> Launch:
     """Writes dk and dv, or adds to them.
 
     Args:
         common: without keys that arrive.
         plan: of the transposed mask, tiles as in `PART_TILES`.
-        splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
-            ``store`` adds.
         store: how gradients are written, as the kernels number it.
+        grads: dk and dv.
     """
     (q, k, v, dout), (dk, dv), options = common.inputs, grads, common.options
     keys, block = hopper_kernels.PART_TILES[common.dims]
@@ -158,12 +155,24 @@ def keys_launch(
         maps = (query_box(q, block, plan), (k, keys), (v, keys), query_box(dout, block, plan))
         return Launch(kernel, 1, params, maps)
 
-    grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, options.sm_margin)
-    numbers = _numbers(plan, grid, common.seen, splits=splits, heads_inner=int(plan.host.heads_inner), **plan.fields())
-    return prepared(_key("backward_keys", common, plan, store, grads), make), numbers
+    return prepared(_key("backward_keys", common, plan, store, grads), make)
 
 
-def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -> tuple[Launch, Numbers]:
+def keys_numbers(common: Common, plan: DevicePlan, splits: int, seen: tuple[int, int]) -> Numbers:
+    """The mask's parameters of `keys_launch`.
+
+    Args:
+        common, plan: as there.
+        splits: parts that the query heads of a group, those packed counted as one, are dealt to; with more than one,
+            gradients are added.
+        seen: of the mask, see `support.seen_rows`.
+    """
+    q, k, *_ = common.inputs
+    grid = grid_size(q.device, plan.num_tiles * k.shape[1] * splits, common.options.sm_margin)
+    return _numbers(plan, grid, seen, splits=splits, heads_inner=int(plan.host.heads_inner), **plan.fields())
+
+
+def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -> Launch:
     """Writes dq, or adds to it; arguments as in `keys_launch`, ``plan``: tiles as in `query_tiles`.
 
     Hold `stream_lock` from the kernel for dk and dv on: this one begins before that is complete, and takes it that the
@@ -185,11 +194,22 @@ def queries_launch(common: Common, plan: DevicePlan, store: int, grad: Tensor) -
         maps = (query_box(q, 64, plan), *of_keys, query_box(dout, 64, plan), stored)
         return Launch(kernel, 1, params, maps)
 
-    work = row_work(plan, q.shape[1], block, k, v, len(arriving[0]) if arriving else 0)
-    grid = grid_size(q.device, plan.num_tiles * work["num_heads"], options.sm_margin)
-    numbers = _numbers(plan, grid, common.seen, **work, **plan.fields(second=True))
     name = "gated backward_queries" if arriving else "backward_queries"
-    return prepared(_key(name, common, plan, store, (grad,)), make), numbers
+    return prepared(_key(name, common, plan, store, (grad,)), make)
+
+
+def queries_numbers(common: Common, plan: DevicePlan, seen: tuple[int, int]) -> Numbers:
+    """The mask's parameters of `queries_launch`, where no keys arrive; ``seen``: see `support.seen_rows`."""
+    q, k, v, _ = common.inputs
+    work = row_work(plan, q.shape[1], hopper_kernels.QUERIES_WIDTH[common.dims], k, v)
+    grid = grid_size(q.device, plan.num_tiles * work["num_heads"], common.options.sm_margin)
+    return _numbers(plan, grid, seen, **work, **plan.fields(second=True))
+
+
+def _mapped_rows(seen: tuple[int, int]) -> tuple[int, ...]:
+    """Rows of the tensor maps of q, k, v and dout."""
+    rows, keys = seen
+    return rows, keys, keys, rows
 
 
 def _params(
@@ -207,10 +227,10 @@ def _params(
     )  # fmt: skip
 
 
-def _numbers(plan: DevicePlan, num_blocks: int, seen: tuple[int, ...], **work: int) -> Numbers:
+def _numbers(plan: DevicePlan, num_blocks: int, seen: tuple[int, int], **work: int) -> Numbers:
     return Numbers(
-        plan, num_blocks, seen, tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step,
-        num_tiles=plan.num_tiles, **work,
+        plan, num_blocks, _mapped_rows(seen),
+        tiles=plan.tiles, passes=plan.passes, bounds=plan.bounds, step=plan.host.step, num_tiles=plan.num_tiles, **work,
     )  # fmt: skip
 
 

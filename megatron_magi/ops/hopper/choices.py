@@ -1,4 +1,4 @@
-"""Which kernels a pass takes, and with which tiles: decided by shapes and the mask, before there is any tensor."""
+"""Chooses the kernels of a pass and their tiles, from shapes and facts of the mask alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_magi import thresholds
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import tuning
 
@@ -14,13 +15,13 @@ WHOLE_TILE = (128, 64)
 
 
 class MaskFacts(NamedTuple):
-    """What choices between kernels depend on.
+    """The facts of a mask that choices between kernels depend on.
 
     Attributes:
-        runs: runs of rows that are alike, such as those of a document.
+        runs: number of runs of rows that are alike, such as those of a document.
         area: visible pairs.
-        intervals: of queries that see a key, on average over keys that are seen; 1 where it was not looked at, as there
-            are few slices.
+        intervals: number of intervals of queries that see a key, on average over the keys that are seen; 1 for masks of
+            few slices, where it is not computed.
     """
 
     runs: int
@@ -33,9 +34,9 @@ class Problem(NamedTuple):
 
     Attributes:
         num_rows, num_keys: queries and keys.
-        num_heads, num_heads_kv: of queries; of keys and values.
-        dims: head dims of the backward's kernels, for queries and keys, and for values; those of tensors may be less.
-        forward_dims: of the forward's.
+        num_heads, num_heads_kv: heads of queries; of keys and values.
+        dims: head dims (qk, v) of the backward kernels; those of the tensors may be smaller.
+        forward_dims: head dims of the forward kernel, likewise.
     """
 
     num_rows: int
@@ -52,7 +53,7 @@ class Problem(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Heads of 64 in the backward, whose items are in another order; see `schedule.make_schedule`."""
+        """Whether heads are of 64 in the backward, which orders its items differently; see `schedule.make_schedule`."""
         return self.dims[0] == 64
 
 
@@ -67,8 +68,8 @@ class RowTiles(NamedTuple):
     """Tiles of rows over blocks of keys.
 
     Attributes:
-        shape: rows times packed heads of a tile, keys of a block.
-        packed: query heads counted as one, see `packed_heads`.
+        shape: rows (queries times packed heads) of a tile, keys of a block.
+        packed: query heads that share a tile, see `packed_heads`.
     """
 
     shape: tuple[int, int]
@@ -79,10 +80,10 @@ class BackwardChoice(NamedTuple):
     """The kernels of a backward pass.
 
     Attributes:
-        whole: dk, dv and possibly dq in one kernel; else head dims whose backward is two.
-        adds_dq: that kernel adds dq in device memory; else dq has a kernel of its own.
-        shape: keys of a tile, queries of a block, of the kernel for dk and dv.
-        packed: query heads counted as one.
+        whole: one kernel computes dk, dv and possibly dq; else the head dims need one for dk and dv, and one for dq.
+        adds_dq: the first kernel adds dq in device memory; else dq has a kernel of its own.
+        shape: keys of a tile and queries of a block of the kernel for dk and dv.
+        packed: query heads that share a block.
     """
 
     whole: bool
@@ -92,13 +93,13 @@ class BackwardChoice(NamedTuple):
 
 
 def packed_heads(facts: MaskFacts, num_rows: int, group: int) -> int:
-    """How many heads of a group a tile or block of queries is of: 1, 2, 4 or 8, of as many times fewer rows.
+    """Number of query heads of a group that share a tile or block of queries: 1, 2, 4 or 8.
 
-    With several it takes less work where runs of rows that are alike are short: tiles end there too, and are half
-    empty.
+    The tile then has as many times fewer queries. Tiles end where runs of alike rows end, so with short runs, smaller
+    tiles of several heads are less empty.
     """
-    short = facts.runs > 1 and num_rows < tuning.SHORT_ROWS * facts.runs
-    return math.gcd(group, tuning.MOST_PACKED_HEADS) if short else 1
+    short = facts.runs > 1 and num_rows < thresholds.SHORT_ROWS * facts.runs
+    return math.gcd(group, thresholds.MOST_PACKED_HEADS) if short else 1
 
 
 def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
@@ -108,16 +109,16 @@ def forward_tiles(facts: MaskFacts, problem: Problem) -> RowTiles:
 
 
 def row_bytes(problem: Problem) -> int:
-    """Bytes of a row of keys and values of a head."""
+    """Bytes of one key and its value, of one head."""
     return 2 * sum(problem.dims)
 
 
 def heads_together(num_keys: int, num_heads_kv: int, row_bytes: int) -> int:
-    """Heads of keys that are worked on together: as many as have keys and values that fit in the L2 cache.
+    """Number of key heads that are worked on at the same time: as many as fit in the L2 cache, a divisor of all.
 
     Args:
-        num_keys, num_heads_kv: that there are.
-        row_bytes: of a row of keys and values of a head.
+        num_keys, num_heads_kv: keys, and heads of keys.
+        row_bytes: of one key and its value, of one head.
     """
     together = max(1, min(num_heads_kv, tuning.L2_BYTES // (num_keys * row_bytes)))
     while num_heads_kv % together:
@@ -126,7 +127,7 @@ def heads_together(num_keys: int, num_heads_kv: int, row_bytes: int) -> int:
 
 
 def late_blocks(problem: Problem, num_arriving: int, tile: tuple[int, int], products: float = 2.0) -> float:
-    """Blocks that an SM computes until so many keys have arrived; ``products``: matrix products of a block."""
+    """Blocks that an SM can compute until ``num_arriving`` keys are there; ``products``: matrix products of a block."""
     num_bytes = num_arriving * problem.num_heads_kv * row_bytes(problem)
     us = tuning.ARRIVAL_US + num_bytes / tuning.ARRIVAL_BYTES_PER_US
     return us * tuning.SM_FLOP_PER_US / (products * tile[0] * tile[1] * sum(problem.dims))
@@ -143,9 +144,9 @@ def backward_choice(facts: MaskFacts, problem: Problem, deterministic: bool) -> 
 
 
 def sums_meet(choices: Sequence[BackwardChoice], problems: Sequence[Problem]) -> bool:
-    """Whether backward passes of the same queries, over keys of their own, add dq in one place, which the last writes.
+    """Whether backward passes of the same queries over different keys share the sums of dq, and the last one writes dq.
 
-    Else each adds what it has summed to dq.
+    Else each pass adds its own sums to dq.
     """
     return len(choices) > 1 and all(c.adds_dq for c in choices) and all(p.num_rows and p.num_keys for p in problems)
 
@@ -156,23 +157,23 @@ def query_tiles(problem: Problem, packed: int) -> RowTiles:
 
 
 def sums_pay(facts: MaskFacts, problem: Problem, packed: int) -> bool:
-    """Whether sums of dq in memory take less time than a kernel for dq, which computes the logits once more.
+    """Whether adding dq in memory takes less time than a separate kernel for dq, which computes the logits once more.
 
-    They do not where a query sees few keys, or what is seen is scattered, and the sums, written and read at least
-    twice, are too many for the L2 cache. ``packed``: heads counted as one by the kernels that would take their place.
+    It takes more where a query sees few or scattered keys and the fp32 sums, which are written and read at least twice,
+    do not fit in the L2 cache. ``packed``: query heads that would share a tile in the separate kernel.
     """
     keys, sum_bytes = facts.area / problem.num_rows, 4 * problem.num_rows * problem.num_heads * problem.dims[0]
-    limits = tuning.SEPARATE_DQ_PACKED if packed > 1 else tuning.SEPARATE_DQ if problem.dims[0] == 128 else ()
+    limits = thresholds.SEPARATE_DQ_PACKED if packed > 1 else thresholds.SEPARATE_DQ if problem.dims[0] == 128 else ()
     if packed > 1 and facts.intervals >= tuning.SCATTERED_INTERVALS:
         limits = (*limits, tuning.SEPARATE_DQ_SCATTERED)
     return all(sum_bytes < many or keys >= few for many, few in limits)
 
 
 def most_split(choice: BackwardChoice, problem: Problem, room_bytes: int | None) -> int:
-    """Tiles of keys whose query heads may be split: as many as there is room for their sums of dk and dv.
+    """Number of tiles of keys whose query heads may be split: as many as there is room for sums of dk and dv.
 
     Args:
-        room_bytes: of dq, whose memory is free until it is written; None where other things cannot lie there.
+        room_bytes: size of dq, whose memory can hold these sums until dq is written; None where it cannot.
     """
     if not choice.adds_dq:
         return 0
@@ -183,7 +184,7 @@ def most_split(choice: BackwardChoice, problem: Problem, room_bytes: int | None)
 
 
 def most_split_at_once(choice: BackwardChoice, problem: Problem, dq_bytes: int) -> int:
-    """The same of a backward over keys of which some arrive: as many as the backward passes of stages, which take the
-    memory of dq or more.
+    """`most_split` of a backward over keys of which some arrive: as many as the passes of stages together, which take
+    the memory of dq or more.
     """
     return max(most_split(choice, problem, room) for room in (None, dq_bytes))

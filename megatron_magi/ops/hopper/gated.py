@@ -3,8 +3,8 @@
 Arriving keys have numbers of their own behind this rank's, from `first_arriving` on, and lie in tensors of their own.
 The gap keeps tiles from blocks of both.
 
-What a mask makes of a pass is numbers (`MaskNumbers`), which a worker process can find; what else its kernels are told
-depends on how tensors lie. So the steps of a pass name the mask's numbers, and those of one mask serve another one.
+The kernels of a pass depend on the mask only through numbers (`MaskNumbers`), which a worker process can compute, and
+on the layout of the tensors. So the steps of a pass name these numbers, and steps made for one mask serve others.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import numpy as np
 
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Step
-from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
 from megatron_magi.cuda.layout import Like
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper import tiles as hopper_tiles
 from megatron_magi.ops.hopper import tuning
@@ -39,9 +38,10 @@ from megatron_magi.ops.hopper.choices import (
     make_problem,
     row_bytes,
 )
-from megatron_magi.ops.hopper.params import ForwardParams, GatedForwardParams
+from megatron_magi.ops.hopper.forward_kernel import make_launch
 from megatron_magi.ops.hopper.plan import DevicePlan, HostPlan, ScheduleKey, Tiling
-from megatron_magi.ops.hopper.support import LOG2_E, check_support, seen_rows, sm_count, work_counter
+from megatron_magi.ops.hopper.support import check_support, seen_rows, sm_count
+from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
@@ -49,13 +49,13 @@ _seen: FrozenMemo[tuple[int, int, int, int, int]] = FrozenMemo()
 
 
 class PassShape(NamedTuple):
-    """What a pass depends on beside the mask, and how tensors lie.
+    """What a pass depends on, apart from the mask and the layout of the tensors.
 
     Attributes:
-        problem: its keys are own ones and those that arrive.
-        num_arriving: of these.
+        problem: shape; its keys are this rank's own and those that arrive.
+        num_arriving: keys that arrive.
         num_sms: streaming multiprocessors of the GPU.
-        sm_margin: those that it leaves to others.
+        sm_margin: streaming multiprocessors that it leaves free.
         deterministic: bitwise repeatable results.
     """
 
@@ -71,16 +71,16 @@ class PassShape(NamedTuple):
         return self.problem.num_keys - self.num_arriving
 
     def grid(self, num_items: int) -> int:
-        """Blocks of a kernel that deals items to itself."""
+        """Grid of a kernel whose blocks take items until there are none."""
         return max(1, min(num_items, self.num_sms - self.sm_margin))
 
 
 class ForwardForm(NamedTuple):
-    """What the steps of a forward are chosen by.
+    """What the steps of a forward depend on, apart from the mask's numbers.
 
     Attributes:
-        tiles: of queries.
-        arrives: keys do.
+        tiles: tiles of queries.
+        arrives: some keys arrive.
     """
 
     tiles: RowTiles
@@ -89,14 +89,14 @@ class ForwardForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskNumbers:
-    """What a mask makes of a pass. Nothing of it is on a device.
+    """The parameters of a pass that depend on the mask, computed without a device.
 
     Attributes:
         shape: of the pass.
-        form: what its steps are chosen by: a `ForwardForm` or `gated_backward.BackwardForm`.
-        numbers: those among the parameters of the kernels, by name.
-        tilings: whose tables kernels read, by the begin of the names of their addresses.
-        schedule: of the kernel for dk and dv, whose tables are the first ones; None in a forward.
+        form: `ForwardForm` or `gated_backward.BackwardForm`.
+        numbers: parameters of the kernels by name, all but addresses.
+        tilings: tilings whose tables the kernels read, by the prefix of the names of their addresses.
+        schedule: key of the schedule of the kernel for dk and dv, which reads the first tables; None in a forward.
     """
 
     shape: PassShape
@@ -112,7 +112,7 @@ class PassUse(NamedTuple):
     Attributes:
         options: of the call.
         stream: raw handle.
-        remembered: other plans of its mask find it, and it keeps its tables until it is forgotten.
+        remembered: keep the pass in a cache, where other plans of an equal mask find it.
     """
 
     options: AttnOptions
@@ -120,33 +120,16 @@ class PassUse(NamedTuple):
     remembered: bool = True
 
 
-class ForwardTensors(NamedTuple):
-    """How the tensors of a forward lie.
-
-    Attributes:
-        q, k, v: as TMA can read them.
-        out: in the dtype of q, contiguous.
-        lse: fp32 ``[num_rows, num_heads]``.
-        sink_lse: likewise, or None.
-    """
-
-    q: Like
-    k: Like
-    v: Like
-    out: Like
-    lse: Like
-    sink_lse: Like | None = None
-
-
 def first_arriving(num_keys: int) -> int:
-    """Number of the first key that arrives, where this rank has so many of its own."""
+    """Number of the first key that arrives, on a rank with ``num_keys`` own keys."""
     return num_keys + hopper_tiles.GAP
 
 
 def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, int, int]:
-    """Rows of q, k, v and of the keys and values that arrive up to the last that is seen, at least one of each.
+    """Rows of q, k, v and of the arriving keys and values, up to the last that sees or is seen; at least one of each.
 
-    ``first``: the same whenever this is asked of a table.
+    Results are cached by ``bands`` alone, so ``first``, the number of the first arriving key, must be the same for each
+    call with a table.
     """
     seen = _seen.get(bands)
     if seen is None:
@@ -159,12 +142,17 @@ def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, in
 
 
 def remember_seen(bands: np.ndarray, seen: tuple[int, int, int, int, int]) -> None:
-    """Keeps what `seen_rows_and_keys` answers for a table that cannot be written to."""
+    """Keeps a result of `seen_rows_and_keys` for a read-only table."""
     _seen.put(bands, seen)
 
 
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
-    """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive."""
+    """Tiles of queries where the last ``num_arriving`` of ``problem.num_keys`` keys arrive, if any do.
+
+    ``products``: matrix products of a block of the kernel.
+    """
+    if not num_arriving:
+        return Tiling(False, problem.num_rows, *tiles)
     late = late_blocks(problem, num_arriving, tiles.shape, products)
     packs = heads_together(problem.num_keys, problem.num_heads_kv, row_bytes(problem)) * problem.group // tiles.packed
     lead = math.ceil(late * num_sms / packs)  # blocks of one head, or of packed ones
@@ -173,7 +161,9 @@ def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: in
 
 
 def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_sms: int) -> Tiling:
-    """Tiles of keys, likewise."""
+    """Tiles of keys where the last ``num_arriving`` of ``problem.num_keys`` keys arrive, if any do."""
+    if not num_arriving:
+        return Tiling(True, problem.num_keys, choice.shape, choice.packed)
     products = 5.0 if choice.adds_dq else 4.0
     late = late_blocks(problem, num_arriving, choice.shape, products)
     first = first_arriving(problem.num_keys - num_arriving)
@@ -182,7 +172,7 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
 
 
 def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str, int]:
-    """Rows of tensors up to the last that a mask lets see or be seen, by name."""
+    """Rows of the tensors up to the last that sees or is seen, by the names of these numbers."""
     row, own, later = *seen_rows(bands), 0
     if num_arriving:
         row, own, _, later, _ = seen_rows_and_keys(bands, first_arriving(num_own))
@@ -190,7 +180,7 @@ def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str
 
 
 def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict[str, int]:
-    """Parameters of a kernel whose tiles are rows, by their names behind ``name``: see `support.row_work`."""
+    """Parameters of a kernel over tiles of rows, as numbers named ``name.PARAMETER``; see `support.row_work`."""
     problem = shape.problem
     of_row = row_bytes(problem)
     packs = problem.num_heads // plan.packed
@@ -208,31 +198,28 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
 TABLES = ("tiles", "passes", "bounds", "step")
 ROW_WORK = ("num_tiles", "num_heads", "group", "head_section", "log2_packed", "long_blocks")
 GATE = {"gate.num_rows": "later.num_rows", "gate.part_rows": "later.part_rows"}
-"""Parameters that are numbers of the mask: of all kernels over tiles, of those over rows, of those that wait."""
+"""Parameters that depend on the mask: of all kernels over tiles; of those over rows; of those that wait for keys."""
 
 
 def forward_numbers(
     facts: MaskFacts, seen: Mapping[str, int], shape: PassShape, plan_of: Callable[[Tiling], HostPlan]
 ) -> MaskNumbers:
-    """What a mask makes of a forward.
+    """The mask's numbers for a forward.
 
     Args:
         facts: of the mask.
-        seen: its `seen_numbers`.
+        seen: result of `seen_numbers`.
         shape: of the pass.
-        plan_of: tables of the mask's tiles.
+        plan_of: makes the plan of a tiling of the mask.
     """
     problem, tiles = shape.problem, forward_tiles(facts, shape.problem)
-    if shape.num_arriving:
-        tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
-    else:
-        tiling = Tiling(False, problem.num_rows, *tiles)
+    tiling = row_tiling(problem, tiles, shape.num_arriving, shape.num_sms)
     numbers = {**seen, **row_numbers("rows", plan_of(tiling), shape, tiles.shape[1])}
     return MaskNumbers(shape, ForwardForm(tiles, shape.num_arriving > 0), numbers, {"rows": tiling})
 
 
 def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, num_sms: int) -> PassShape:
-    """Shape of a pass over q, k, v and keys that arrive, on a GPU of so many streaming multiprocessors."""
+    """Shape of a pass over q, k, v and ``num_arriving`` keys that arrive, on a GPU with ``num_sms`` SMs."""
     q, k, v, *_ = inputs
     dims = q.shape[2], v.shape[2]
     problem = make_problem(q.shape[0], k.shape[0] + num_arriving, q.shape[1], k.shape[1], dims)
@@ -240,14 +227,14 @@ def shape_of(inputs: Sequence[Like], num_arriving: int, options: AttnOptions, nu
 
 
 class Pass:
-    """What of a mask the kernels of a pass take, its tables in device memory.
+    """A pass over one mask: its numbers, and its tables in device memory.
 
     Attributes:
         form: see `MaskNumbers`.
-        numbers: with the addresses of tables.
-        plans: these tables, by the begin of the names of their addresses.
-        num_bytes: of device memory that is kept.
-        lists: calls that it is part of, by who makes them; they go with either.
+        numbers: those of `MaskNumbers`, and the addresses of the tables.
+        plans: the tables, by the prefix of the names of their addresses.
+        num_bytes: device memory that this keeps.
+        lists: prepared calls that use this pass, by the object that made them; dropped with either of the two.
     """
 
     def __init__(self, of_mask: MaskNumbers, bands: np.ndarray, q: Like, stream: int) -> None:
@@ -255,11 +242,10 @@ class Pass:
         self.plans = {name: hopper_plan.device_plan(bands, t, q.device) for name, t in of_mask.tilings.items()}
         self.num_bytes = sum(plan.num_bytes for plan in self.plans.values())
         self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
-        self.schedule = None
         if of_mask.schedule is not None:
             first = next(iter(self.plans))
-            self.schedule = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule)
-            self.numbers[f"{first}.items"] = self.schedule.items.data_ptr()
+            items = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule).items  # the plan keeps its schedules
+            self.numbers[f"{first}.items"] = items.data_ptr()
         for name, plan in self.plans.items():
             if not _is_of_stream(plan, stream):
                 plan.hold_for_stream()
@@ -269,7 +255,7 @@ class Pass:
 
 
 def _is_of_stream(plan: DevicePlan, stream: int) -> bool:
-    """Whether what is queued on a stream finds the tables there, as they were copied on it."""
+    """Whether all tables were copied on ``stream``, so that work queued on it finds them there."""
     copies = [plan.ready, *(schedule.ready for schedule in tuple(plan.schedules.values()))]
     return all(ready is not None and ready.stream == stream for ready in copies)
 
@@ -278,7 +264,7 @@ def known_pass(
     passes: LruCache[tuple, Pass], tensors: tuple[Like | None, ...], of_arriving: tuple, bands: np.ndarray,
     use: PassUse, make: Callable[[], Pass],
 ) -> Pass:  # fmt: skip
-    """The pass over tensors that lie so, if it is remembered; made when it is first asked for."""
+    """The pass for tensors of this layout: from the cache, or made, and kept there if ``use.remembered``."""
     if not use.remembered:
         return make()
     lie = [None if t is None else (t.dtype, tuple(t.shape), t.stride()) for t in tensors]
@@ -291,25 +277,31 @@ def known_pass(
 
 
 def forward_pass(
-    tensors: ForwardTensors, num_arriving: int, bands: np.ndarray, use: PassUse, known: MaskNumbers | None = None
+    inputs: ForwardInputs,
+    output: ForwardOutput,
+    num_arriving: int,
+    bands: np.ndarray,
+    use: PassUse,
+    known: MaskNumbers | None = None,
 ) -> Pass:
-    """What of a mask a forward takes.
+    """The forward pass over a mask.
 
     Args:
-        tensors: like those of the calls.
+        inputs: tensors of the layout of the calls; q, k and v as TMA can read them, `sink_lse` fp32 of every row.
+        output: likewise: ``out`` in the dtype of q, contiguous, ``lse`` fp32.
         num_arriving: keys that arrive.
-        bands: the mask, over keys numbered as above.
+        bands: the mask, over keys numbered as described at the top.
         use: how it is queued.
-        known: the mask's numbers, if they were found for such a pass.
+        known: the mask's numbers, if they were computed ahead; those of another shape are not used.
 
     Raises:
         ValueError: the device, dtype or head dims are not supported.
     """
-    q, _, v, *_ = tensors
+    q, _, v, _ = inputs
     check_support(q, (q.shape[2], v.shape[2]))
 
     def make() -> Pass:
-        shape, found = shape_of(tensors, num_arriving, use.options, sm_count(q.device)), known
+        shape, found = shape_of(inputs, num_arriving, use.options, sm_count(q.device)), known
         if found is None or found.shape != shape:
             seen = seen_numbers(bands, shape.num_own, num_arriving)
             found = forward_numbers(
@@ -317,73 +309,48 @@ def forward_pass(
             )
         return Pass(found, bands, q, use.stream)
 
-    return known_pass(_passes, tensors, (num_arriving,), bands, use, make)
+    return known_pass(_passes, (*inputs, output.out, output.lse), (num_arriving,), bands, use, make)
 
 
 def forward_step(
-    tensors: ForwardTensors, arriving: Arriving, form: ForwardForm, use: PassUse, max_logits: bool
+    inputs: ForwardInputs,
+    output: ForwardOutput,
+    arriving: Arriving | None,
+    form: ForwardForm,
+    use: PassUse,
+    max_logits: bool,
 ) -> Step:
-    """The kernel that writes attention, to be queued right behind those that bring the arriving keys.
+    """The kernel that writes attention, to be queued right behind those that bring the arriving keys, if there are any.
 
     It takes the addresses ``q``, ``k``, ``v``, ``out``, ``lse``, ``sink`` and ``max_logits``, the last two where there
     are any, those of the arriving keys, and the numbers of a mask.
 
     Args:
-        tensors: like those of the calls.
-        arriving: keys and values, at least one row; how many is a number of the mask.
+        inputs, output: as of `forward_pass`.
+        arriving: keys and values, at least one row; how many is a number of the mask. None: own keys alone.
         form: `Pass.form` of the masks that it serves.
         use: how it is queued.
         max_logits: fp32 ``[num_heads]``, -inf, is updated.
     """
-    return _forward_step(tensors, arriving, form, use, max_logits)
-
-
-def own_forward_step(tensors: ForwardTensors, form: ForwardForm, use: PassUse, max_logits: bool) -> Step:
-    """The same over own keys alone."""
-    return _forward_step(tensors, None, form, use, max_logits)
-
-
-def _forward_step(
-    tensors: ForwardTensors, arriving: Arriving | None, form: ForwardForm, use: PassUse, max_logits: bool
-) -> Step:
-    q, k, v, *_ = tensors
+    q, k, v, sink_lse = inputs
     fields, numbers = {"out": ("out", 0), "lse": ("lse", 0)}, {n: f"rows.{n}" for n in (*TABLES, *ROW_WORK)}
-    if tensors.sink_lse is not None:
+    if sink_lse is not None:
         fields["sink_lse"] = ("sink", 0)
     if max_logits:
         fields["max_logits"] = ("max_logits", 0)
     places, later, values = (), (), {}
     if arriving is not None:
-        places, later = arriving.places, tuple((t, "seen.later") for t in arriving.tensors)
+        places, later = arriving.places, tuple(arriving.tensors)
         values, numbers = {"gate": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
-    return _forward_launch(tensors, later, form, use).step(
-        fields, (("q", 0), ("k", 0), ("v", 0), *places, ("out", 0)),
-        mapped=((q, "seen.rows"), (k, "seen.keys"), (v, "seen.keys"), *later), values=values, numbers=numbers,
-        num_blocks="rows.grid", overlaps=arriving is not None and arriving.overlaps,
-    )  # fmt: skip
-
-
-def _forward_launch(tensors: ForwardTensors, later: tuple, form: ForwardForm, use: PassUse) -> Launch:
-    """The kernel of a form; ``later``: keys and values that arrive."""
-    (q, k, v, out, lse, sink_lse), (tile, packed), options = tensors, form.tiles, use.options
-
-    def make() -> Launch:
-        softcap, scale = options.softcap, options.softmax_scale
-        params = (GatedForwardParams if later else ForwardParams)(
-            counter=work_counter(q.device, use.stream).data_ptr(),
-            out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-            logit_scale=softcap or scale,
-            scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-        )  # fmt: skip
-        if sink_lse is not None:
-            params.sink_row, params.sink_head = sink_lse.stride()
-        dims = q.shape[2], v.shape[2]
-        kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, gated=bool(later))
-        keys = ((t, tile[1]) for t in (k, v, *(t for t, _ in later)))
-        return Launch(kernel, 1, params, ((q, 64 // packed, packed), *keys, (out, 16 // packed, packed)))
-
     key = (
-        "gated forward", bool(later), q.device, use.stream, q.dtype, options, form.tiles, q.shape, k.shape[1:],
+        "gated forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
         v.shape[1:], q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
-    return prepared(key, make)
+    launch = prepared(
+        key, lambda: make_launch(inputs, output, use.options, use.stream, form.tiles, arriving=later)
+    )  # fmt: skip
+    return launch.step(
+        fields, (("q", 0), ("k", 0), ("v", 0), *places, ("out", 0)),
+        mapped=((q, "seen.rows"), (k, "seen.keys"), (v, "seen.keys"), *((t, "seen.later") for t in later)),
+        values=values, numbers=numbers, num_blocks="rows.grid", overlaps=arriving is not None and arriving.overlaps,
+    )  # fmt: skip

@@ -1,8 +1,7 @@
-"""The backward over own keys and over keys that arrive while it runs, if there are any, at once: what `backward` is to
-stages.
+"""The backward in one launch over own keys and keys that arrive while it runs, if any do; `backward` runs stages.
 
-For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are numbered as in `gated`, and what a mask
-makes of a pass is numbers, as there.
+For head dims whose backward can be one kernel (`kernels.WHOLE_DIMS`). Keys are numbered, and the mask's numbers are
+separate from the rest, as in `gated`.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 
 
 class BackwardForm(NamedTuple):
-    """What the steps of a backward are chosen by.
+    """What the steps of a backward depend on, apart from the mask's numbers.
 
     Attributes:
-        choice: of kernels.
-        arrives: keys do.
-        splits: query heads of some tiles of keys are split, so that a kernel finishes their dk and dv.
-        sums_in_dq: what that one reads lies in dq until dq is written.
+        choice: kernels.
+        arrives: some keys arrive.
+        splits: query heads of some tiles of keys are split, so another kernel finishes dk and dv of these tiles.
+        sums_in_dq: the sums that it reads lie in dq until dq is written.
     """
 
     choice: BackwardChoice
@@ -69,13 +68,13 @@ class BackwardForm(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """How the tensors of a backward lie.
+    """Tensors of the layout of a backward's.
 
     Attributes:
         inputs: q, k, v, dout in one dtype, as TMA can read them.
         out: the output.
         lse: fp32 ``[num_rows, num_heads]``.
-        grads: dq in the dtype of q; dk and dv in it or in fp32, as those of keys that arrive; contiguous.
+        grads: dq in the dtype of q; dk and dv, like those of keys that arrive, in that dtype or fp32; all contiguous.
     """
 
     inputs: Inputs
@@ -85,13 +84,13 @@ class BackwardTensors(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What is queued around a backward, of ranks that fetch keys.
+    """The communication around a backward.
 
     Attributes:
-        arriving: what brings keys, at least one row; None where none come.
-        places: where dk and dv of these will be.
-        moves: something that moves keys is queued right before.
-        returns: something that sends ``places`` comes between `Steps.keys` and `Steps.rest`.
+        arriving: keys that arrive, at least one; None if none do on this rank.
+        places: where dk and dv of these keys are to be written.
+        moves: a kernel that moves keys is queued right before the backward.
+        returns: a kernel that sends ``places`` back comes between `Steps.keys` and `Steps.rest`.
     """
 
     arriving: Arriving | None
@@ -107,9 +106,9 @@ def backward_numbers(
     plan_of: Callable[[Tiling], HostPlan],
     schedule_of: Callable[[Tiling, ScheduleKey], tuple[int, int]],
 ) -> MaskNumbers:
-    """What a mask makes of a backward; arguments as in `gated.forward_numbers`.
+    """The mask's numbers for a backward; arguments as in `gated.forward_numbers`.
 
-    ``schedule_of``: the number of items of a schedule, and of tiles whose heads are split.
+    ``schedule_of``: returns the number of items of a schedule, and of tiles whose heads are split.
     """
     problem, num_arriving = shape.problem, shape.num_arriving
     num_sms = max(1, shape.num_sms - shape.sm_margin)
@@ -117,11 +116,8 @@ def backward_numbers(
     assert choice.whole
     # Sums of dk and dv lie in dq until it is written, if there is room.
     room = 2 * problem.num_rows * problem.num_heads * problem.dims[0]
-    if num_arriving:
-        tiling, most = key_tiling(problem, choice, num_arriving, num_sms), most_split_at_once(choice, problem, room)
-    else:
-        tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
-        most = most_split(choice, problem, room)
+    tiling = key_tiling(problem, choice, num_arriving, num_sms)
+    most = (most_split_at_once if num_arriving else most_split)(choice, problem, room)
     plan, group = plan_of(tiling), problem.group // choice.packed
     key = hopper_plan.schedule_key(plan, problem.num_heads_kv, group, num_sms, most, problem.is_narrow)
     num_items, num_split = schedule_of(tiling, key)
@@ -134,10 +130,7 @@ def backward_numbers(
     tilings = {"keys": tiling}
     if not choice.adds_dq:
         tiles = query_tiles(problem, choice.packed)
-        if num_arriving:
-            tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
-        else:
-            tilings["queries"] = Tiling(False, problem.num_rows, *tiles)
+        tilings["queries"] = row_tiling(problem, tiles, num_arriving, num_sms, products=3.0)
         numbers |= row_numbers("queries", plan_of(tilings["queries"]), shape, tiles.shape[1])
     form = BackwardForm(choice, num_arriving > 0, num_split > 0, 4 * key_sums <= room)
     return MaskNumbers(shape, form, numbers, tilings, key)
@@ -146,7 +139,7 @@ def backward_numbers(
 def backward_pass(
     tensors: BackwardTensors, num_arriving: int, bands: np.ndarray, use: PassUse, known: MaskNumbers | None = None
 ) -> Pass:
-    """What of a mask a backward takes; arguments as of `gated.forward_pass`."""
+    """The backward pass over a mask; arguments as of `gated.forward_pass`."""
     q = tensors.inputs[0]
 
     def make() -> Pass:
@@ -178,12 +171,12 @@ def _row_memory(tensors: BackwardTensors, form: BackwardForm, use: PassUse) -> R
 def scratch_numbers(
     tensors: BackwardTensors, form: BackwardForm, use: PassUse, key_sums: int, begin: int
 ) -> tuple[dict[str, int], int]:
-    """Where in the memory of a call its kernels keep what they need, by name, and the end of that.
+    """Byte offsets in the scratch memory of a call at which its kernels keep statistics and sums, by name, and the end.
 
     Args:
         tensors, form, use: of the pass.
-        key_sums: its number of this name.
-        begin: where there is room, a multiple of 128.
+        key_sums: the mask's number of this name.
+        begin: first free byte, a multiple of 128.
     """
     sizes = _row_memory(tensors, form, use)
     minus_delta = begin + 4 * sizes.stats
@@ -217,9 +210,8 @@ class _Steps:
         q, k, v, dout = tensors.inputs
         self._form, self._sizes = known.form, _row_memory(tensors, known.form, use)
         later = () if sent.arriving is None else tuple(sent.arriving.tensors)
-        seen = tuple(known.numbers[f"seen.{name}"] for name in ("rows", "keys", "keys", "rows"))
         num_stats = self._sizes.rows * self._form.choice.packed
-        self._common = Common(tensors.inputs, (q.shape[2], v.shape[2]), num_stats, seen, use.options, use.stream, later)
+        self._common = Common(tensors.inputs, (q.shape[2], v.shape[2]), num_stats, use.options, use.stream, later)
         self._store = STORE_HALF if tensors.grads[1].dtype == q.dtype else STORE_FLOAT
         self._overlaps = may_overlap(use.options)
         self._mapped = (
@@ -260,16 +252,14 @@ class _Steps:
                 **{name: (name, 0) for name in given}, "sums": ("scratch", "at.sums"), "key_sums": self._key_sums,
                 "lse_out": self._of_rows["lse"], "delta_out": self._of_rows["delta"],
             },
-            values={"num_sums": sizes.sums // 4, "beside": int(self._sent.moves)},
+            values={"num_sums": sizes.sums // 4, "concurrent": int(self._sent.moves)},
             numbers={"num_key_sums": "key_sums.vectors"}, overlaps=self._overlaps,
         )  # fmt: skip
 
     def _keys(self) -> Step:
         known, arriving, choice = self._known, self._sent.arriving, self._form.choice
         dk, dv = self._tensors.grads[1:]
-        launch, _ = whole_launch(
-            self._common, choice.adds_dq, known.plans["keys"], known.schedule, self._store, (dk, dv)
-        )
+        launch = whole_launch(self._common, choice.adds_dq, known.plans["keys"], self._store, (dk, dv))
         store = {"store_remote": self._store, **self._gate} if arriving is not None else {}
         names = (*TABLES, "items", "num_items", "heads_inner")
         return launch.step(
@@ -293,13 +283,13 @@ class _Steps:
         sent, gated = self._sent, self._form.arrives
         launch = finish_dq_launch(
             self._tensors.grads[0], self._common.stats_row // UNIT, self._tensors.inputs[0].dtype,
-            self._use.options.softmax_scale, STORE_HALF, beside=gated or sent.returns,
+            self._use.options.softmax_scale, STORE_HALF, concurrent=gated or sent.returns,
         )  # fmt: skip
         overlaps = self._overlaps and (sent.returns or not gated)
         return launch.step({"sums": ("scratch", "at.sums"), "dq": ("dq", 0)}, overlaps=overlaps)
 
     def _queries(self) -> Step:
-        launch, _ = queries_launch(self._common, self._known.plans["queries"], STORE_HALF, self._tensors.grads[0])
+        launch = queries_launch(self._common, self._known.plans["queries"], STORE_HALF, self._tensors.grads[0])
         names = {name: f"queries.{name}" for name in (*TABLES, *ROW_WORK)}
         return launch.step(
             {**self._of_rows, "dq": ("dq", 0)}, (*self._maps, ("dq", 0)), mapped=self._mapped, values=self._gate,

@@ -7,10 +7,10 @@ from functools import cache
 
 import torch
 
+from megatron_magi import thresholds
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.cuda import driver as hopper_driver
 from megatron_magi.cuda.driver import Kernel
-from megatron_magi.ops.hopper import tuning
 
 FORWARD_TILES = {
     (64, 64): ((128, 128), (192, 128)),
@@ -63,7 +63,7 @@ def element(dtype: torch.dtype) -> str:
 def forward_tile(dims: tuple[int, int], keys: float, packed: int) -> tuple[int, int]:
     """The one of `FORWARD_TILES` for queries that see so many keys on average, of heads that are packed."""
     tiles = FORWARD_TILES[dims]
-    return tiles[-1 if len(tiles) > 1 and keys >= tuning.TALL_TILE_KEYS[dims][packed == 1] else 0]
+    return tiles[-1 if len(tiles) > 1 and keys >= thresholds.TALL_TILE_KEYS[dims][packed == 1] else 0]
 
 
 def _forward_stages(tile: tuple[int, int]) -> int:
@@ -144,9 +144,9 @@ def finish_keys_macros(
     return (f"HEAD_DIM={head_dim}", element(dtype), *_if_gated(gated), *if_captured(captured))
 
 
-def finish_dq_macros(dtype: torch.dtype, head_dim: int, beside: bool = False) -> tuple[str, ...]:
-    """What a kernel that finishes dq is compiled for; ``beside``: it runs at the same time as what sends dk, dv."""
-    return (f"HEAD_DIM={head_dim}", element(dtype), *(("BESIDE=1",) if beside else ()))
+def finish_dq_macros(dtype: torch.dtype, head_dim: int, concurrent: bool = False) -> tuple[str, ...]:
+    """What a kernel that finishes dq is compiled for; ``concurrent``: it runs while another kernel sends dk and dv."""
+    return (f"HEAD_DIM={head_dim}", element(dtype), *(("CONCURRENT=1",) if concurrent else ()))
 
 
 def delta_macros(dtype: torch.dtype, head_dim_v: int) -> tuple[str, ...]:

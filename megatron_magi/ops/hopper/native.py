@@ -64,7 +64,7 @@ def plan_tiles(
     parts: int = 2,
     packed: int = 1,
 ) -> TilePlan:
-    """As `tiles.plan_tiles`, where this is `available`."""
+    """`tiles.plan_tiles` in C++, with equal results; only where this is `available`."""
     library = _library()
     assert library is not None
     pass_cost = tuning.PASS_COST_BLOCKS * 128 / (block_n * packed)

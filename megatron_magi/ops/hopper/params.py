@@ -116,7 +116,7 @@ _PREPARE = [
         ("lse_row", ctypes.c_int64), ("lse_head", ctypes.c_int64),
         ("delta_row", ctypes.c_int64), ("delta_head", ctypes.c_int64),
         ("num_rows", ctypes.c_int32), ("num_heads", ctypes.c_int32), ("stats_row", ctypes.c_int32),
-        ("log2_packed", ctypes.c_int32), ("split", ctypes.c_float), ("beside", ctypes.c_int32),
+        ("log2_packed", ctypes.c_int32), ("split", ctypes.c_float), ("concurrent", ctypes.c_int32),
     ]  # fmt: skip
 
 

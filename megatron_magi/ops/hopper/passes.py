@@ -87,7 +87,7 @@ def _components(ranges: bd.IntArray, group: bd.IntArray) -> bd.IntArray:
 
 
 def _clashing_groups(dealt: Dealt) -> NDArray[np.bool_]:
-    """Of each group whether two pieces of it share a row; pieces sorted by (group, first row)."""
+    """For each group, whether two of its pieces share a row; pieces are sorted by (group, first row)."""
     pieces, group = dealt.pieces, dealt.group
     clash = np.zeros(int(group[-1]) + 1 if len(group) else 0, dtype=bool)
     clash[group[1:][(group[1:] == group[:-1]) & (pieces[1:, bd.Q0] < pieces[:-1, bd.Q1])]] = True

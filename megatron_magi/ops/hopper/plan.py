@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_magi.cuda.driver import is_capturing
+from megatron_magi.capture import is_capturing
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
@@ -33,22 +33,22 @@ _facts: LruCache[bytes, MaskFacts] = LruCache(_MAX_BYTES, _MAX_PLANS)
 
 
 class ChangingMask(Protocol):
-    """A mask whose tables in device memory change and stay where they are, see `static_plan`.
+    """A mask that changes while its tables keep their place in device memory, see `static_plan`.
 
     Attributes:
-        digest: stands for it, whatever it is at the time.
-        facts: by which kernels are chosen.
+        digest: identifies this object, whatever its mask is at the time.
+        facts: facts that kernels are chosen by.
     """
 
     digest: bytes
     facts: MaskFacts
 
     def plan(self, tiling: Tiling) -> DevicePlan:
-        """Of its tiles."""
+        """Its tables for a tiling."""
 
 
 class StaticBands(np.ndarray):
-    """Stands for the bands of a mask that changes; as an array it is one band of all rows and keys that there are.
+    """Stands for the bands of a mask that changes; as an array it is one band over all rows and keys.
 
     Attributes:
         mask: whose tables are read; None in arrays that are made of this one.
@@ -58,7 +58,7 @@ class StaticBands(np.ndarray):
 
 
 def is_static(bands: np.ndarray) -> TypeGuard[StaticBands]:
-    """Whether these stand for a mask that changes."""
+    """Whether ``bands`` stands for a mask that changes."""
     return isinstance(bands, StaticBands) and bands.mask is not None
 
 
@@ -68,13 +68,13 @@ ScheduleKey = tuple[int, int, int, int, bool]
 
 @dataclass(frozen=True, eq=False)
 class HostPlan:
-    """A `TilePlan` as it goes to a device.
+    """A `TilePlan` in the form that is copied to a device.
 
     Attributes:
         starts: int32 ``[num_tiles]``, first row of each tile.
-        costs: int64 ``[num_tiles]``, its blocks; tiles that see nothing come last.
-        table: int32, all tables side by side.
-        offsets: where tiles, passes and bounds begin in it, bytes.
+        costs: int64 ``[num_tiles]``, blocks of each tile; tiles that see nothing come last.
+        table: int32, the tables of tiles, passes and bounds one after the other.
+        offsets: where these begin in ``table``, bytes.
         step: columns from one block to the next.
         heads_inner: visit a block for all query heads of a group before the next block, not head by head.
         long_tile: blocks of a tile that is long, see `schedule.long_tile`.
@@ -96,7 +96,7 @@ class HostPlan:
     def of(
         cls, plan: TilePlan, drift: tuple[float, float], packed: int, arriving: tuple[int, int, int, int] | None = None
     ) -> HostPlan:
-        """From a tile plan; ``drift``: of its neighbouring tiles, see `hopper_tiles.drift`."""
+        """Makes the plan from a tile plan; ``drift``: result of `hopper_tiles.drift`."""
         parts = [plan.tiles.reshape(-1), plan.passes.reshape(-1), plan.bounds.reshape(-1)]
         table = np.concatenate([*parts, np.zeros(4, dtype=np.int32)])
         offsets = (0, 4 * len(parts[0]), 4 * (len(parts[0]) + len(parts[1])))
@@ -112,7 +112,7 @@ class HostPlan:
         return len(self.costs)
 
     def without_table(self) -> HostPlan:
-        """The rest, where the table is on a device."""
+        """The plan without its table, which is on a device."""
         return replace(self, table=self.table[:0].copy())
 
     def schedule(self, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool = False) -> Schedule:
@@ -131,11 +131,11 @@ class HostPlan:
 
 
 class Ready(NamedTuple):
-    """When tables are in memory that was taken on a stream.
+    """When tables that were copied on a stream are there.
 
     Attributes:
-        event: recorded there when the copy was queued.
-        stream: raw handle; what is queued there needs neither event nor a hold on the memory.
+        event: recorded on the stream behind the copy.
+        stream: raw handle; work on this stream needs to wait for nothing, and keeps the memory by its order alone.
     """
 
     event: torch.cuda.Event
@@ -150,9 +150,9 @@ class DevicePlan:
         host: the same on the CPU, without its table.
         memory: int32 tensor that holds all tables.
         ready: when the tables are there; None if they are.
-        charged_bytes: of the memory that lives as long as this, where that is more than ``memory``.
-        splits: answers of `group_splits`.
-        schedules: answers of `schedule_of`.
+        charged_bytes: device memory that this plan keeps alive, where that is more than ``memory``.
+        splits: results of `group_splits`.
+        schedules: results of `schedule_of`.
     """
 
     host: HostPlan
@@ -182,9 +182,9 @@ class DevicePlan:
         return {}
 
     def hold_for_stream(self) -> None:
-        """What the current stream queues from now on finds the tables there, and keeps their memory until it is done.
+        """Makes the current stream wait for the tables, and keeps their memory until work queued on it is done.
 
-        The host may be masks ahead of the device, on several streams.
+        The host may be several masks ahead of the device, on several streams.
 
         Raises:
             RuntimeError: a graph captures the stream: it would read the tables after they are dropped.
@@ -206,7 +206,7 @@ class DevicePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory, without schedules that were made later."""
+        """Bytes of device memory, without schedules that were made later."""
         return self.memory.nbytes if self.charged_bytes is None else self.charged_bytes
 
     @property
@@ -231,7 +231,7 @@ class DevicePlan:
 
     @property
     def log2_packed(self) -> int:
-        """Of `packed`, which is a power of two."""
+        """Logarithm of `packed`, a power of two."""
         return self.packed.bit_length() - 1
 
     @property
@@ -256,15 +256,14 @@ class DeviceSchedule:
 
 
 class Tiling(NamedTuple):
-    """Of which tiles a plan is, for a mask.
+    """The kind of tiles that a mask is cut into.
 
     Attributes:
         is_backward: tiles of keys over blocks of queries, of the transposed mask; else of queries over blocks of keys.
-            Queries of heads that are packed are then rows of one head, in turns: row i is query i / packed of head
-            i % packed.
+            Queries of packed heads are then rows of one head, in turns: row i is query i / packed of head i % packed.
         num_rows: queries, or keys, that tiles are made of.
-        shape: of a tile (rows times packed heads where it is one of queries, 64 to a warpgroup) and of a block.
-        packed: query heads counted as one.
+        shape: size of a tile (of queries: rows times packed heads, 64 to a warpgroup), and of a block.
+        packed: query heads that share a tile or block.
         arriving: where keys arrive while the kernel runs: the arguments of `tiles.local_first`.
     """
 
@@ -289,7 +288,7 @@ def make_host_plan(bands: np.ndarray, tiling: Tiling, planner: str = "auto") -> 
 
     def plan_keys(bands: np.ndarray, num_keys: int) -> hopper_tiles.TilePlan:
         return plan_tiles(
-            hopper_tiles.transpose(bands), num_keys, keys, queries // packed,
+            bd.transpose(bands), num_keys, keys, queries // packed,
             align=hopper_tiles.UNIT // packed, hide_tail=True, parts=1 if keys == 64 else 2, packed=packed,
         )  # fmt: skip
 
@@ -364,8 +363,10 @@ def device_plan(bands: np.ndarray, tiling: Tiling, device: torch.device) -> Devi
 
 
 def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
-    """Makes a plan known that was made ahead, for a mask with this digest, for as long as the caller keeps what this
-    returns: the plan, or one that is known already, which gets the schedules that it lacks.
+    """Lets `device_plan` find a plan that was made ahead, for a mask with this digest.
+
+    It is found as long as the caller keeps what this returns: the plan, or one that was found before, to which missing
+    schedules are added.
     """
     known = _prepared.setdefault((digest, tiling, plan.memory.device.index), plan)
     for key, schedule in plan.schedules.items():
@@ -374,7 +375,7 @@ def keep(digest: bytes, tiling: Tiling, plan: DevicePlan) -> DevicePlan:
 
 
 def schedule_key(plan: HostPlan, heads_kv: int, group: int, num_sms: int, max_split: int, narrow: bool) -> ScheduleKey:
-    """What a schedule depends on: the arguments of `HostPlan.schedule`."""
+    """The key of a schedule: the arguments of `HostPlan.schedule`."""
     return heads_kv, group, num_sms, min(max_split, plan.num_tiles), narrow
 
 

@@ -47,9 +47,9 @@ class BackwardUse:
 
     Attributes:
         deterministic: bitwise repeatable results.
-        num_sms: streaming multiprocessors that it may take.
-        rooms: of each way it may be called: bytes of dq, if its memory is free until dq is written: where dq is new,
-            not added to; else None.
+        num_sms: streaming multiprocessors that it may use.
+        rooms: for each way in which it may be called, the bytes of dq if sums can lie there until dq is written, which
+            is so where dq is not added to; else None.
     """
 
     deterministic: bool
@@ -58,7 +58,7 @@ class BackwardUse:
 
 
 class PassShapes(NamedTuple):
-    """Of a forward and a backward in one launch each; None where there is no such backward."""
+    """Shapes of a forward and a backward in one launch each; no backward where that runs in stages."""
 
     forward: PassShape
     backward: PassShape | None
@@ -66,14 +66,14 @@ class PassShapes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskTables:
-    """What both passes over one mask need on a device besides arrays; made by `make_tables`.
+    """What both passes over one mask need on a device, apart from the arrays; made by `make_tables`.
 
     Attributes:
         digest, facts: of the mask.
-        plans: by what they are tiles of, without their tables.
-        schedules: of the backward in one kernel: tiling of the plan, `hopper_plan.schedule_key`, and `num_split`.
-        seen: `gated.seen_rows_and_keys`, where keys arrive.
-        numbers: what the mask makes of a forward and of a backward in one launch, where that was asked for.
+        plans: tilings with their plans, without tables.
+        schedules: schedules of the backward in one kernel: tiling, `hopper_plan.schedule_key`, and `num_split`.
+        seen: result of `gated.seen_rows_and_keys`, if keys arrive.
+        numbers: the mask's numbers for a forward and a backward in one launch, if these were asked for.
     """
 
     digest: bytes
@@ -91,7 +91,7 @@ class MaskTables:
     def keep(
         self, bands: np.ndarray, tensors: Sequence[Tensor], ready: Ready | None, plan_bytes: int
     ) -> list[DevicePlan]:
-        """Makes the tables known to the calls that will need them, and returns what must live as long as those come.
+        """Lets calls find the tables, and returns what the caller has to keep for as long as they are to be found.
 
         Args:
             bands: the mask; nothing may change it.
@@ -115,7 +115,7 @@ def masks_meet(masks: Sequence[np.ndarray], problems: Sequence[Problem], determi
 
 
 def facts_meet(facts: Sequence[MaskFacts], problems: Sequence[Problem], deterministic: bool) -> bool:
-    """The same of what is known of masks."""
+    """`masks_meet` from facts of the masks."""
     if not all(p.num_rows for p in problems):
         return False
     chosen = [backward_choice(f, p, deterministic) for f, p in zip(facts, problems, strict=True)]
@@ -147,18 +147,23 @@ def make_tables(
     digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands) if facts is None else facts
     if not problem.num_rows or not problem.num_keys:
         return MaskTables(digest, facts, (), ()), []
+    num_arriving, num_sms = (0, 0) if shapes is None else (shapes.forward.num_arriving, shapes.forward.num_sms)
     plans: dict[Tiling, HostPlan] = {}
     schedules: list[tuple[Tiling, tuple, Schedule]] = []
-    _make(bands, plans, planner, Tiling(False, problem.num_rows, *forward_tiles(facts, problem)))
+    _make(bands, plans, planner, row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms))
     if backward is not None:
-        choice = backward_choice(facts, problem, backward.deterministic)
-        tiling = Tiling(True, problem.num_keys, choice.shape, choice.packed)
+        choice, num_sms = backward_choice(facts, problem, backward.deterministic), backward.num_sms
+        tiling = key_tiling(problem, choice, num_arriving, num_sms)
         plan = _make(bands, plans, planner, tiling)
         if choice.whole:
-            splits = [most_split(choice, problem, room) for room in backward.rooms]
-            schedules += _schedules(plan, tiling, problem, choice, backward, splits)
+            most = [
+                most_split_at_once(choice, problem, room or 0) if num_arriving else most_split(choice, problem, room)
+                for room in backward.rooms
+            ]
+            schedules += _schedules(plan, tiling, problem, choice, backward, most)
         if not choice.adds_dq:
-            _make(bands, plans, planner, Tiling(False, problem.num_rows, *query_tiles(problem, choice.packed)))
+            tiles = query_tiles(problem, choice.packed)
+            _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, num_sms, products=3.0))
     tables, arrays = _as_tables(digest, facts, plans, schedules)
     return replace(tables, numbers=_numbers(bands, facts, shapes, plans, schedules)), arrays
 
@@ -166,32 +171,19 @@ def make_tables(
 def make_gated_tables(
     bands: np.ndarray, shapes: PassShapes, backward: BackwardUse | None, planner: str = "auto"
 ) -> tuple[MaskTables, list[np.ndarray]]:
-    """`make_tables` of passes in which keys arrive.
+    """`make_tables` of passes in which keys arrive; none where none do on this rank.
 
     Args:
         bands: over keys numbered as in `gated`.
         shapes: of the passes.
         backward, planner: as in `make_tables`.
     """
-    problem, num_arriving, num_sms, *_ = shapes.forward
-    digest, facts = hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands)
+    problem, num_arriving, *_ = shapes.forward
     if not problem.num_rows or not num_arriving:
-        return MaskTables(digest, facts, (), ()), []
-    plans: dict[Tiling, HostPlan] = {}
-    schedules: list[tuple[Tiling, tuple, Schedule]] = []
-    _make(bands, plans, planner, row_tiling(problem, forward_tiles(facts, problem), num_arriving, num_sms))
-    if backward is not None:
-        choice = backward_choice(facts, problem, backward.deterministic)
-        tiling = key_tiling(problem, choice, num_arriving, backward.num_sms)
-        plan = _make(bands, plans, planner, tiling)
-        splits = [most_split_at_once(choice, problem, room or 0) for room in backward.rooms]
-        schedules += _schedules(plan, tiling, problem, choice, backward, splits)
-        if not choice.adds_dq:
-            tiles = query_tiles(problem, choice.packed)
-            _make(bands, plans, planner, row_tiling(problem, tiles, num_arriving, backward.num_sms, products=3.0))
-    tables, arrays = _as_tables(digest, facts, plans, schedules)
+        return MaskTables(hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands), (), ()), []
+    tables, arrays = make_tables(bands, problem, backward, planner, shapes=shapes)
     seen = seen_rows_and_keys(bands, first_arriving(problem.num_keys - num_arriving))
-    return replace(tables, seen=seen, numbers=_numbers(bands, facts, shapes, plans, schedules)), arrays
+    return replace(tables, seen=seen), arrays
 
 
 def _numbers(
@@ -201,7 +193,7 @@ def _numbers(
     plans: dict[Tiling, HostPlan],
     schedules: list[tuple[Tiling, tuple, Schedule]],
 ) -> tuple[MaskNumbers | None, MaskNumbers | None]:
-    """What a mask makes of passes of these shapes."""
+    """The mask's numbers for passes of these shapes."""
     if shapes is None:
         return None, None
     shape, known = shapes.forward, {(tiling, key): schedule for tiling, key, schedule in schedules}
@@ -225,7 +217,7 @@ def _schedules(
     use: BackwardUse,
     splits: Sequence[int],
 ) -> list[tuple[Tiling, tuple, Schedule]]:
-    """Of the kernel that computes dk and dv, one for each of ``splits`` (`most_split`) that has another."""
+    """Schedules of the kernel for dk and dv: one for each of ``splits`` (`most_split`) that leads to another one."""
     group = problem.group // choice.packed
     keys = [
         hopper_plan.schedule_key(plan, problem.num_heads_kv, group, use.num_sms, split, problem.is_narrow)

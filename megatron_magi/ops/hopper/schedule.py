@@ -113,7 +113,7 @@ def make_schedule(
 
 
 def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.ndarray, lead: int) -> Schedule:
-    """The same items with some in front whose keys are there when the kernel begins.
+    """Moves items to the front whose keys are there when the kernel begins.
 
     Args:
         costs: as in `make_schedule`.
@@ -249,9 +249,9 @@ def _pieces(tiles: np.ndarray, costs: np.ndarray, width: int, piece: int) -> np.
 
 
 def _cut_last(items: np.ndarray, costs: np.ndarray, num_sms: int) -> np.ndarray:
-    """The same items, of one query head each, but the last few in pieces if all are of one size.
+    """Cuts the last few items, of one query head each, into pieces if all items are of one size.
 
-    Else SMs idle while some work on the last: of 4,096 items on 132, four remain after 31 rounds.
+    Uncut, SMs would idle while some work on the last items: of 4,096 items on 132 SMs, four remain after 31 rounds.
     """
     last, blocks = len(items) % num_sms, int(costs[0])
     if not last or len(items) < num_sms or (costs != blocks).any():

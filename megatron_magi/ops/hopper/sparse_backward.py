@@ -2,8 +2,8 @@
 
 Of blocks of 128 keys all gradients may come from one kernel along lists of queries, in which dq is added to fp32 sums.
 Else, and where results have to repeat bit by bit, dq is computed tile by tile along lists of keys, and dk and dv of
-blocks by that kernel without dq. Of single keys dk and dv are added to fp32 sums beside dq, in no fixed order, or to
-sums of integers, which need none.
+blocks by that kernel without dq. Of single keys dk and dv, too, are added to fp32 sums, in no fixed order, or to sums
+of integers, which need none.
 """
 
 from __future__ import annotations

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.capture import is_capturing
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, StaticBands, Tiling
 from megatron_magi.ops.hopper.support import COUNTER_BYTES
 
 _NUMBERS = ("num_tiles", "num_items", "num_split", "step", "heads_inner")
-"""Of MaskNumbers, in its order."""
+"""Fields of MaskNumbers (`mask_numbers.cuh`), in its order."""
 _NUMBERS_WORDS = 8
 _MOST_NUMBERS = 256
 _SPARE_TILES = 64
@@ -76,7 +77,7 @@ class StaticMemory:
 
 
 Table = tuple[Tensor, Tensor]
-"""Where a table of a mask is, and where it goes to, which may be longer."""
+"""A table of a mask, and the memory that it is copied to, which may be longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +153,7 @@ class StaticMask:
         self._plans: dict[Tiling, _StaticPlan] = {}
 
     def as_bands(self) -> StaticBands:
-        """What stands for the mask in calls; keeps this mask."""
+        """The bands that stand for this mask in calls; they keep it alive."""
         num_rows, num_keys = self._shape
         everything = [[0, num_rows, 0, num_keys, -bd.NO_DIAGONAL, bd.NO_DIAGONAL]]
         bands = np.array(everything, dtype=np.int64).view(StaticBands)
@@ -185,7 +186,7 @@ class StaticMask:
         return made
 
     def why_not(self, bands: np.ndarray, num_keys: int) -> str | None:
-        """Why there is no room for a mask, if there is none."""
+        """The reason why a mask does not fit; None if it fits."""
         for plan, source in self._pairs(bands, num_keys):
             parts = zip(("tiles", "passes", "bounds"), _lengths(source), _lengths(plan), strict=True)
             items = (
@@ -213,7 +214,7 @@ class StaticMask:
         return [self._source(tiling, *sample) for sample in self._samples]
 
     def _source(self, tiling: Tiling, bands: np.ndarray, num_keys: int) -> DevicePlan:
-        """What is to be at the place of a tiling; tiles of keys are of those that the mask has."""
+        """The plan to be copied to the place of a tiling; its tiles of keys are of the keys that the mask has."""
         if tiling.is_backward:
             tiling = tiling._replace(num_rows=max(num_keys, 1))
         return hopper_plan.device_plan(bands, tiling, self._device)
@@ -238,7 +239,7 @@ class StaticMask:
 
 def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError while a graph is captured."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError("tables of a mask are set before a graph is captured: run the same calls once before")
 
 
@@ -260,7 +261,7 @@ def _parts(plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _lengths(plan: DevicePlan) -> tuple[int, int, int]:
-    """Of `_parts`."""
+    """Lengths of the parts that `_parts` returns."""
     _, passes, bounds = (offset // 4 for offset in plan.host.offsets)
     return passes, bounds - passes, plan.memory.shape[0] - bounds
 

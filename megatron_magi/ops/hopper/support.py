@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.cuda.driver import fits_tensor_map, is_capturing
+from megatron_magi.capture import is_capturing
+from megatron_magi.cuda.driver import fits_tensor_map
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.choices import Problem, heads_together, make_problem
@@ -45,7 +46,7 @@ def check_support(q: Tensor, dims: tuple[int, int]) -> None:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
-    """What keeps such tensors, for which there are no kernels, from having them, and what would work."""
+    """The reason why there are no kernels for such tensors, and what would work."""
     if not _is_hopper(device):
         there = device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
         where = torch.cuda.get_device_name(device) if there else device.type
@@ -77,8 +78,8 @@ def grid_size(device: torch.device, num_items: int, sm_margin: int) -> int:
 
 
 def may_overlap(options: AttnOptions) -> bool:
-    """Whether blocks of a kernel may start while the one before ends: not where they would take SMs, for as long
-    as they wait, that are left to others.
+    """Whether blocks of a kernel may start while the one before ends: not with a margin of SMs, which they would occupy
+    while they wait.
     """
     return not options.sm_margin
 
@@ -117,18 +118,18 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor) -> Problem:
 
 
 def seen_rows(bands: np.ndarray) -> tuple[int, int]:
-    """Queries, and keys, up to the last that a mask lets see or be seen; at least one of each."""
+    """Number of queries up to the last that sees a key, and of keys up to the last that is seen; at least one each."""
     return int(bands[:, bd.Q1].max(initial=1)), int(bands[:, bd.K1].max(initial=1))
 
 
-def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor, num_more: int = 0) -> dict[str, int]:
-    """How a kernel whose tiles are rows deals out its work: these parameters of it.
+def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Parameters by which a kernel over tiles of rows orders its work.
 
-    Heads that are packed in a tile are counted as one. Heads worked on together are whole groups whose keys and values
-    fit in the L2 cache. SMs that walk over blocks that exceed it begin together. ``num_more``: keys that lie elsewhere.
+    Heads that share a tile are counted as one. Heads that are worked on at the same time are whole groups whose keys
+    and values fit in the L2 cache; SMs that go through more blocks than fit begin together.
     """
     num_kv, row_bytes = k.shape[1], (k.shape[2] + v.shape[2]) * k.element_size()
-    together = heads_together(k.shape[0] + num_more, num_kv, row_bytes)
+    together = heads_together(k.shape[0], num_kv, row_bytes)
     packs = num_heads // plan.packed
     group = packs // num_kv
     return {
@@ -138,5 +139,5 @@ def row_work(plan: DevicePlan, num_heads: int, block_n: int, k: Tensor, v: Tenso
 
 
 def query_box(t: Tensor, count: int, plan: DevicePlan) -> tuple[Tensor, int, int]:
-    """What is loaded of a tensor of queries at once, ``count`` rows of packed heads: the tensor, its rows and heads."""
+    """The box of a tensor map of queries, ``count`` rows of packed heads: the tensor, rows and heads of a box."""
     return t, count // plan.packed, plan.packed

@@ -65,14 +65,6 @@ class TilePlan:
         return int(self.passes[:, 1].sum())
 
 
-def transpose(bands: bd.IntArray) -> bd.IntArray:
-    """The bands of the transposed mask: keys become rows."""
-    out = bands[:, [bd.K0, bd.K1, bd.Q0, bd.Q1, bd.D_LO, bd.D_HI]].copy()
-    out[:, bd.D_LO] = 1 - bands[:, bd.D_HI]
-    out[:, bd.D_HI] = 1 - bands[:, bd.D_LO]
-    return out
-
-
 def plan_tiles(
     bands: bd.IntArray,
     num_rows: int,
@@ -118,7 +110,7 @@ def plan_tiles(
 
 
 def descending(plan: TilePlan) -> TilePlan:
-    """The same plan with the passes of each tile, and the blocks of each pass, from the last to the first."""
+    """Reverses the order of the passes of each tile, and of the blocks of each pass."""
     first, past = plan.tiles[:, 1].astype(np.int64), plan.tiles[:, 2].astype(np.int64)
     tile, passes = bd.expand(first, past - first)
     order = np.empty(len(plan.passes), dtype=np.int64)
@@ -132,9 +124,9 @@ def descending(plan: TilePlan) -> TilePlan:
 
 
 def local_first(plan: TilePlan, first: int, num_arriving: int, late: int, lead: int) -> TilePlan:
-    """The same plan with tiles in front that need not wait for columns which arrive while the kernel runs.
+    """Moves tiles to the front that need not wait for columns which arrive while the kernel runs.
 
-    Columns arrive in their order, and a tile visits its passes in theirs, so what is there comes first.
+    Columns arrive in their order, and a tile visits its passes in order, so those whose columns are there come first.
 
     Args:
         plan: by decreasing cost.
@@ -300,7 +292,7 @@ def _describe_passes(
 
 
 def _seen_by_rows(pieces, pass_of_piece, starts, row0, rows) -> tuple[bd.IntArray, bd.IntArray]:
-    """Of so many rows from ``row0`` on, in each pass: first and past-the-last column that all see."""
+    """First and past-the-last column that all of ``rows`` rows from ``row0`` on see, for each pass."""
     first = np.maximum(pieces[:, bd.Q0], row0[pass_of_piece])
     past = np.minimum(pieces[:, bd.Q1], (row0 + rows)[pass_of_piece])
     none = first >= past

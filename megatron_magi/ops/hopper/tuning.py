@@ -1,7 +1,7 @@
 """What was fitted: thresholds and costs that came from measurements and decide about speed alone, never about results.
 
 All were found on an H200 (132 SMs, 50 MB of L2 cache, 690 W), bf16, head dims 64 and 128; the measurements are in
-docs/kernel_log.md. On another GPU they are a guess.
+docs/kernel_log.md. On another GPU they are a guess. Those that predictions need too are in `megatron_magi.thresholds`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,6 @@ MASKED_COST = 0.5
 
 PASS_COST_BLOCKS = 0.35
 """Cost of a pass in addition to its blocks, in blocks of 128 columns."""
-
-MOST_PACKED_HEADS = 8
-"""Query heads that share a tile at most."""
-
-SHORT_ROWS = 4096
-"""Heads are packed where documents have fewer rows than this on average."""
-
-TALL_TILE_KEYS = {(64, 64): (100, 100), (128, 128): (0, 4000)}
-"""Least keys that a query sees on average for forward tiles of 192 rows, by head dims: with packed heads, without."""
 
 # ---- keys that arrive ----
 
@@ -41,15 +32,8 @@ L2_BYTES = 24 << 20
 
 # ---- backward: one kernel or two ----
 
-SEPARATE_DQ_PACKED = (256 << 20, 800), (128 << 20, 480), (64 << 20, 200)
-"""A separate kernel for dq is faster from so many bytes of fp32 dq on, where a query sees fewer keys than this: where
-kernels pack heads."""
-
-SEPARATE_DQ = (256 << 20, 650), (128 << 20, 450)
-"""The same where they do not, head dim 128."""
-
 SCATTERED_INTERVALS, SEPARATE_DQ_SCATTERED = 1.5, (128 << 20, 2000)
-"""The same where kernels pack heads and a key is seen by so many intervals of queries or more, measured on an H100."""
+"""As `thresholds.SEPARATE_DQ_PACKED`, where so many intervals of queries or more see a key; measured on an H100."""
 
 SMALL_SUMS_BYTES = 16 << 20
 """Memory for sums of dk and dv that is taken for a little speed, even where there is no free memory for them."""

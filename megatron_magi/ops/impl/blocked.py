@@ -32,7 +32,7 @@ def forward(
     *,
     return_max_logits: bool = False,
 ) -> Tensor | None:
-    """As `reference.forward`."""
+    """Attention forward; arguments as of `reference.forward`."""
     q, k, v, sink_lse = inputs
     out, lse, accumulate = output
     plan = block_plan(bands, q.shape[1], q.device)
@@ -63,7 +63,7 @@ def forward(
 
 @torch.no_grad()
 def backward(inputs: BackwardInputs, bands: np.ndarray, options: AttnOptions, grads: Gradients) -> None:
-    """As `reference.backward`."""
+    """Attention backward; arguments as of `reference.backward`."""
     q, k, v, dout, lse, delta = inputs
     plan = block_plan(bands, q.shape[1], q.device)
     num_heads_kv, dtype = k.shape[1], accumulate_dtype(q.dtype)

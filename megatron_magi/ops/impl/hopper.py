@@ -18,20 +18,18 @@ import torch
 from torch import Tensor
 
 from megatron_magi.cuda.driver import fits_tensor_map
-from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Launch, Numbers, prepared
+from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, Numbers, prepared
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
-from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.backward import SharedSums, backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
-from megatron_magi.ops.hopper.params import CapturedForwardParams, ForwardParams
-from megatron_magi.ops.hopper.plan import DevicePlan, Tiling
+from megatron_magi.ops.hopper.forward_kernel import make_launch
+from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.prepare import masks_meet
 from megatron_magi.ops.hopper.support import (
-    LOG2_E,
     check_support,
     current_stream,
     grid_size,
@@ -39,12 +37,10 @@ from megatron_magi.ops.hopper.support import (
     kernels_exist,
     loadable,
     problem_of,
-    query_box,
     row_work,
     seen_rows,
     sm_count,
     why_not,
-    work_counter,
 )
 from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
@@ -216,7 +212,7 @@ class _Pass:
             q.shape, k.shape[1:], v.shape[1:], q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
             None if sink_lse is None else sink_lse.stride(),
         )  # fmt: skip
-        self._launch = prepared(key, partial(_make_launch, signature, plan, tiles.shape, problem.forward_dims))
+        self._launch = prepared(key, partial(make_launch, *signature, tiles, captured=plan.is_static))
 
     def run(self, inputs: ForwardInputs, output: ForwardOutput, max_logits: Tensor | None) -> bool:
         """Queues the kernel for tensors of the layout; False if one does not begin where a tensor map can."""
@@ -234,24 +230,6 @@ class _Pass:
             params.max_logits = 0 if max_logits is None else max_logits.data_ptr()
             launch.fire(self._stream)
         return True
-
-
-def _make_launch(signature: _Signature, plan: DevicePlan, tile: tuple[int, int], dims: tuple[int, int]) -> Launch:
-    """The kernel with what does not depend on the mask; ``dims``: its head dims."""
-    (q, k, v, sink_lse), (out, lse, accumulate), options, stream = signature
-    softcap, scale = options.softcap, options.softmax_scale
-    params = (CapturedForwardParams if plan.is_static else ForwardParams)(
-        counter=0 if plan.is_static else work_counter(q.device, stream).data_ptr(),
-        out_row=out.stride(0), out_head=out.stride(1), lse_row=lse.stride(0), lse_head=lse.stride(1),
-        logit_scale=softcap or scale,
-        scale_log2=(softcap or scale) * LOG2_E, softcap_factor=scale / softcap if softcap else 0.0,
-        accumulate=int(accumulate), out_fp32=int(out.dtype == torch.float32),
-    )  # fmt: skip
-    if sink_lse is not None:
-        params.sink_row, params.sink_head = sink_lse.stride()
-    kernel = hopper_kernels.forward_kernel(q.device, q.dtype, dims, tile, softcap > 0, captured=plan.is_static)
-    stored = query_box(out if out.dtype == q.dtype else q, 16, plan)  # what is written in 32 bits needs no map
-    return Launch(kernel, 1, params, (query_box(q, 64, plan), (k, tile[1]), (v, tile[1]), stored))
 
 
 def is_supported(q: Tensor, v: Tensor) -> bool:
