@@ -109,6 +109,19 @@ def few_loss_tokens(workdir: Path) -> None:
     GPTDataset.__getitem__ = getitem
 
 
+def weighted_loss_tokens(workdir: Path) -> None:
+    """Losses count by weights, of which few ranks hold whole numbers: 0, 0.1 and so on to 0.6."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    original = GPTDataset.__getitem__
+
+    def getitem(self: GPTDataset, index: int | None) -> dict[str, torch.Tensor]:
+        sample = original(self, index)
+        return {**sample, "loss_mask": sample["tokens"] % 7 / 10}
+
+    GPTDataset.__getitem__ = getitem
+
+
 def few_loss_tokens_of_conversations(workdir: Path) -> None:
     """As `few_loss_tokens`, also with ``--sft``, without files of conversations."""
     from megatron_magi.mcore import data
