@@ -20,6 +20,7 @@ from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.slice_attention import slice_attention
 
 if TYPE_CHECKING:
+    from megatron_magi.compat.runtime import DistAttnRuntimeKey
     from megatron_magi.hf.shard import Shard, ShardMask
 
 NAME = "magi"
@@ -33,6 +34,12 @@ MAX_DENSE = 16384
 
 WINDOWS = {"sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"}
 """Mask functions that make a layer see less than others of the model."""
+
+_ALIEN = (
+    "attention_mask: this model computes attention by code of its own, not by transformers' interface of attention "
+    f"functions, so attn_implementation='{NAME}' cannot be used"
+)
+"""Said where a model takes a `LayerMask` for a tensor."""
 
 REFUSED = ("head_mask", "position_bias", "alibi", "output_attentions")
 """Arguments that change or ask for the attention matrix."""
@@ -59,6 +66,14 @@ class LayerMask:
         self._parts, self._kv_length = parts, kv_length
         self.has_documents, self.has_window = has_documents, has_window
         self._last: tuple[Any, AttnMask] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_ALIEN} (it asks the mask for {name!r})")
+
+    def _refuse_use(self, *_: Any) -> Any:
+        raise ValueError(_ALIEN)
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __rsub__ = _refuse_use
 
     @cached_property
     def intervals(self) -> Intervals:
@@ -217,6 +232,7 @@ def attention(
     logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
     if hasattr(attention_mask, "shard"):
         attention_mask.shard.num_calls += 1
+        _check_sink(sink, module, attention_mask.key)
         out, _ = calc_attn(q, k, v, attention_mask.key, **logits)
     elif getattr(module, CP_GROUP, None) is not None:
         kind = type(attention_mask).__name__
@@ -246,6 +262,16 @@ def _refuse(dropout: float, cu_q: Tensor | None, cu_k: Tensor | None, options: d
     for name in REFUSED:
         if options.get(name) is not None and options[name] is not False:
             raise ValueError(f"{name}: not supported with attn_implementation='{NAME}'")
+
+
+def _check_sink(sink: Tensor | None, module: torch.nn.Module, key: DistAttnRuntimeKey) -> None:
+    """Raises ValueError where the gradient of a sink would be that of all ranks, times their number."""
+    averaged = getattr(module, CP_GROUP, None) is not None
+    if sink is not None and averaged and key.config.comm.dsink_all_reduce == "sum":
+        raise ValueError(
+            "dsink_all_reduce: 'sum' adds up gradients of sinks that are added up again with all others; give 'none' "
+            "(MAGI_ATTENTION_DSINK_ALL_REDUCE_OP)"
+        )
 
 
 def _explicit(mask: AttnMask, own: Any, num_rows: int) -> AttnMask:

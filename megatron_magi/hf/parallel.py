@@ -55,13 +55,14 @@ def context_parallel(
             raise ValueError("cp_group_or_mesh: the model is context-parallel over another group already")
         return model
     _check_model(model)
+    own_numbers = _own_numbers(model)
 
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if hasattr(kwargs.get("attention_mask"), "magi_shard"):
             return args, kwargs
         names = list(inspect.signature(module.forward).parameters)
         batch = {**dict(zip(names, args, strict=False)), **kwargs, "use_cache": False}
-        _check_call(module, batch)
+        _check_call(module, batch, own_numbers)
         if batch.get("labels") is not None and batch.get("num_items_in_batch") is None:
             labels = batch.get("shift_labels")
             labels = batch["labels"][:, 1:] if labels is None else labels
@@ -159,9 +160,26 @@ def _pretrained(model: torch.nn.Module) -> PreTrainedModel:
     return inside
 
 
+def _own_numbers(model: PreTrainedModel) -> str:
+    """The module by which positions that are not given depend on tokens, padding or an offset; empty if there is none.
+
+    Of transformers' tables of positions only a plain one counts from 0 in the order of the sequence.
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("embed_positions", "position_embeddings"):
+            is_plain = type(module) is torch.nn.Embedding and module.padding_idx is None
+            if not is_plain:
+                return name
+    return ""
+
+
 def _check_model(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     check_implementation(model.config)
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"model: {type(model).__name__} takes no position_ids, by which the tokens of a rank have their places"
+        )
     others = set(getattr(text, "layer_types", None) or ()) - LAYERS
     if others or getattr(model, "_is_stateful", False):
         raise ValueError(f"model: layers that carry a state over the sequence cannot be sharded: {sorted(others)}")
@@ -174,7 +192,12 @@ def _check_model(model: PreTrainedModel) -> None:
             )
 
 
-def _check_call(model: PreTrainedModel, batch: dict[str, Any]) -> None:
+def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str) -> None:
+    if own_numbers and batch.get("position_ids") is None:
+        raise ValueError(
+            f"position_ids: {type(model).__name__} numbers tokens in a way of its own ({own_numbers}), which a rank "
+            "cannot do for its part; give them"
+        )
     text = model.config.get_text_config()
     routers = batch.get("output_router_logits")
     if routers or (routers is None and getattr(text, "output_router_logits", False)):

@@ -116,6 +116,19 @@ class Shard:
         return intervals_of(mask_function, rows) & Intervals.of_runs(seen, self.seqlen)
 
 
+class ShardOnes(Tensor):
+    """A mask of ones with its `Shard` as ``magi_shard``, which views that a model makes of it have too (GPT-2 does)."""
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(out, cls) and not hasattr(out, "magi_shard"):
+            for x in args:
+                if isinstance(x, cls) and hasattr(x, "magi_shard"):
+                    out.magi_shard = x.magi_shard
+        return out
+
+
 def shard_batch(
     batch: Mapping[str, Any],
     cp_group_or_mesh: Group,
@@ -158,7 +171,8 @@ def shard_batch(
             out[name] = shard.dispatch(given[name], pad_value)
     out["position_ids"] = shard.dispatch(given["position_ids"].expand(shape))
     # Transformers hands it to the makers of masks, which find the shard on it.
-    out["attention_mask"] = torch.ones(out["position_ids"].shape, dtype=torch.bool, device=tokens.device)
+    ones = torch.ones(out["position_ids"].shape, dtype=torch.bool, device=tokens.device)
+    out["attention_mask"] = ones.as_subclass(ShardOnes)
     out["attention_mask"].magi_shard = shard
     return out, shard
 

@@ -66,10 +66,21 @@ class BatchDispatcher:
         self.planner = planner
         self._agreement_group = agreement_group
 
-    def next(self, data_iterator: Iterator[LoadedBatch | Fields]) -> LocalBatch:
-        """Reads a microbatch and dispatches it; errors as in `dispatch`, and those of reading."""
+    def next(self, data_iterator: Iterator[LoadedBatch | Fields] | None) -> LocalBatch:
+        """Reads a microbatch and dispatches it; errors as in `dispatch`, and those of reading.
+
+        Raises:
+            ValueError: there is no data, or no more.
+        """
         try:
+            if data_iterator is None:
+                raise ValueError(
+                    "data: none to read here; with --attention-backend magi every rank reads it, so data sets are made "
+                    "on all ranks, and --eval-iters 0 is to be given where there are none for evaluations"
+                )
             batch = next(data_iterator)
+        except StopIteration:
+            batch = LoadedBatch({}, ValueError("data: has ended, the data set has fewer samples than are to be read"))
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must not wait)
             batch = LoadedBatch({}, error)
         return self.dispatch(batch)
@@ -125,7 +136,7 @@ class BatchDispatcher:
         if len(set(agreement.values())) == 1:
             return
         reports: list[str | None] = [None] * dist.get_world_size(self._agreement_group)
-        dist.all_gather_object(reports, failure and str(failure), group=self._agreement_group)
+        dist.all_gather_object(reports, failure and _told(failure), group=self._agreement_group)
         told = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if not told:
             agreement.wait()
@@ -153,3 +164,10 @@ class BatchDispatcher:
             params=params,
             documents=named.get("documents"),
         )
+
+
+def _told(error: Exception) -> str:
+    """What other ranks are told of an error: its message, and its type where that says what the message does not."""
+    if isinstance(error, (ValueError, RuntimeError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -98,7 +98,7 @@ def make_dataset_provider(
         if prepare is not None:
             prepare()
         if own is not None:
-            return list(own(list(num_samples))) if is_built_on_rank(vp_stage) else [None, None, None]
+            return _checked(own(list(num_samples)), args) if is_built_on_rank(vp_stage) else [None, None, None]
         print_rank_0("> building data sets")
         builder = BlendedMegatronDatasetBuilder(
             _dataset_class(args), list(num_samples), lambda: is_built_on_rank(vp_stage), dataset_config(args)
@@ -108,3 +108,21 @@ def make_dataset_provider(
     # Megatron's mark of a provider that is called on every rank.
     provide.is_distributed = True
     return provide
+
+
+def _checked(found: Any, args: Namespace) -> list[Any]:
+    """What a user's function returned.
+
+    Raises:
+        ValueError: not three data sets that have a length, without which Megatron's loaders cannot shuffle and resume.
+    """
+    if not isinstance(found, Sequence) or len(found) != 3:
+        what = f"{len(found)}" if isinstance(found, Sequence) else f"a {type(found).__name__}"
+        raise ValueError(f"dataset_provider: expected training, validation and test data sets (or None), got {what}")
+    for data_set in found:
+        if data_set is not None and not hasattr(data_set, "__len__") and args.dataloader_type != "external":
+            raise ValueError(
+                f"dataset_provider: a {type(data_set).__name__} has no length; return a data set with __len__ and "
+                "__getitem__, or give --dataloader-type external and return iterators of microbatches"
+            )
+    return list(found)

@@ -80,7 +80,27 @@ def _parse() -> Namespace:
     from megatron_magi.mcore.arguments import refuse_yaml
 
     refuse_yaml()
-    return arguments.parse_and_validate_args(args_defaults=_ARGS_DEFAULTS)
+    args = arguments.parse_and_validate_args(args_defaults=_ARGS_DEFAULTS)
+    _check_model(args)
+    return args
+
+
+def _check_model(args: Namespace) -> None:
+    """Refuses models that Megatron builds otherwise, as it builds a GPT of what the command line says of them.
+
+    Raises:
+        ValueError: one is asked for.
+    """
+    if args.hybrid_layer_pattern is not None:
+        raise ValueError(
+            "hybrid_layer_pattern: this script trains GPTs, which have attention and an MLP in every layer; hybrid "
+            "models need a script of their own, which builds HybridModel"
+        )
+    if args.position_embedding_type == "mrope":
+        raise ValueError(
+            "position_embedding_type: mrope needs three position ids a token, this script's data sets have one; "
+            "give rope, which is the same for text"
+        )
 
 
 def _embedding_ranks(args: Namespace, config: Any, pp_ranks: list[int]) -> list[int]:

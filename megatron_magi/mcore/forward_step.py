@@ -185,6 +185,7 @@ class MagiForwardStep:
             batch.loss_mask,
             num_loss_tokens=batch.params.num_loss_tokens,
             cp_size=args.context_parallel_size,
+            cp_rank=self._group.rank(),
             reports_mean=averages_reports(args, model),
             meanwhile=None if ahead is None else partial(self.look, ahead),
         )

@@ -20,6 +20,7 @@ def microbatch_loss(
     *,
     num_loss_tokens: float | torch.Tensor | None = None,
     cp_size: int = 1,
+    cp_rank: int = 0,
     reports_mean: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -31,37 +32,53 @@ def microbatch_loss(
     the mean over the microbatch. Megatron's per-token mode divides by the global number of
     tokens and needs no scale.
 
+    A loss mask may hold weights. Numbers of tokens are integers to Megatron, which cuts their sum; cut on each rank,
+    the number would depend on how many ranks there are, so each rank says its share of the microbatch's.
+
     Args:
         loss_mask: ``[batch_size, seqlen]``, this rank's.
         losses: likewise, one loss a token.
         num_loss_tokens: sum of the loss mask over all context-parallel ranks, a number or fp32 ``[]``; None for no
             scaling.
         cp_size: number of these ranks.
+        cp_rank: this one.
         reports_mean: Megatron takes the mean over ranks of what is reported, as `averages_reports` says.
         meanwhile: called before the host waits for the loss.
 
     Returns:
-        ``(loss, num_tokens, report)`` as Megatron's schedules take them: num_tokens int ``[]`` is
-        this rank's, and the report holds the unscaled sum and its number of tokens.
+        ``(loss, num_tokens, report)`` as Megatron's schedules take them: num_tokens int ``[]``, whose sum over the
+        ranks is that of the microbatch, and the report holds the unscaled sum and num_tokens.
     """
     args = get_args()
     mask = loss_mask.reshape(-1).float()
     # On padding and prompts a loss may be anything, and 0 times infinity is no 0.
     total = torch.where(mask != 0, losses.reshape(-1).float() * mask, 0.0).sum()
-    num_tokens = mask.sum().detach().to(torch.int)
+    whole, num_tokens = _counts(mask, num_loss_tokens, cp_size, cp_rank)
     report = {"lm loss": torch.cat([total.detach().view(1), num_tokens.view(1)])}
     if meanwhile is not None:
         meanwhile()
     _check(args, total)
-    if num_loss_tokens is None:
+    if whole is None:
         return total, num_tokens, report
-    is_tensor = isinstance(num_loss_tokens, torch.Tensor)
-    counted = num_loss_tokens.clamp(min=1.0) if is_tensor else max(num_loss_tokens, 1.0)
+    counted = max(whole, 1) if isinstance(whole, int) else whole.clamp(min=1)
     if reports_mean:
         report = mean_report(report, cp_size / counted)
     if args.calculate_per_token_loss:
         return total, num_tokens, report
     return total * (num_tokens.clamp(min=1) * (cp_size / counted)), num_tokens, report
+
+
+def _counts(
+    mask: torch.Tensor, num_loss_tokens: float | torch.Tensor | None, cp_size: int, cp_rank: int
+) -> tuple[int | torch.Tensor | None, torch.Tensor]:
+    """Tokens of the microbatch, None where they are not known, and this rank's, int ``[]``."""
+    if num_loss_tokens is None:
+        return None, mask.sum().detach().to(torch.int)
+    is_tensor = isinstance(num_loss_tokens, torch.Tensor)
+    whole = num_loss_tokens.to(torch.int64) if is_tensor else int(num_loss_tokens)
+    share = whole * (cp_rank + 1) // cp_size - whole * cp_rank // cp_size
+    # A number is filled in on the device: the host would wait for a copy.
+    return whole, share.to(torch.int) if is_tensor else mask.new_full((), share, dtype=torch.int)
 
 
 def averages_reports(args: Namespace, model: torch.nn.Module) -> bool:

@@ -26,8 +26,13 @@ def magi_config(args: Namespace, default: MagiConfig) -> MagiConfig:
         default: what holds where the command line says nothing.
 
     Raises:
-        ValueError: ``default`` asks for uneven shards.
+        ValueError: ``default`` asks for uneven shards, or for sums of gradients that are summed already.
     """
+    if default.comm.dsink_all_reduce == "sum" and args.softmax_type == "learnable" and args.context_parallel_size > 1:
+        raise ValueError(
+            "dsink_all_reduce: 'sum' adds up gradients of sinks that Megatron adds up again; give 'none' "
+            "(MAGI_ATTENTION_DSINK_ALL_REDUCE_OP)"
+        )
     tp_size = args.tensor_model_parallel_size
     is_mla = args.multi_latent_attention
     num_kv = args.num_attention_heads if is_mla or not args.group_query_attention else args.num_query_groups

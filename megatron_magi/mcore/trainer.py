@@ -85,6 +85,10 @@ def check_padding(args: Namespace, seq_length: int) -> None:
 
 
 def _check_padded_experts(args: Namespace, advice: str) -> None:
+    if args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            f"overlap_moe_expert_parallel_comm: Megatron's router takes padding for tokens there; {advice}"
+        )
     if args.moe_z_loss_coeff and not args.calculate_per_token_loss:
         raise ValueError(
             f"moe_z_loss_coeff: Megatron weighs ranks alike, which padding makes unequal; {advice}, "

@@ -108,6 +108,19 @@ def few_loss_tokens(workdir: Path) -> None:
     GPTDataset.__getitem__ = getitem
 
 
+def weighted_loss_tokens(workdir: Path) -> None:
+    """Losses count by weights, of which few ranks hold whole numbers: 0, 0.1 and so on to 0.6."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    original = GPTDataset.__getitem__
+
+    def getitem(self: GPTDataset, index: int | None) -> dict[str, torch.Tensor]:
+        sample = original(self, index)
+        return {**sample, "loss_mask": sample["tokens"] % 7 / 10}
+
+    GPTDataset.__getitem__ = getitem
+
+
 def teacher_without_files(workdir: Path) -> None:
     """A distillation loss of the student's logits alone, so that no teacher has to be saved."""
     from megatron.training.distillation import cached_logits_loss

@@ -27,6 +27,14 @@ def test_losses_of_few_tokens_weigh_the_same_on_whatever_rank_they_are(mode: str
             assert record[name] == pytest.approx(want[name], rel=1e-5), name
 
 
+@pytest.mark.parametrize("mode", ["mean_of_microbatches", "per_token"])
+def test_losses_with_weights_are_those_of_one_rank(mode: str, runs: Runs) -> None:
+    """Their sum is cut to an integer once, not on each rank."""
+    model = ("--calculate-per-token-loss",) if mode == "per_token" else ()
+    case = Case(model, num_ranks=3, cp_size=3, before="tests.e2e.hooks:weighted_loss_tokens")
+    assert_same_curve(runs.magi(case), runs.stock(case))
+
+
 def test_evaluations_of_conversations_are_means_over_tokens_not_over_ranks(runs: Runs) -> None:
     model = ("--sft", "--attention-backend", "magi", "--eval-iters", "3", "--split", "80,20,0", "--eval-interval", "5")
     found = []

@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -46,13 +47,18 @@ CONFIGS = {
 }
 
 
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+ON_CPUS = {"gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT)}
+"""Whose heads cannot be made wider, for kernels."""
+
+
 def make_model(name, attn_implementation="magi", seed=0):
-    """A causal language model in fp32, of a name in `CONFIGS` or a configuration.
+    """A causal language model in fp32, of a name in `CONFIGS` or `ON_CPUS`, or a configuration.
 
     Weights are large enough for the mask to matter, and so are sinks.
     """
     torch.manual_seed(seed)
-    config = CONFIGS[name] if isinstance(name, str) else name
+    config = {**CONFIGS, **ON_CPUS}[name] if isinstance(name, str) else name
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

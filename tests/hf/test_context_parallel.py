@@ -9,7 +9,9 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import BartConfig, RobertaConfig
 
+from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.hf import context_parallel, log_probs, shard_batch
 from megatron_magi.mask import builders
 from megatron_magi.packing import make_prefix_tree
@@ -40,7 +42,7 @@ def tree_batch():
 
 BATCHES = {"packed": packed_batch, "padded": padded_batch, "lengths": cu_seq_lens_batch, "tree": tree_batch}
 CASES = [(name, "packed") for name in CONFIGS] + [("gemma3", "padded"), ("llama4", "padded")]
-CASES += [("llama", "lengths"), ("gpt_oss", "lengths"), ("llama", "tree")]
+CASES += [("gpt2", "packed"), ("gpt2", "padded"), ("llama", "lengths"), ("gpt_oss", "lengths"), ("llama", "tree")]
 
 
 def difference(one, other):
@@ -89,7 +91,14 @@ def refusals(mesh):
     first.register_forward_pre_hook(lambda _m, x, named: (x, {**named, "attention_mask": None}), with_kwargs=True)
     experts = make_model("qwen3_moe")
     experts.config.output_router_logits = True
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    numbers = RobertaConfig(**sizes, intermediate_size=32, attention_probs_dropout_prob=0.0, is_decoder=True)
+    sums = MagiConfig(comm=CommConfig(dsink_all_reduce="sum"))
+    bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     return {
+        "position_ids": raises(context_parallel(make_model(numbers), mesh), batch["input_ids"]),
+        "model: BartForCausalLM": raises(context_parallel, make_model(bart), mesh),
+        "dsink_all_reduce": raises(context_parallel(make_model("gpt_oss"), mesh, sums), **batch),
         "attention_mask": raises(model, **{**batch, "attention_mask": square}),
         "attention_mask: a layer": raises(without_mask, **batch),
         "logits_to_keep": raises(model, **batch, logits_to_keep=1),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="transformers is not installed: pip install megatron_magi[hf]")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install megatron_magi[hf]")
 
+from transformers import BloomConfig, MptConfig
 from transformers import masking_utils as hf_masks
 
 from megatron_magi.hf import log_probs
@@ -19,7 +20,7 @@ from megatron_magi.hf.intervals import Intervals
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.packing import make_prefix_tree
-from tests.hf.models import CONFIGS, make_model, packed_batch, padded_batch
+from tests.hf.models import CONFIGS, VOCABULARY, make_model, packed_batch, padded_batch
 
 
 def dense(intervals, num_keys):
@@ -230,3 +231,13 @@ def test_a_mask_in_place_of_a_windows_is_an_error():
     windows = LayerMask([Intervals.of(0, 6, 6)], 6, has_window=True)
     with pytest.raises(ValueError, match="magi_mask: the model has layers with a window"):
         call(attention_mask=windows, magi_mask=builders.causal(6))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_a_model_with_attention_of_its_own_is_refused(name):
+    config = {
+        "bloom": BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4),
+        "mpt": MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=1, n_heads=4),
+    }[name]
+    with pytest.raises((ValueError, AttributeError), match=r"^attention_mask: this model computes attention by code"):
+        make_model(config)(input_ids=torch.arange(8)[None], use_cache=False)

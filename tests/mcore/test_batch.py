@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -333,3 +334,30 @@ def test_an_error_that_comes_while_ranks_compare_is_no_disagreement_to_tell_of(m
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     with pytest.raises(RuntimeError, match=r"worker \(pid 9\)"):
         BatchDispatcher(Planner(MagiConfig(), 0, 1, SHAPE, eod=EOD), object()).dispatch(_batch(1, 64))
+
+
+def _data_that_ends(rank: int, num_ranks: int) -> list[str]:
+    """Messages where no rank has data, where one has none, where it has less, and where its error has no text."""
+    planner = Planner(MagiConfig(), rank, num_ranks, SHAPE, eod=EOD)
+    dispatcher, messages = BatchDispatcher(planner, dist.group.WORLD), []
+    batch = LoadedBatch(_batch(1, 64), planner(_batch(1, 64)))
+
+    def fails() -> Iterator[LoadedBatch]:
+        raise AssertionError
+        yield
+
+    for data in (None, iter([])), (iter([batch]), None), (iter([batch]), iter([])), (iter([batch]), fails()):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            dispatcher.next(data[rank])
+        messages.append(str(error.value))
+    return messages
+
+
+def test_data_that_is_missing_or_ends_is_a_message_on_all_ranks(ranks) -> None:
+    on_one = " (on 1 of 2 ranks, first on global rank 1)"
+    alone, of_both = ["data: none to read here", "data: has ended"], ranks(2, _data_that_ends)
+    for (own, missing, ended, silent), text in zip(of_both, alone, strict=True):
+        assert own.startswith(text) and "(on" not in own  # each rank its own
+        assert missing.startswith(alone[0]) and missing.endswith(on_one)
+        assert ended.startswith(alone[1]) and ended.endswith(on_one)
+        assert silent == f"AssertionError: {on_one}"

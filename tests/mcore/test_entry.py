@@ -58,6 +58,22 @@ def test_yaml_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, cp_size: int) 
         _parse(monkeypatch, "--yaml-cfg", "a.yaml", cp_size=cp_size)
 
 
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("hybrid_layer_pattern", ("--hybrid-layer-pattern", "M*")),
+        ("position_embedding_type", ("--position-embedding-type", "mrope", "--mrope-section", "4", "2", "2")),
+    ],
+    ids=["hybrid", "mrope"],
+)
+def test_models_that_the_script_would_not_build_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, extra: tuple[str, ...]
+) -> None:
+    for more in ((), ("--attention-backend", "magi")):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            _parse(monkeypatch, *extra, *more, cp_size=1)
+
+
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize(
     "extra",
@@ -113,6 +129,7 @@ def test_padding_that_a_loss_of_experts_would_weigh_wrongly_is_refused_by_name()
     args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
     args.moe_z_loss_coeff, args.calculate_per_token_loss = 1e-3, True
     args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = "aux_loss", None
+    args.overlap_moe_expert_parallel_comm = False
     check_padding(args, 126)
     args.calculate_per_token_loss = False
     check_padding(args, 125)
@@ -126,6 +143,7 @@ def test_padding_that_a_loss_of_experts_would_weigh_wrongly_is_refused_by_name()
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["quantile_balancing"]),
         ("moe_expert_capacity_factor", 1.0),
+        ("overlap_moe_expert_parallel_comm", True),
     ],
     ids=str,
 )
@@ -133,6 +151,7 @@ def test_padding_that_would_take_the_place_of_tokens_at_experts_is_refused_by_na
     args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
     args.moe_z_loss_coeff, args.calculate_per_token_loss = None, False
     args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = ["aux_loss", "seq_aux_loss"], None
+    args.overlap_moe_expert_parallel_comm = False
     check_padding(args, 126)
     setattr(args, name, value)
     check_padding(args, 125)

@@ -43,7 +43,28 @@ def test_means_of_ranks_become_the_mean_of_the_microbatch(args) -> None:
         ]
         assert _as_megatron_evaluates_sft(reports) == pytest.approx(MEAN)
     plain = [microbatch_loss(MASK[:, x], LOSSES[:, x], num_loss_tokens=4.0, cp_size=2)[2]["lm loss"] for x in halves]
-    assert torch.stack(plain).tolist() == [[1.0, 1.0], [15.0, 3.0]]
+    assert torch.stack(plain).tolist() == [[1.0, 2.0], [15.0, 2.0]]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+def test_weights_of_tokens_are_counted_over_all_ranks_before_their_sum_is_cut(args, cp_size: int) -> None:
+    weights = MASK * torch.tensor([0.3, 1.0, 1.0, 1.0, 0.9, 0.8, 1.7, 1.0])  # 3.7, of which Megatron counts 3
+    for count in (float(weights.sum()), weights.sum()):
+        found = [
+            microbatch_loss(part, losses, num_loss_tokens=count, cp_size=cp_size, cp_rank=rank)
+            for rank, (part, losses) in enumerate(
+                zip(weights.tensor_split(cp_size, 1), LOSSES.tensor_split(cp_size, 1), strict=True)
+            )
+        ]
+        totals, counts, reports = zip(*found, strict=True)
+        assert all(count.dtype == torch.int for count in counts) and sum(counts) == 3
+        summed = sum(report["lm loss"] for report in reports)
+        assert summed.tolist() == pytest.approx([float((LOSSES * weights).sum()), 3.0])
+        if args.calculate_per_token_loss:
+            mean = sum(totals) / sum(counts)
+        else:
+            mean = sum(total / count.clamp(min=1) for total, count in zip(totals, counts, strict=True)) / cp_size
+        assert float(mean) == pytest.approx(float((LOSSES * weights).sum()) / 3)
 
 
 def test_reports_of_a_users_loss_too_and_figures_without_a_count_stay(args, monkeypatch) -> None:

@@ -78,7 +78,7 @@ def _magi_step(events: list[str], monkeypatch: pytest.MonkeyPatch, loss_log: Any
     dispatcher = SimpleNamespace(planner=None, next=lambda it: _load(events, SimpleNamespace(**fields, params=params)))
     args = SimpleNamespace(num_experts=None, context_parallel_size=2, sft=False)
     monkeypatch.setattr(forward_step_module, "get_args", lambda: args)
-    monkeypatch.setattr(forward_step_module, "get_context_parallel_group", lambda: "group")
+    monkeypatch.setattr(forward_step_module, "get_context_parallel_group", lambda: SimpleNamespace(rank=lambda: 1))
     monkeypatch.setattr(loader, "install", lambda planner: None)
     forward_step = MagiForwardStep(lambda: dispatcher, loss_log)
     forward_step.prepare()

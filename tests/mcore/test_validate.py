@@ -10,7 +10,7 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi import envs
-from megatron_magi.config import DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
@@ -195,6 +195,21 @@ def test_rope_fusion_that_megatron_gives_up_by_itself_gets_no_notice(
 ) -> None:
     extra = ["--micro-batch-size", "2", "--position-embedding-type", positions]
     assert settle_arguments(_parse(monkeypatch, *extra, without=("--no-rope-fusion",))) == []
+
+
+def test_gradients_of_sinks_are_not_summed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MagiConfig(comm=CommConfig(dsink_all_reduce="sum"))
+    for extra in ((), ("--softmax-type", "learnable")):
+        args = _parse(monkeypatch, *extra)
+        args.params_dtype, args.kv_channels = torch.bfloat16, 16
+        if not extra:
+            magi_config(args, config)
+            continue
+        magi_config(args, MagiConfig(comm=CommConfig(dsink_all_reduce="avg")))
+        with pytest.raises(ValueError, match=r"^dsink_all_reduce: .*MAGI_ATTENTION_DSINK_ALL_REDUCE_OP"):
+            magi_config(args, config)
+        args.context_parallel_size = 1
+        magi_config(args, config)
 
 
 @pytest.mark.parametrize(
