@@ -55,9 +55,15 @@ GROUPED = "--moe-grouped-gemm"
 SINK = ("--softmax-type", "learnable")
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 DELAYED = ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
+BLOCKWISE = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
 PACKED = ("--dataloader-inter-document-masking",)
+MLA = ("--multi-latent-attention", "--qk-head-dim", "128", "--qk-pos-emb-head-dim", "64", "--v-head-dim", "128",
+       "--kv-lora-rank", "128", "--q-lora-rank", "256", "--rope-type", "rope", "--no-rope-fusion")  # fmt: skip
 MODELS = {"dense": (), "packed": PACKED, "experts": EXPERTS, "sink": SINK, "fp8": FP8,
-          "fp8_delayed": DELAYED}  # fmt: skip
+          "fp8_delayed": DELAYED, "fp8_blockwise": BLOCKWISE, "mla": MLA}  # fmt: skip
+GRAPHED_MLP = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp", "--te-rng-tracker")
+OFFLOADED = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn",
+             "--min-offloaded-tensor-size", "1024")  # fmt: skip
 AS_DRAWN = ("fp8_delayed",)
 """Models that start from weights as they are drawn: TE refuses to load what delayed scaling saves."""
 
@@ -85,7 +91,7 @@ class Job:
     legs: tuple[tuple[str, ...], ...] = ()
 
 
-NEED_TE = ("fp8", "fp8_delayed", "packed")
+NEED_TE = ("fp8", "fp8_delayed", "fp8_blockwise", "mla", "packed")
 UNFUSED = ("--attention-backend", "unfused")
 REFERENCE = "stock"
 JOBS = [
@@ -100,6 +106,8 @@ JOBS = [
     Job("stock_tp2_sp", "sink", TP2, is_stock=True),
     Job("stock_tp2_sp", "fp8", TP2, is_stock=True, te_only=True),
     *(Job("magi_cp1", model, MAGI, 1, te_only=model in NEED_TE) for model in MODELS),
+    Job("magi_cp1_graphed_mlp", "dense", (*MAGI, *GRAPHED_MLP), 1, te_only=True),
+    Job("magi_cp1_offloaded", "dense", (*MAGI, *OFFLOADED), 1, te_only=True),
     Job("magi_cp2", "dense", (*MAGI, *CP2)),
     Job("magi_tp2_sp", "dense", (*MAGI, *TP2)),
     Job("magi_tp2_sp_overlapped", "dense", (*MAGI, *TP2, "--tp-comm-overlap"), te_only=True),
@@ -113,6 +121,8 @@ JOBS = [
     Job("magi_tp2_sp", "sink", (*MAGI, *TP2)),
     Job("magi_cp2", "fp8", (*MAGI, *CP2), te_only=True),
     Job("magi_cp2", "fp8_delayed", (*MAGI, *CP2), te_only=True),
+    Job("magi_cp2", "fp8_blockwise", (*MAGI, *CP2), te_only=True),
+    Job("magi_cp2", "mla", (*MAGI, *CP2), te_only=True),
     Job("checkpoint_te_cp1_magi_cp2_te_cp2", "dense", legs=((), (*MAGI, *CP2), CP2), te_only=True),
     Job("checkpoint_te_cp2_magi_cp1_te_cp1", "dense", legs=(CP2, MAGI, ()), te_only=True),
     Job(
@@ -132,7 +142,7 @@ class Result:
     error: str = ""
 
 
-def model_args(data: Path, layers: str, has_experts: bool) -> list[str]:
+def model_args(data: Path, layers: str, model: str) -> list[str]:
     """Megatron's command line without what differs between jobs."""
     sizes = {
         "--num-layers": 4, "--hidden-size": 512, "--ffn-hidden-size": 1408, "--num-attention-heads": 4,
@@ -147,10 +157,10 @@ def model_args(data: Path, layers: str, has_experts: bool) -> list[str]:
     }  # fmt: skip
     if layers == "local":
         sizes |= {"--hidden-size": 64, "--ffn-hidden-size": 128, "--kv-channels": 16}
-    flags = ["--group-query-attention", "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
-    flags += ["--eod-mask-loss", "--bf16"]
+    flags = ["--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--eod-mask-loss", "--bf16"]
+    flags += [] if model == "mla" else ["--group-query-attention"]
     if layers == "te":
-        flags += ["--transformer-impl", "transformer_engine", *([GROUPED] if has_experts else [])]
+        flags += ["--transformer-impl", "transformer_engine", *([GROUPED] if model == "experts" else [])]
     else:
         flags += ["--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"]
         flags += ["--no-rope-fusion"]
@@ -171,7 +181,7 @@ def run_jobs(jobs: Sequence[Job], folder: Path, layers: str, as_drawn: Sequence[
         results[f"{job.model}/{job.name}"] = result = Result()
         sinks = _Sinks()
         hooks = [sinks.hook] if job.model == "sink" else []
-        base = model_args(folder / "data" / "text", layers, job.model == "experts")
+        base = model_args(folder / "data" / "text", layers, job.model)
         weights = folder / f"weights_{job.model}"
         try:
             start = [] if job.model in as_drawn else ["--load", str(weights), "--finetune"]
@@ -297,8 +307,9 @@ def launch(
     keys: Sequence[str], num_gpus: int, devices: str, name: str, options: argparse.Namespace
 ) -> subprocess.Popen:
     """Starts torchrun over this file's worker."""
-    # TE overlaps through user buffers; multicast is left alone.
+    # TE overlaps through user buffers; multicast is left alone. Megatron asks for the last one where it offloads.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
+    env["NVTE_CPU_OFFLOAD_V1"] = "1"
     env |= {
         "RESULTS": str(options.out / f"results_{num_gpus}_{name}.json"),
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "4"),

@@ -4,8 +4,8 @@ Megatron assumes a GPU in some hundred places. `install` gives callers in ``mega
 one else, a CUDA of one device that is really the CPU: streams and events that do nothing,
 factories that place tensors on the CPU, one random generator. Every other caller, torch itself
 included, sees the machine as it is: with these answers torch's own code (compiler, data loader, checkpointing) would
-take paths that need a driver. Megatron itself is neither imported nor changed; what must be other in it is
-`mcore.without_gpu`'s matter.
+take paths that need a driver. Transformer Engine and Apex, which cannot compute without a GPU, are as if they were not
+installed. Megatron itself is neither imported nor changed; what must be other in it is `mcore.without_gpu`'s matter.
 
 The comment at each patch names the code that needs it, as file and line of megatron-core 0.19.2.
 """
@@ -86,8 +86,18 @@ def install(*, force: bool = False) -> bool:
     _patch_compiler()
     _patch_factories()
     _patch_tensor()
+    _hide_gpu_packages()
     _installed = True
     return True
+
+
+def _hide_gpu_packages() -> None:
+    """Makes imports of packages fail that Megatron prefers to torch where it finds them, and that need a GPU.
+
+    core/optimizer/__init__.py:13 and clip_grads.py:10, core/extensions/transformer_engine.py:70.
+    """
+    for name in ("transformer_engine", "apex"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 class CpuStream:

@@ -195,6 +195,27 @@ def set_for_megatron() -> Callable[[], object]:
     return lambda: os.environ.pop(MAX_CONNECTIONS)
 
 
+def check_te_attention(environ: Mapping[str, str] | None = None) -> None:
+    """Refuses variables that turn some of Transformer Engine's attention kernels off.
+
+    Megatron insists on 1 for all of them, which is no choice, when it builds the model.
+
+    Args:
+        environ: the variables; ``os.environ`` when None.
+
+    Raises:
+        ValueError: one has another value.
+    """
+    environ = os.environ if environ is None else environ
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        value = environ.get(name, "1")
+        if value != "1":
+            raise ValueError(
+                f"{name}: {value!r} chooses among Transformer Engine's attention kernels, of which --attention-backend "
+                "magi uses none; unset it"
+            )
+
+
 def load_build(environ: Mapping[str, str] | None = None) -> BuildSettings:
     """What the environment says of compiling; other variables are not looked at.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +128,26 @@ def test_nothing_is_patched_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch
     before = torch.zeros
     assert not cpu_device.install()
     assert torch.zeros is before
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "apex"])
+def test_packages_that_need_a_gpu_are_as_if_not_installed(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    code = f"""
+import importlib.util
+from megatron_magi import cpu_device
+assert importlib.util.find_spec({name!r})
+assert cpu_device.install()
+assert not importlib.util.find_spec({name!r})
+try:
+    import {name}.optimizers
+except ImportError:
+    print("not there")
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "not there\n"
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
+from megatron_magi import envs
 from megatron_magi.checks import int_at_least
 
 _ROUTER = "moe_router", "moe_preprocess"
@@ -16,9 +17,10 @@ def validate_arguments(args: Namespace) -> None:
     """Checks a parsed command line, before Megatron checks it.
 
     Raises:
-        ValueError: an argument asks for something that is not supported; names it and says what to do.
+        ValueError: an argument or a variable asks for something that is not supported; names it and says what to do.
     """
     _check_own(args)
+    envs.check_te_attention()
     _check_attention(args)
     _check_precision(args)
     _check_layers(args)

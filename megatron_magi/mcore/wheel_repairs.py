@@ -90,8 +90,8 @@ def _repair_layer_spec() -> None:
     @functools.wraps(original)
     def submodules(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(
-            "transformer_impl: transformer_engine, which is Megatron's default, but Transformer Engine cannot be "
-            "imported; pip install '.[te]' in a checkout, or give --transformer-impl local"
+            "transformer_impl: transformer_engine, which is Megatron's default, but there is no Transformer Engine, or "
+            "no GPU, which it needs; pip install '.[te]' in a checkout, or give --transformer-impl local"
         )
 
     seams.put(_LAYERS, submodules)

@@ -10,6 +10,9 @@
 #   NPROC_PER_NODE   ranks a node; else the GPUs that the job has on a node
 #   RUN_DIR          folder on a file system that all nodes share: checkpoints, losses; runs/NAME-JOBID if not given
 #   PYTHON           interpreter; .venv/bin/python of the folder the job was submitted in if not given
+#   CONTAINER        what runs a node's command in a container: srun options such as `--container-image=IMAGE
+#                    --container-mounts=...` (Pyxis), or a command such as `apptainer exec --nv IMAGE`. The folder of the
+#                    job and RUN_DIR must be there under the same paths. PYTHON is then one of the container, else `python`
 set -euo pipefail
 
 fail() {
@@ -27,8 +30,13 @@ for argument in "$@"; do
   esac
 done
 
-export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no interpreter $PYTHON; submit with PYTHON=\$(command -v python)"
+read -ra container <<<"${CONTAINER:-}"
+if [ "${#container[@]}" = 0 ]; then
+  export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+  command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no interpreter $PYTHON; submit with PYTHON=\$(command -v python)"
+else
+  export PYTHON=${PYTHON:-python}
+fi
 export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 RUN_DIR=$(realpath -m "${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}")
 checkpoints=$RUN_DIR/checkpoints
@@ -70,7 +78,7 @@ echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELI
 first=$(latest)
 # --wait: a node whose ranks have ended does not wait longer for others that hang.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 \
-  ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+  ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "${container[@]}" \
   bash pretrain_scripts/slurm/node.sh "$@" ${CP:+--context-parallel-size "$CP"} \
   --save "$checkpoints" --load "$checkpoints" --magi-loss-log "$RUN_DIR/losses.jsonl" &
 step=$!

@@ -12,6 +12,17 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((${SLURM_CPUS_ON_NODE:-1} + NPROC_P
 find_cudnn='import importlib.util as u; print(u.find_spec("nvidia.cudnn").submodule_search_locations[0])'
 if [ -z "${CUDNN_HOME:-}" ] && CUDNN_HOME=$("$PYTHON" -c "$find_cudnn" 2>/dev/null); then export CUDNN_HOME; fi
 
+# As `pgrep --parent`, which slim container images lack.
+children_of() {
+  local file line parent
+  for file in /proc/[0-9]*/stat; do
+    { read -r line <"$file"; } 2>/dev/null || continue
+    # PID (NAME) STATE PARENT ...; the name may contain anything.
+    read -r _ parent _ <<<"${line##*) }"
+    [ "$parent" != "$1" ] || echo "${line%% *}"
+  done
+}
+
 stopping=
 trap 'stopping=1' TERM URG
 
@@ -34,7 +45,8 @@ while :; do
   kill -0 "$launcher" 2>/dev/null || exit "$status"
   # Again and again: ranks that are still starting do not listen yet.
   while [ -n "$stopping" ] && kill -0 "$launcher" 2>/dev/null; do
-    pkill -URG --parent "$launcher" || true
+    mapfile -t ranks < <(children_of "$launcher")
+    [ "${#ranks[@]}" = 0 ] || kill -URG "${ranks[@]}" 2>/dev/null || true
     sleep 2
   done
 done

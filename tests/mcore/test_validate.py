@@ -89,6 +89,15 @@ def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: l
         _validate(monkeypatch, *extra)
 
 
+@pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
+def test_choice_of_another_attention_kernel_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    _validate(monkeypatch)
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match=f"^{name}: '0' chooses .* unset it"):
+        _validate(monkeypatch)
+
+
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
     default = MagiConfig(overlap=OverlapConfig(degree=3, one_launch=True))

@@ -31,6 +31,7 @@ class Lab:
 
     work: Path
     python: str = sys.executable
+    container: str = ""
 
     def start(self, ranks: str, *arguments: str, nodes_answer: int = 0, state: str = "RUNNING") -> subprocess.Popen:
         """Runs job.sh with ``ranks``, a line of shell, as what the ranks do."""
@@ -40,7 +41,15 @@ class Lab:
         stubs = {"WORK": str(self.work), "RANKS": ranks, "NODES_ANSWER": str(nodes_answer), "STATE": state}
         return subprocess.Popen(
             ["bash", "-c", 'source "$0" "$@"', str(ROOT / "pretrain_scripts/slurm/job.sh"), *arguments],
-            env={**os.environ, **job, **stubs, "PATH": path, "CP": "16", "PYTHON": self.python},
+            env={
+                **os.environ,
+                **job,
+                **stubs,
+                "PATH": path,
+                "CP": "16",
+                "PYTHON": self.python,
+                "CONTAINER": self.container,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -145,3 +154,46 @@ def test_an_interpreter_that_is_not_there_is_said_before_nodes_start(lab: Lab) -
     status, output = lab.run("exit 0")
     assert (status, (lab.work / "srun").exists()) == (2, False)
     assert output.startswith(f"PYTHON: there is no interpreter {lab.python}; ")
+
+
+def test_a_container_is_named_before_the_command_and_brings_the_interpreter(lab: Lab) -> None:
+    lab.python, lab.container = "", "--container-image=a.sqsh --container-mounts=/a:/a"
+    status, output = lab.run('echo "$PYTHON" >"$WORK/said"; touch "$COMPLETE_FILE"', "--config", "a.yaml")
+    assert status == 0, output
+    assert (
+        " --container-image=a.sqsh --container-mounts=/a:/a bash pretrain_scripts/slurm/node.sh --config a.yaml "
+        in (lab.work / "srun").read_text()
+    )
+    assert (lab.work / "said").read_text() == "python\n"
+
+
+def test_a_node_tells_its_ranks_to_save_without_tools_of_procps(tmp_path: Path) -> None:
+    """TERM and URG become URG for the children of torchrun, for which a shell with such a child stands."""
+    listen = "import signal, sys; signal.signal(signal.SIGURG, lambda *_: sys.exit(0))"
+    rank = f"{listen}; open(sys.argv[1], 'w'); signal.pause()"
+    launcher = tmp_path / "odd ) name (x"
+    launcher.write_text(f'#!/usr/bin/env bash\n{sys.executable} -c "{rank}" "{tmp_path}/on" & wait "$!"\n')
+    launcher.chmod(0o755)
+    (tmp_path / "pkill").write_text("#!/bin/sh\nexit 127\n")
+    (tmp_path / "pkill").chmod(0o755)
+    node = {
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "NPROC_PER_NODE": "1",
+        "CUDNN_HOME": "/",
+        "COMPLETE_FILE": "c",
+    }
+    node |= {"PYTHON": str(launcher), "RENDEZVOUS": "localhost:1", "RENDEZVOUS_ID": "1"}
+    process = subprocess.Popen(
+        ["bash", "pretrain_scripts/slurm/node.sh"],
+        cwd=ROOT,
+        env={**os.environ, **node, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "on").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()

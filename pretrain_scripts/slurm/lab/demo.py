@@ -100,7 +100,9 @@ def submit(name: str, out: Path, *arguments: str) -> Job:
     training = ["--config", CONFIG, "--train-iters", str(NUM_ITERATIONS), "--save-interval", str(SAVE_INTERVAL)]
     # A process that reads data, as in real runs: it must not die before its rank has saved.
     training += ["--hierarchical-context-parallel-sizes", "1", "2", "--num-workers", "1"]
-    environment = {"RUN_DIR": str(folder), "CP": "2", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    # A command that runs another stands for one that runs it in a container.
+    environment = {"RUN_DIR": str(folder), "CP": "2", "PYTHON": sys.executable, "CONTAINER": "env LAB=1"}
+    environment["PYTHONPATH"] = str(ROOT)
     command = ["sbatch", *options, script, *training, *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
