@@ -33,6 +33,10 @@ _OF_LATER = ("scratch", "later.dk"), ("scratch", "later.dv")
 _GRADIENTS = ("dk", 0), ("dv", 0)
 
 
+# `torch.empty` takes the host three times as long to read a shape.
+_new, _new_like = torch.empty_strided, functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+
+
 class Remote(Protocol):
     """Keys and values of other ranks. Collective: what is asked of one rank is asked of all.
 
@@ -150,24 +154,26 @@ class OneLaunch:
         if self.remote is not None and not self.remote.forward_pays(k, v):
             return None
         device, stream = q.device, current_stream(q.device)
-        key = stream, q.stride(), k.stride(), v.stride()
-        if self._is_direct(key, (q, k, v)):
-            rows_k, rows_v = k, v
-        else:
+        walk, rows_k, rows_v = self._direct((stream, q.stride(), k.stride(), v.stride()), (q, k, v)), k, v
+        if walk is None:
             q, k, v = loadable(q), loadable(k), loadable(v)
-            rows_k, rows_v, key = self._rows(k), self._rows(v), (stream, q.stride(), k.stride(), v.stride())
+            rows_k, rows_v = self._rows(k), self._rows(v)
         num_rows, num_heads, _ = q.shape
-        out = torch.empty((num_rows, num_heads, v.shape[2]), dtype=q.dtype, device=device)
-        lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=device)
+        dim = v.shape[2]
+        out = _new((num_rows, num_heads, dim), (num_heads * dim, dim, 1), dtype=q.dtype, device=device)
+        lse = _new((num_rows, num_heads), (num_heads, 1), dtype=torch.float32, device=device)
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
-        walk = self._known(
-            key, OneLaunch._make_forward, (q, k, v, rows_k, rows_v, out, lse, sink),
-            options, return_max_logits, stream,
-        )  # fmt: skip
+        if walk is None:
+            walk = self._known(
+                (stream, q.stride(), k.stride(), v.stride()), OneLaunch._make_forward,
+                (q, k, v, rows_k, rows_v, out, lse, sink), options, return_max_logits, stream,
+            )  # fmt: skip
         if walk is None:
             return None
-        scratch = torch.empty(walk.num_scratch, dtype=torch.uint8, device=device)
+        size = walk.num_scratch
+        scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        of_keys = rows_k.data_ptr(), rows_v.data_ptr(), 0 if scratch is None else scratch.data_ptr()
         max_logits, more = None, []
         if sink is not None:
             more.append(sink.data_ptr())
@@ -175,13 +181,10 @@ class OneLaunch:
             max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
             more.append(max_logits.data_ptr())
         if walk.calls.form.is_empty:
-            walk.calls.queue(rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr())
+            walk.calls.queue(*of_keys)
             return out, lse, max_logits
-        addresses = (
-            rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(),
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more,
-        )  # fmt: skip
-        _attend(walk.calls.queue, addresses, q, v, self.bands)
+        rest = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *more
+        _attend(walk.calls.queue, (*of_keys, *rest), q, v, self.bands)
         return out, lse, max_logits
 
     def backward(
@@ -207,24 +210,22 @@ class OneLaunch:
         """
         q, k, v = qkv
         device, stream, dout = q.device, current_stream(q.device), in_dtype(dout, q.dtype)
-        key = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta)
-        if self._is_direct(key, (q, k, v, dout, out)):
-            rows_k, rows_v = k, v
-        else:
+        key, rows_k, rows_v = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), k, v
+        walk = self._direct(key, (q, k, v, dout, out))
+        if walk is None:
             q, k, v, dout, out = map(loadable, (q, k, v, dout, out))
             rows_k, rows_v = self._rows(k), self._rows(v)
-            key = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta)
-        new = functools.partial(torch.empty, device=device)
-        dq, dk, dv = new(q.shape, dtype=q.dtype), new(k.shape, dtype=partial), new(v.shape, dtype=partial)
-        walk = self._known(
-            key, OneLaunch._make_backward, (q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv),
-            options, wants_delta, stream,
-        )  # fmt: skip
+        dq, dk, dv = _new_like(q), _new_like(k, dtype=partial), _new_like(v, dtype=partial)
+        if walk is None:
+            walk = self._known(
+                self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), OneLaunch._make_backward,
+                (q, k, v, rows_k, rows_v, dout, out, lse, dq, dk, dv), options, wants_delta, stream,
+            )  # fmt: skip
         if walk is None:
             return None
-        scratch = new(walk.num_scratch, dtype=torch.uint8)
+        scratch = torch.empty(walk.num_scratch, dtype=torch.uint8, device=device)
         addresses = rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        delta = new(lse.shape, dtype=torch.float32) if wants_delta else None
+        delta = _new_like(lse) if wants_delta else None
         if walk.calls.form.is_empty:
             walk.calls.queue(*addresses)
             dk.zero_()
@@ -245,15 +246,15 @@ class OneLaunch:
     def _backward_key(stream: int, tensors: Sequence[torch.Tensor], wants_delta: bool) -> tuple:
         return stream, wants_delta, *[t.stride() for t in tensors]
 
-    def _is_direct(self, key: tuple, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether tensors of a layout are known to be taken as they are, by all that is queued."""
+    def _direct(self, key: tuple, tensors: Sequence[torch.Tensor]) -> _Walk | None:
+        """The walk of a layout whose tensors are taken as they are, by all that is queued; None where none is known."""
         walk = self.walks.get(key)
-        if walk is None or not walk.calls.form.is_direct:
-            return False
+        if walk is None or not walk.calls.form.is_direct or not walk.holds():
+            return None
         bits = 0
         for t in tensors:
             bits |= t.data_ptr()
-        return not bits % _TMA_ALIGNMENT
+        return None if bits % _TMA_ALIGNMENT else walk
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """What is published; where nothing is it need not lie in rows."""
