@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import gated, gated_backward, one_launch
+from megatron_magi.ops.hopper import gated, gated_backward, one_launch, plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.slice_attention import slice_attention
 from tests.ops.fake_driver import fake_driver
@@ -85,6 +87,19 @@ def test_calls_go_with_the_tables_that_they_read(launched):
     assert not launches.walks
     step(MASKS[0])
     assert len(launches.walks) == 2
+
+
+def test_a_call_under_way_keeps_the_tables_that_it_reads(launched):
+    step(MASKS[0])
+    launches = hopper._one_launches.items()[-1][1]
+    under_way = next(iter(launches.walks.values()))
+    tables = [ref(plan.memory) for plan in under_way.tables.values()]
+    assert tables
+    for kept in (gated._passes, gated_backward._passes, plan._plans):
+        kept.drop(lambda _: True)
+    assert list(launches.walks.values()) == [under_way] and all(table() is not None for table in tables)
+    del under_way
+    assert not launches.walks and not any(table() is not None for table in tables)
 
 
 def test_bands_that_change_later_are_another_mask(launched):

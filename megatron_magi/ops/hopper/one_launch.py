@@ -20,6 +20,7 @@ from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS
+from megatron_magi.ops.hopper.plan import DevicePlan
 from megatron_magi.ops.hopper.stream_calls import CallsForm, Mover, StreamCalls, brought
 from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable
 from megatron_magi.ops.merge import sink_lse
@@ -33,8 +34,7 @@ _OF_LATER = ("scratch", "later.dk"), ("scratch", "later.dv")
 _GRADIENTS = ("dk", 0), ("dv", 0)
 
 
-# `torch.empty` takes the host three times as long to read a shape.
-_new, _new_like = torch.empty_strided, functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+_new_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 class Remote(Protocol):
@@ -78,11 +78,13 @@ class _Walk:
         calls: lists of them.
         num_scratch: bytes of memory that they take.
         later: where in them partial gradients of fetched keys and values are, which are left to be sent.
+        tables: what the calls read, so that it stays while another thread has the pass forgotten.
     """
 
     def __init__(self, calls: StreamCalls, numbers: Mapping[str, int]) -> None:
         self.calls, self.num_scratch = calls, numbers["num_scratch"]
         self.later = (numbers["later.dk"], numbers["later.dv"]) if calls.form.left else None
+        self.tables: Mapping[str, DevicePlan] = {}
 
     def holds(self) -> bool:
         """Whether it can be queued still."""
@@ -153,15 +155,14 @@ class OneLaunch:
         """
         if self.remote is not None and not self.remote.forward_pays(k, v):
             return None
-        device, stream = q.device, current_stream(q.device)
+        stream = current_stream(q.device)
         walk, rows_k, rows_v = self._direct((stream, q.stride(), k.stride(), v.stride()), (q, k, v)), k, v
         if walk is None:
             q, k, v = loadable(q), loadable(k), loadable(v)
             rows_k, rows_v = self._rows(k), self._rows(v)
         num_rows, num_heads, _ = q.shape
-        dim = v.shape[2]
-        out = _new((num_rows, num_heads, dim), (num_heads * dim, dim, 1), dtype=q.dtype, device=device)
-        lse = _new((num_rows, num_heads), (num_heads, 1), dtype=torch.float32, device=device)
+        out = q.new_empty(num_rows, num_heads, v.shape[2])  # a shape in a tuple takes the host twice as long to read
+        lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
         if sink is not None:
             sink = sink_lse(sink, torch.float32).expand(lse.shape)
         if walk is None:
@@ -171,14 +172,13 @@ class OneLaunch:
             )  # fmt: skip
         if walk is None:
             return None
-        size = walk.num_scratch
-        scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        scratch = q.new_empty(walk.num_scratch, dtype=torch.uint8) if self.num_recv else None
         of_keys = rows_k.data_ptr(), rows_v.data_ptr(), 0 if scratch is None else scratch.data_ptr()
         max_logits, more = None, []
         if sink is not None:
             more.append(sink.data_ptr())
         if return_max_logits:
-            max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
+            max_logits = torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=q.device)
             more.append(max_logits.data_ptr())
         if walk.calls.form.is_empty:
             walk.calls.queue(*of_keys)
@@ -209,7 +209,7 @@ class OneLaunch:
             wants_delta: ``rowsum(dout * out)``, fp32 ``[num_rows, num_heads]``, is returned too.
         """
         q, k, v = qkv
-        device, stream, dout = q.device, current_stream(q.device), in_dtype(dout, q.dtype)
+        stream, dout = current_stream(q.device), in_dtype(dout, q.dtype)
         key, rows_k, rows_v = self._backward_key(stream, (q, k, v, dout, out, lse), wants_delta), k, v
         walk = self._direct(key, (q, k, v, dout, out))
         if walk is None:
@@ -223,7 +223,7 @@ class OneLaunch:
             )  # fmt: skip
         if walk is None:
             return None
-        scratch = torch.empty(walk.num_scratch, dtype=torch.uint8, device=device)
+        scratch = q.new_empty(walk.num_scratch, dtype=torch.uint8)
         addresses = rows_k.data_ptr(), rows_v.data_ptr(), scratch.data_ptr(), dk.data_ptr(), dv.data_ptr()
         delta = _new_like(lse) if wants_delta else None
         if walk.calls.form.is_empty:
@@ -276,6 +276,7 @@ class OneLaunch:
         walk, keeper = maker(self)
         if walk is not None:
             self.makers[key] = maker
+            walk.tables = {} if keeper is None else keeper.plans
             if keeper is None or self.is_prepared:
                 self.kept[key] = walk, keeper
             else:
