@@ -10,6 +10,7 @@ Usage: python benchmarks/bench_attention_costs.py --lengths 8192 32768 --csv cos
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,17 +26,21 @@ from attention_cases import MASKS
 from attention_timing import time_together
 from provenance import write_csv
 
+from megatron_magi.attention import distributed_attention
+from megatron_magi.config import MagiConfig
 from megatron_magi.cuda import build as hopper_build
 from megatron_magi.mask import builders
 from megatron_magi.ops.flex_flash_attn import flex_flash_attn_func
 from megatron_magi.ops.hopper import kernels as hopper_kernels
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.plan import make_plan
 from megatron_magi.testing.device_costs import host_us, peak_of
 
 Row = tuple[str, str, int, float, str, float]
 HEADER = ("quantity", "mask", "length", "value", "unit", "limit")
 HEADS_Q, HEADS_KV, HEAD_DIM = 64, 8, 128
 MARGIN = 8
+PARTS = ["first use", "host", "memory", "options"]
 
 
 def tensors(length: int, heads: tuple[int, int] = (HEADS_Q, HEADS_KV)) -> list[torch.Tensor]:
@@ -78,15 +84,24 @@ def host_times() -> Iterator[Row]:
     frozen = [t.detach() for t in leaves]
     ranges, types = torch.tensor([[0, length]], device="cuda"), torch.tensor([1], device="cuda")
     compiled = torch.compile(lambda q, k, v: slice_attention(q, k, v, mask, impl="ffa")[0], backend="aot_eager")
-    out, _ = slice_attention(*leaves, mask, impl="ffa")
-    dout = torch.ones_like(out)
+    config = MagiConfig()
+    plan = make_plan(mask, config, 1).for_rank(0)
+    ways = {
+        "": lambda q, k, v: slice_attention(q, k, v, mask, impl="ffa"),
+        " with ranges on the GPU": lambda q, k, v: flex_flash_attn_func(q, k, v, ranges, ranges, types),
+        " of one rank": lambda q, k, v: distributed_attention(q, k, v, plan, None, config=config),
+    }
+    outs = {name: way(*leaves)[0] for name, way in ways.items()}
+    dout = torch.ones_like(outs[""])
     calls = {
         "host, forward": (lambda: slice_attention(*frozen, mask, impl="ffa"), 30.0),
         "host, forward with ranges on the GPU": (lambda: flex_flash_attn_func(*frozen, ranges, ranges, types), 30.0),
-        "host, forward recorded for the backward": (lambda: slice_attention(*leaves, mask, impl="ffa"), 30.0),
-        "host, backward": (lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), float("nan")),
         "host, forward in a compiled function": (lambda: compiled(*frozen), float("nan")),
     }
+    for name, way in ways.items():
+        calls[f"host, forward{name} recorded for the backward"] = lambda way=way: way(*leaves), 30.0
+        backward = partial(torch.autograd.grad, retain_graph=True)
+        calls[f"host, backward{name}"] = partial(backward, outs[name], leaves, dout), float("nan")
     for what, (call, limit) in calls.items():
         yield what, "causal", length, host_us(call), "us", limit
 
@@ -168,6 +183,7 @@ def main() -> None:
     parser.add_argument("--masks", nargs="+", choices=list(MASKS), default=["full", "causal", "varlen_causal"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--csv", help="where to write the table, with where it comes from in its first lines")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     args = parser.parse_args()
     torch.manual_seed(0)
     rows: list[Row] = []
@@ -178,13 +194,16 @@ def main() -> None:
             quantity, mask, length, value, unit, limit = row
             print(f"{quantity:<42} {mask:>14} {length:>7} {value:>9.3f} {unit:<8} limit {limit:.3f}", flush=True)
 
-    add(first_use())
-    add(first_step())
-    add(host_times())
-    add(iter([new_mask_time()]))
-    add(memory(max(args.lengths)))
-    for length in args.lengths:
-        for name in args.masks:
+    if "first use" in args.parts:
+        add(first_use())
+        add(first_step())
+    if "host" in args.parts:
+        add(host_times())
+        add(iter([new_mask_time()]))
+    if "memory" in args.parts:
+        add(memory(max(args.lengths)))
+    if "options" in args.parts:
+        for length, name in itertools.product(args.lengths, args.masks):
             add(option_ratios(name, length))
     if args.csv:
         write_csv(args.csv, HEADER, [(*r[:3], round(r[3], 4), r[4], round(r[5], 4)) for r in rows])

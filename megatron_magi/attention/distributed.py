@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sinks, check_static, describe_row
-from megatron_magi.attention.kinds import Call, Kind
-from megatron_magi.attention.one_launch import OneLaunch, backward_pays, is_alone, pays
-from megatron_magi.attention.runtime import cleared, plan_casts
+from megatron_magi.attention.kinds import Call, Kind, living
+from megatron_magi.attention.one_launch import is_alone, one_launch_of, pays
+from megatron_magi.attention.runtime import cleared, joined_cast, plan_casts
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
@@ -22,6 +23,7 @@ from megatron_magi.cuda.layout import Layout
 from megatron_magi.eager import outside_graphs
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import require_finite
+from megatron_magi.ops.hopper.one_launch import backward_pays
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.operands import BackwardInputs
@@ -107,7 +109,7 @@ def distributed_attention(
                 known[key] = call
         _agree(calls, call.record, (q, k, v, sink), call, rank_plan)
         if is_new:
-            _make_room(k, v, call)
+            _make_room(k, v, call, rank_plan)
         if call.record.gradient:
             out, lse, max_logits = _DistributedAttention.apply(q, k, v, sink, call, rank_plan)
         else:
@@ -160,7 +162,7 @@ def _make_kind(
     return Kind(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
         resolve_impl(config.attend.impl, q, v), options.softmax_scale, options.softcap,
-        options.deterministic, sink_layout, return_max_logits, record, {}, [],
+        options.deterministic, sink_layout, return_max_logits, record, {}, ({}, {}), [],
     )  # fmt: skip
 
 
@@ -173,7 +175,10 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
     remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
     check_static(plan, module, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
-    one_launch = remembers and (is_alone(plan, dims) or pays(plan, dims, config.comm.impl))
+    one_launch = None
+    if remembers and (is_alone(plan, dims) or pays(plan, dims, config.comm.impl)):
+        group, makers = partial(living, kind.group_ref), kind.makers[bool(casts)]
+        one_launch = one_launch_of(plan, config.comm.impl, q.device, group, makers)
     return Call(
         kind=kind,
         schedule=plan.schedule,
@@ -195,7 +200,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
             ({"memo": WeakValueDictionary()}, {"memo": WeakValueDictionary()}) if remembers else ({}, {})
             for _ in plan.bands
         ),
-        one_launch=OneLaunch.of(plan, config.comm.impl, q.device) if one_launch else None,
+        one_launch=one_launch,
         stage_tables=plan.runtime.get("stage tables"),
         delta_memo={} if remembers else None,
         tail=plan.runtime.get("tail"),
@@ -219,19 +224,19 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
     for key, earlier in like.runtime.get("calls", {}).items():
         if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
             call = known[key] = _make_call(earlier.kind, plan)
-            _make_room(*call.kind.layouts[1:], call)
+            _make_room(*call.kind.layouts[1:], call, plan)
             earlier.note_made()
             call.make_ready()
 
 
-def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> None:
     """Has collectives get the memory that the stages of both passes take, before anything of the step waits for it."""
     of_keys, of_gradients = (
         RowLayout.make((k.shape[1:], v.shape[1:]), (dtype, dtype)) for dtype in (k.dtype, _partial_dtype(k, call))
     )
     # Where a graph is captured, one of a backward may follow, when memory grows no more.
     back = of_gradients if call.record.gradient or call.tail is not None else None
-    joined = None if call.one_launch is None else call.one_launch.cast
+    joined = joined_cast(plan, k.device) if call.one_launch is not None and plan.degree else None
     casts = call.casts if joined is None else tuple(dict.fromkeys((*call.casts, joined)))
     rows = [cast.most for cast in casts if isinstance(cast, GroupCastArgs) and not cast.is_static]
     most = [max(counts) for counts in zip(*rows, strict=True)] if len(rows) == len(casts) and None not in rows else []
@@ -307,9 +312,7 @@ class _DistributedAttention(torch.autograd.Function):
 def _attend(q, k, v, sink, call: Call) -> tuple[tuple, Sequence[torch.Tensor]]:
     """Output, lse and largest logits, and the fetched keys and values that the backward takes."""
     if call.one_launch is not None:
-        found = call.one_launch.forward(
-            call.group, q, k, v, sink, call.forward_options, call.return_max_logits
-        )  # fmt: skip
+        found = call.one_launch.forward(q, k, v, sink, call.forward_options, call.return_max_logits)
         if found is not None:
             return found, ()
     walk = _Forward(q, k, v, sink, call)
@@ -361,10 +364,8 @@ def _backward_at_once(dout, qkv, out, lse, call: Call, wants_delta: bool) -> tup
     """Gradients and delta in one launch over all stages, where that is done."""
     if call.one_launch is None or not backward_pays((qkv[0].shape[2], qkv[2].shape[2])):
         return None
-    partial = _partial_dtype(qkv[1], call) if call.casts else qkv[1].dtype
-    return call.one_launch.backward(
-        call.group, dout, qkv, out, lse, call.backward_options, partial, wants_delta
-    )  # fmt: skip
+    dtype = _partial_dtype(qkv[1], call) if call.casts else qkv[1].dtype
+    return call.one_launch.backward(dout, qkv, out, lse, call.backward_options, dtype, wants_delta)
 
 
 class _Backward:

@@ -14,12 +14,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention.calls import AttentionCall
-from megatron_magi.attention.one_launch import OneLaunch
 from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.ops.hopper.one_launch import OneLaunch
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.plan import Schedule
+
+
+def living(group_ref: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
+    """The group of a reference.
+
+    Raises:
+        RuntimeError: it has ended: None would stand for another one.
+    """
+    group = group_ref()
+    if group is None:
+        raise RuntimeError("group: does not exist any more")
+    return group
 
 
 class Kind(NamedTuple):
@@ -27,8 +39,9 @@ class Kind(NamedTuple):
 
     Attributes:
         layouts: of q, k and v.
-        made: of earlier masks, by form, stage ("walk": all in one launch), pass and layout: what makes the kernels of
-            another mask of that form (`Call.form`). Calls of later masks add to it.
+        made: of earlier masks, by form, stage, pass and layout: what makes the kernels of another mask of that form
+            (`Call.form`). Calls of later masks add to it.
+        makers: likewise of those in one launch (`OneLaunch.makers`), by whether keys are fetched.
         room: for how many rows collectives have memory, as `CastFacts.most`; empty where that is not known.
     """
 
@@ -43,6 +56,7 @@ class Kind(NamedTuple):
     return_max_logits: bool
     record: AttentionCall
     made: dict[tuple, Callable]
+    makers: tuple[dict[tuple, Callable], dict[tuple, Callable]]
     room: list[int]
 
 
@@ -91,12 +105,9 @@ class Call:
         """The ranks; None for one.
 
         Raises:
-            RuntimeError: the group has ended: None would stand for another one.
+            RuntimeError: the group has ended.
         """
-        group = self.group_ref()
-        if group is None and self.cp_size > 1:
-            raise RuntimeError("group: does not exist any more")
-        return group
+        return self.group_ref() if self.cp_size == 1 else living(self.group_ref)
 
     @property
     def accumulates(self) -> bool:
@@ -135,18 +146,15 @@ class Call:
         for stage, which, memo, *_ in self._memos():
             for layout, known in memo.items():
                 self.kind.made[self.form, stage, which, layout] = known.make
-        if self.one_launch is not None:
-            for layout, walk in self.one_launch.walks.items():
-                self.kind.made[(self.accumulates, False), "walk", 0, layout] = walk.make
 
     def make_ready(self) -> None:
         """Makes what calls of other masks have found out for this one."""
-        one_launch, made = self.one_launch, list(self.kind.made.items())
+        made = list(self.kind.made.items())
         for stage, which, memo, bands, count in self._memos():
             for (form, of, passes, layout), make in made:
                 if (of, passes) == (stage, which) and form == self.form and count:
                     self.know_stages()
                     memo[layout] = make(bands, count)
-        for (form, of, _, layout), make in made:
-            if (form, of) == ((self.accumulates, False), "walk") and one_launch is not None:
-                one_launch.make(layout, self.group, make)
+        if self.one_launch is not None:
+            for layout, maker in list(self.one_launch.makers.items()):
+                self.one_launch.make(layout, maker)

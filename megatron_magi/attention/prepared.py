@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from megatron_magi.attention.distributed import make_calls_ready
-from megatron_magi.attention.one_launch import backward_pays, is_alone, joined_bands, pays
+from megatron_magi.attention.one_launch import is_alone, joined_bands, pays
 from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
 from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
 from megatron_magi.ops.hopper.choices import MaskFacts, Problem, make_problem
 from megatron_magi.ops.hopper.gated import MaskNumbers, PassShape
+from megatron_magi.ops.hopper.one_launch import backward_pays
 from megatron_magi.ops.hopper.plan import Ready, mask_facts
 from megatron_magi.ops.hopper.prepare import (
     BackwardUse,

@@ -69,7 +69,7 @@ class RowLayout:
     def new_tensors(self, num_rows: int, device: torch.device) -> list[torch.Tensor]:
         """Uninitialised tensors ``[num_rows, ...]``, each by itself."""
         parts = zip(self.shapes, self.dtypes, strict=True)
-        return [torch.empty((num_rows, *shape), dtype=dtype, device=device) for shape, dtype in parts]
+        return [torch.empty(num_rows, *shape, dtype=dtype, device=device) for shape, dtype in parts]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer, ``[num_rows, ...]`` each; rows are contiguous, ``row_bytes`` apart."""

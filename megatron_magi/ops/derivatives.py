@@ -24,7 +24,9 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def checked(ctx: Any, dout: Tensor | None, *others: Tensor | None) -> Any:
-        if dout is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # nothing is recorded, so that there is nothing to refuse
+            return backward(ctx, dout, *others)
+        if dout is not None:
             dout = dout.detach().requires_grad_()
         return once(ctx, dout, *others)
 

@@ -99,7 +99,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         and dtype is k.dtype is v.dtype
         and dtype in FLOAT_DTYPES
         and device == k.device == v.device
-        and of_k[:2] == of_v[:2]
+        and of_k[0] == of_v[0]
+        and of_k[1] == of_v[1]
         and of_k[2] == of_q[2] > 0
         and of_k[1] > 0
         and of_v[2] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import describe_by_bands, require_finite
+from megatron_magi.ops.hopper.one_launch import OneLaunch, backward_pays
+from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.operands import BackwardInputs
@@ -17,13 +21,21 @@ from megatron_magi.ops.slice_operator import slice_attention_traced
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 
 
+class _Call(NamedTuple):
+    """What autograd hands on without looking at it: each argument of an autograd function takes the host time."""
+
+    bands: np.ndarray
+    options: AttnOptions
+    impl: str
+    return_max_logits: bool
+
+
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, bands, options: AttnOptions, impl: str, return_max_logits: bool):
-        module = resolve_impl(impl, q, v)
-        out, lse, max_logits = forward_pass((q, k, v), bands, options, module, sink, return_max_logits)
+    def forward(ctx, q, k, v, sink, call: _Call):
+        (out, lse, max_logits), ctx.one_launch = _attend(q, k, v, sink, call)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.bands, ctx.options, ctx.impl = bands, options, impl
+        ctx.call = call
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
         ctx.set_materialize_grads(False)
         return out, lse, max_logits
@@ -32,19 +44,22 @@ class _SliceAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _dlse, _dmax_logits):
         if dout is None:
-            return (None,) * 8
+            return (None,) * 5
         q, k, v, sink, out, lse = ctx.saved_tensors
-        if ctx.options.sanity_check:
-            require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(ctx.bands))
-        delta = row_delta(dout, out, ctx.impl)
-        dq = dk = dv = dsink = None
-        if any(ctx.needs_input_grad[:3]):
-            module = resolve_impl(ctx.impl, q, v)
-            inputs = BackwardInputs(q, k, v, dout, lse, delta)
-            dq, dk, dv = backward_pass(inputs, ctx.bands, ctx.options, module, (None, None, None), q.dtype)
+        bands, options, impl, _ = ctx.call
+        if options.sanity_check:
+            require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
+        dsink = None
+        if ctx.one_launch is not None and backward_pays((q.shape[2], v.shape[2])):
+            wants_delta = ctx.needs_input_grad[3]
+            dq, dk, dv, delta = ctx.one_launch.backward(dout, (q, k, v), out, lse, options, q.dtype, wants_delta)
+        else:
+            delta = row_delta(dout, out, impl)
+            inputs, module = BackwardInputs(q, k, v, dout, lse, delta), resolve_impl(impl, q, v)
+            dq, dk, dv = backward_pass(inputs, bands, options, module, (None, None, None), q.dtype)
         if ctx.needs_input_grad[3]:
             dsink = sink_gradient(sink, lse, delta)
-        return dq, dk, dv, dsink, None, None, None, None
+        return dq, dk, dv, dsink, None
 
 
 def slice_attention(
@@ -133,10 +148,21 @@ def attend(
     refuse_tangents(q, k, v, sink)
     if options.sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
+    call = _Call(bands, options, impl, return_max_logits)
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     if wanted and torch.is_grad_enabled():
-        out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, bands, options, impl, return_max_logits)
+        out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, call)
     else:
-        module = resolve_impl(impl, q, v)
-        out, lse, max_logits = forward_pass((q, k, v), bands, options, module, sink, return_max_logits)
+        (out, lse, max_logits), _ = _attend(q, k, v, sink, call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+
+
+def _attend(q, k, v, sink, call: _Call) -> tuple[tuple[Tensor, Tensor, Tensor | None], OneLaunch | None]:
+    """Output, lse and largest logits, and the prepared passes if there are any."""
+    bands, options, impl, return_max_logits = call
+    module = resolve_impl(impl, q, v)
+    if module is hopper:
+        one_launch = hopper.one_launch(q, k, v, sink, bands, options, return_max_logits)
+        if one_launch is not None:
+            return one_launch.forward(q, k, v, sink, options, return_max_logits), one_launch
+    return forward_pass((q, k, v), bands, options, module, sink, return_max_logits), None

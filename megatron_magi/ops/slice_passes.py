@@ -133,8 +133,8 @@ def forward_pass(
     dtype = accumulate_dtype(q.dtype)
     if into is None:
         num_rows, num_heads, _ = q.shape
-        out = q.new_empty((num_rows, num_heads, v.shape[2]), dtype=out_dtype)
-        lse = q.new_empty((num_rows, num_heads), dtype=dtype)
+        out = q.new_empty(num_rows, num_heads, v.shape[2], dtype=out_dtype)
+        lse = q.new_empty(num_rows, num_heads, dtype=dtype)
     else:
         out, lse = into
     if sink is not None:
@@ -231,7 +231,7 @@ def backward_pass(
     """
     adds, adds_keys = given[0] is not None, given[1] is not None or given[2] is not None
     dq, dk, dv = (
-        t.new_empty(t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(inputs[:3], given, strict=True)
+        t.new_empty(*t.shape, dtype=grad_dtype) if g is None else g for t, g in zip(inputs[:3], given, strict=True)
     )
     for grad, before in ((dk, given[1]), (dv, given[2])):
         if adds_keys and before is None:

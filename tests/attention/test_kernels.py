@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_magi.attention import AttnShape, needed_kernels
-from megatron_magi.attention.one_launch import backward_pays
 from megatron_magi.comm import peer_kernels, row_memory
 from megatron_magi.comm.impl import cuda_rows
 from megatron_magi.comm.row_layout import RowLayout
@@ -21,6 +20,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper import kernels as hopper_kernels
+from megatron_magi.ops.hopper.one_launch import backward_pays
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions

@@ -15,7 +15,9 @@ from megatron_magi.attention import AttnShape, distributed, distributed_attentio
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated
+from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
 from megatron_magi.plan import make_plan
 from megatron_magi.testing.spawn import run_ranks
 from tests.attention import cases as cs
@@ -107,7 +109,7 @@ def test_one_launch_computes_what_stages_do(num_ranks):
 
 
 @pytest.mark.sm90
-def test_one_rank_computes_what_the_operator_does():
+def test_one_rank_and_the_operator_compute_what_passes_launched_one_by_one_do():
     """Where nothing is fetched a pass is one list of calls."""
     for i, (mask, _) in enumerate(masks(2)):
         deterministic = i % 5 == 4
@@ -115,23 +117,29 @@ def test_one_rank_computes_what_the_operator_does():
         plan = make_plan(mask, config).for_rank(0)
         q, k, v = (t.requires_grad_() for t in tensors_of(plan.num_rows, i, **OPTIONS[i % len(OPTIONS)]))
         more = {"return_max_logits": i % 2 == 0, "softcap": 2.0 * (i % 3 == 1)}
-        leaves = [q, k, v]
+        leaves, sink = [q, k, v], None
         if i % 4 == 3:
-            more["sink"] = torch.randn(2, q.shape[1], device="cuda", requires_grad=True)
-            leaves.append(more["sink"])
-        dout = torch.randn(*q.shape[:2], v.shape[2], device="cuda").to(q.dtype)
-        (out, meta), (expected, of_operator) = (
-            distributed_attention(q, k, v, plan, None, config=config, **more),
-            slice_attention(q, k, v, plan.bands[0], deterministic=deterministic, **more),
+            sink = torch.randn(2, q.shape[1], device="cuda", requires_grad=True)
+            leaves.append(sink)
+        dout, of_mask = (
+            torch.randn(*q.shape[:2], v.shape[2], device="cuda").to(q.dtype),
+            {"deterministic": deterministic},
         )
-        assert torch.equal(out, expected) and torch.equal(meta.lse, of_operator.lse), i
-        if more["return_max_logits"]:
-            assert torch.equal(meta.max_logits, of_operator.max_logits), i
-        for a, b in zip(
-            torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+        expected, lse, max_logits = slice_attention_forward(q, k, v, plan.bands[0], sink=sink, **of_mask, **more)
+        delta, softcap = row_delta(dout, expected, "ffa"), {"softcap": more["softcap"]}
+        grads = [*slice_attention_backward(dout, q, k, v, lse, delta, plan.bands[0], **of_mask, **softcap)]
+        if sink is not None:
+            grads.append(sink_gradient(sink.detach(), lse, delta))
+        for out, meta in (
+            distributed_attention(q, k, v, plan, None, config=config, sink=sink, **more),
+            slice_attention(q, k, v, plan.bands[0], sink=sink, **of_mask, **more),
         ):
-            a, b = a.float(), b.float()
-            assert a.isfinite().all() and float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) < 1e-2, i
+            assert torch.equal(out, expected) and torch.equal(meta.lse, lse), i
+            if more["return_max_logits"]:
+                assert torch.equal(meta.max_logits, max_logits), i
+            for a, b in zip(torch.autograd.grad(out, leaves, dout), grads, strict=True):
+                a, b = a.float(), b.float()
+                assert a.isfinite().all() and float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) < 1e-2, i
 
 
 def launch_like_the_batch_before(rank, num_ranks):

@@ -22,6 +22,7 @@ from megatron_magi.mask.dense import dense_bands, dense_mask
 from megatron_magi.ops.hopper import gated, kernels, params
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.choices import Problem, RowTiles, backward_choice
+from megatron_magi.ops.hopper.one_launch import backward_pays
 from megatron_magi.ops.hopper.plan import HostPlan
 from megatron_magi.ops.hopper.schedule import Schedule, local_first
 from megatron_magi.ops.hopper.tiles import GAP
@@ -212,7 +213,7 @@ def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
     for num_ranks, total, expected in ((2, 1 << 17, True), (4, 8 << 10, True), (4, 1 << 17, False)):
         plan = plan_of(builders.causal(total), num_ranks, 1)
         casts = [joined_cast(plan.for_rank(rank), torch.device("cpu")) for rank in range(num_ranks)]
-        assert {one_launch.forward_pays(cast, k, k) for cast in casts} == {expected}
+        assert {one_launch.Fetched(cast, lambda: None, "auto").forward_pays(k, k) for cast in casts} == {expected}
 
 
 def test_stages_that_are_kept_or_not_overlapped_stay_stages():
@@ -226,4 +227,4 @@ def test_stages_that_are_kept_or_not_overlapped_stay_stages():
     assert not one_launch.pays(
         make_plan(mask, MagiConfig(overlap=OverlapConfig(one_launch=True)), 1).for_rank(0), (128, 128), "auto"
     )
-    assert one_launch.backward_pays((128, 128)) and not one_launch.backward_pays((192, 128))
+    assert backward_pays((128, 128)) and not backward_pays((192, 128))

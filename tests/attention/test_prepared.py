@@ -22,6 +22,7 @@ from megatron_magi.lru import LruCache
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import gated, gated_backward
+from megatron_magi.ops.hopper import one_launch as hopper_one_launch
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.plan import make_plan
@@ -97,7 +98,7 @@ def one_rank_alone(monkeypatch):
 
     monkeypatch.setattr(one_launch, "announced_cast", announced)
     monkeypatch.setattr(one_launch, "returned_sums", lambda *_: step("exchange"))
-    monkeypatch.setattr(one_launch, "current_stream", lambda _device: 0)
+    monkeypatch.setattr(hopper_one_launch, "current_stream", lambda _device: 0)
 
     def cast(tensors, args, group, impl, **_):
         return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])
@@ -370,7 +371,7 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
                     for name in ("_Pass", "Pass"):
                         for module in modules:
                             patch.setattr(module, name, lambda *_: pytest.fail("made in a layer"), raising=False)
-                    patch.setattr(one_launch, "_Walk", lambda *_args, **_options: pytest.fail("made in a layer"))
+                    patch.setattr(hopper_one_launch, "_Walk", lambda *_args, **_options: pytest.fail("made in a layer"))
                 launched.clear()
                 step(plan)
                 first = list(launched)
@@ -407,7 +408,7 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
         passes = [sorted(map(id, memo["memo"].values())) for both in call.hints for memo in both]
         walks = {} if call.one_launch is None else dict(call.one_launch.walks)
         # Dtypes of what they take, those of the gradients among them.
-        return passes, {key: [t and t.dtype for t in walk.make.args[1]] for key, walk in walks.items()}
+        return passes, {key: [t and t.dtype for t in call.one_launch.makers[key].args[1]] for key in walks}
 
     with fake_driver(monkeypatch):
         forms, last = set(), None

@@ -68,7 +68,7 @@ def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
     for shape, brings in ((SHAPE, True), (SHAPE._replace(num_sms=None), False)):
         batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
         batch.to(CPU)
-        assert one_launch.OneLaunch.of(batch.plans[0], "auto", CPU).is_prepared == brings
+        assert one_launch.one_launch_of(batch.plans[0], "auto", CPU, lambda: None, {}).is_prepared == brings
 
 
 def test_threads_that_ask_for_tables_of_stages_at_once_find_the_same(monkeypatch):

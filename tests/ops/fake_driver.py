@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_magi.attention import one_launch
 from megatron_magi.cuda import call_list, driver, launch
 from megatron_magi.lru import LruCache
-from megatron_magi.ops.hopper import backward, backward_ends, gated, gated_backward, kernels, support
+from megatron_magi.ops.hopper import backward, backward_ends, gated, gated_backward, kernels, one_launch, support
 from megatron_magi.ops.impl import hopper
 
 
@@ -31,6 +30,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     monkeypatch.setattr(launch, "_launches", LruCache(1 << 30))
     for module in (hopper, backward, gated, gated_backward):
         monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
+    for name in ("_one_launches", "_makers"):
+        monkeypatch.setattr(hopper, name, LruCache(1 << 30))
     known = (
         kernels.forward_kernel, kernels.backward_kernel, kernels.backward_keys_kernel,
         kernels.backward_queries_kernel, kernels.small_kernel,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.attention.one_launch import _later_numbers
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import CallList
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated, gated_backward
+from megatron_magi.ops.hopper.one_launch import _later_numbers
 from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.fake_driver import fake_driver

@@ -70,7 +70,7 @@ def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:
 
 
 def _fire_delta(launch: Launch, dout: Tensor, out: Tensor) -> Tensor:
-    delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    delta = out.new_empty(*out.shape[:2], dtype=torch.float32)
     with launch.lock:
         params = launch.params
         params.dout, params.out, params.delta = dout.data_ptr(), out.data_ptr(), delta.data_ptr()

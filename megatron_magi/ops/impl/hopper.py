@@ -27,6 +27,8 @@ from megatron_magi.ops.hopper.backward import SharedSums, backward
 from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.forward_kernel import make_launch
+from megatron_magi.ops.hopper.kernels import kernel_dims
+from megatron_magi.ops.hopper.one_launch import OneLaunch
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.prepare import masks_meet
 from megatron_magi.ops.hopper.support import (
@@ -62,8 +64,43 @@ TAKES_MEMO = True
 """`forward` and `backward` take a dictionary in which they remember what calls that differ in addresses alone share."""
 
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
+_one_launches: LruCache[tuple, OneLaunch] = LruCache(MAX_BYTES, MAX_LAUNCHES)  # their passes hold the device memory
+_makers: LruCache[tuple, dict] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING_SEEN.setflags(write=False)
+
+
+def one_launch(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bands: np.ndarray, options: AttnOptions, max_logits: bool
+) -> OneLaunch | None:
+    """The prepared passes of calls like this one; None where kernels do not take the tensors as they are.
+
+    Arguments as of `megatron_magi.ops.slice_passes.slice_attention_forward`.
+    """
+    of_sink = None if sink is None else sink.dim()
+    kind = q.shape, k.shape[1:], v.shape[2], q.dtype, q.device, options, of_sink, max_logits
+    key = hopper_plan.content_digest(bands), k.shape[0], kind
+    found = _one_launches.get(key)
+    if found is None:
+        dims = q.shape[2], v.shape[2]
+        is_other = kernel_dims(dims) != dims or not takes(q.device, q.dtype, dims) or hopper_plan.is_static(bands)
+        if is_other or not q.shape[0] or not k.shape[0]:
+            return None
+        makers = _makers.get(kind)
+        if makers is None:
+            makers = {}
+            _makers.put(kind, makers, 0)
+        found = OneLaunch(_unchanging(bands), k.shape[0], makers)
+        _one_launches.put(key, found, 0)
+    return found
+
+
+def _unchanging(bands: np.ndarray) -> np.ndarray:
+    """The table, or a copy that nothing can change."""
+    if bands.flags.writeable or bands.base is not None:
+        bands = bands.copy()
+        bands.setflags(write=False)
+    return bands
 
 
 def forward(

@@ -1,16 +1,25 @@
-"""Lists of calls on one stream, some of which move rows between ranks."""
+"""Lists of calls on one stream. Some may move rows between ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 
-from megatron_magi.comm.impl.native import Native
 from megatron_magi.cuda.call_list import CallList, Step
 from megatron_magi.ops.hopper.support import stream_lock
+
+
+class Mover(Protocol):
+    """What moves rows of several ranks in an order of its own, and queues lists with such steps."""
+
+    def version(self) -> tuple:
+        """Another one when steps no longer hold."""
+
+    def queue(self, calls: CallList, raw: int, *addresses: int) -> None:
+        """Queues a list on the current stream, whose handle is ``raw``."""
 
 
 class CallsForm(NamedTuple):
@@ -44,7 +53,7 @@ class StreamCalls:
 
     Args:
         form: how they are queued.
-        native: by which they move rows; None where they move none.
+        mover: by which they move rows; None where they move none.
         lists: steps of each; numbers of a mask in them are set by `like`.
         slots: as `CallList` takes them.
 
@@ -53,33 +62,33 @@ class StreamCalls:
     """
 
     def __init__(
-        self, form: CallsForm, native: Native | None, lists: Sequence[Sequence[Step]], slots: Sequence[str]
+        self, form: CallsForm, mover: Mover | None, lists: Sequence[Sequence[Step]], slots: Sequence[str]
     ) -> None:
         lock = stream_lock(form.device, form.stream)
-        self._begin(form, native, [CallList(steps, slots, form.stream, lock) for steps in lists])
+        self._begin(form, mover, [CallList(steps, slots, form.stream, lock) for steps in lists])
 
-    def _begin(self, form: CallsForm, native: Native | None, lists: list[CallList]) -> None:
+    def _begin(self, form: CallsForm, mover: Mover | None, lists: list[CallList]) -> None:
         # Not kept alive: with the group goes memory that other ranks have mapped.
-        self._native = None if native is None else ref(native)
-        self._version = None if native is None else native.version()
+        self._mover = None if mover is None else ref(mover)
+        self._version = None if mover is None else mover.version()
         self.form, self._lists = form, lists
 
-    def like(self, native: Native | None, numbers: Mapping[str, int]) -> StreamCalls:
+    def like(self, mover: Mover | None, numbers: Mapping[str, int]) -> StreamCalls:
         """The same of a mask with these numbers."""
         made = object.__new__(StreamCalls)
-        made._begin(self.form, native, [calls.with_numbers(numbers) for calls in self._lists])
+        made._begin(self.form, mover, [calls.with_numbers(numbers) for calls in self._lists])
         return made
 
     def hold(self) -> bool:
         """Whether they can be queued still."""
-        if self._native is None:
+        if self._mover is None:
             return True
-        native = self._native()
-        return native is not None and native.version() == self._version
+        mover = self._mover()
+        return mover is not None and mover.version() == self._version
 
     def queue(self, *addresses: int, part: int = 0) -> None:
         """Queues one of the lists."""
-        if self._native is None:
+        if self._mover is None:
             self._lists[part].queue(*addresses)
         else:
-            self._native().queue(self._lists[part], self.form.stream, *addresses)
+            self._mover().queue(self._lists[part], self.form.stream, *addresses)

@@ -1,0 +1,140 @@
+"""What `slice_attention` queues on Hopper GPUs is prepared once a mask, and copied for the next; without a GPU."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_magi.mask import builders
+from megatron_magi.ops.hopper import gated, gated_backward, one_launch, plan
+from megatron_magi.ops.impl import hopper
+from megatron_magi.ops.slice_attention import slice_attention
+from tests.ops.fake_driver import fake_driver
+
+N = 512
+MASKS = [builders.varlen(doc_lengths=lengths) for lengths in ([200, 312], [100, 30, 382])]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were queued."""
+    with fake_driver(monkeypatch) as names:
+        yield names
+
+
+def tensors(num_keys=N, dims=(128, 128), num_rows=N):
+    shapes = (num_rows, 8, dims[0]), (num_keys, 2, dims[0]), (num_keys, 2, dims[1])
+    return [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+
+def step(mask, **options):
+    q, k, v = tensors(mask.total_seqlen_k, num_rows=mask.total_seqlen_q)
+    out, _ = slice_attention(q, k, v, mask, impl="ffa", **options)
+    return torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+
+def memory(launches):
+    """Of the lists of calls of both passes, as they are queued for some addresses."""
+    found = {}
+    for key, walk in launches.walks.items():
+        (calls,) = walk.calls._lists
+        calls.queue(*range(1, calls._form.num_slots + 1))
+        found[key] = bytes(calls._memory)
+    assert len(found) == 2
+    return found
+
+
+def test_calls_of_a_known_mask_make_nothing(launched, monkeypatch):
+    step(MASKS[0])
+    first = list(launched)
+    assert first[:3] == ["forward", "prepare", "backward"] and first[-1] == "finish_dq"
+    monkeypatch.setattr(one_launch, "_Walk", lambda *_: pytest.fail("made again"))
+    launched.clear()
+    step(builders.varlen(doc_lengths=[200, 312]))
+    assert launched == first
+
+
+def test_another_mask_takes_a_copy_of_the_calls(launched, monkeypatch):
+    step(MASKS[0])
+    monkeypatch.setattr(gated, "forward_step", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(gated_backward, "backward_steps", lambda *_: pytest.fail("made again"))
+    step(MASKS[1])
+
+
+@pytest.mark.parametrize("other", [MASKS[0], builders.varlen(doc_lengths=[N], doc_lengths_k=[300], causal=False)])
+def test_copied_calls_are_those_of_the_mask_itself(launched, other):
+    """Other documents, and another number of keys."""
+    mask = builders.varlen(doc_lengths=[N], doc_lengths_k=[900], causal=False)
+    step(other)
+    step(mask)
+    copied = hopper._one_launches.items()[-1][1]
+    assert copied.makers is hopper._one_launches.items()[0][1].makers
+    hopper._one_launches.drop(lambda _: True)
+    hopper._makers.drop(lambda _: True)
+    step(mask)
+    assert memory(copied) == memory(hopper._one_launches.items()[-1][1])
+
+
+def test_calls_go_with_the_tables_that_they_read(launched):
+    step(MASKS[0])
+    launches = hopper._one_launches.items()[-1][1]
+    assert len(launches.walks) == 2
+    for passes in (gated._passes, gated_backward._passes):
+        passes.drop(lambda _: True)
+    assert not launches.walks
+    step(MASKS[0])
+    assert len(launches.walks) == 2
+
+
+def test_a_call_under_way_keeps_the_tables_that_it_reads(launched):
+    step(MASKS[0])
+    launches = hopper._one_launches.items()[-1][1]
+    under_way = next(iter(launches.walks.values()))
+    tables = [ref(plan.memory) for plan in under_way.tables.values()]
+    assert tables
+    for kept in (gated._passes, gated_backward._passes, plan._plans):
+        kept.drop(lambda _: True)
+    assert list(launches.walks.values()) == [under_way] and all(table() is not None for table in tables)
+    del under_way
+    assert not launches.walks and not any(table() is not None for table in tables)
+
+
+def test_bands_that_change_later_are_another_mask(launched):
+    bands = MASKS[0].bands.copy()
+    q, k, v = tensors()
+    slice_attention(q, k, v, bands, impl="ffa")
+    bands[:] = 0
+    slice_attention(q, k, v, bands, impl="ffa")
+    first, second = (launches for _, launches in hopper._one_launches.items())
+    np.testing.assert_array_equal(first.bands, MASKS[0].bands)
+    assert not second.bands.any()
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "expected"),
+    [
+        ((192, 128), {}, ["forward", "row_delta", "prepare", "backward_keys", "backward_queries"]),
+        ((80, 80), {}, ["forward", "row_delta", "prepare", "backward", "finish_keys", "finish_dq"]),
+        ((128, 128), {"deterministic": True}, ["forward", "prepare", "backward", "backward_queries"]),
+    ],
+)
+def test_heads_that_no_list_takes_are_launched_one_by_one(launched, monkeypatch, dims, options, expected):
+    q, k, v = tensors(dims=dims)
+    out, _ = slice_attention(q, k, v, MASKS[0], impl="ffa", **options)
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    assert [name for name in launched if name != "finish_keys"] == [n for n in expected if n != "finish_keys"]
+
+
+def test_a_sink_and_the_largest_logits_are_part_of_what_a_list_is_for(launched):
+    sink = torch.zeros(1, 8, requires_grad=True)
+    step(MASKS[0])
+    step(MASKS[0], sink=sink)
+    step(MASKS[0], sink=sink, return_max_logits=True)
+    q, k, v = tensors()
+    out, _ = slice_attention(q, k, v, MASKS[0], impl="ffa", sink=torch.zeros(N, 1, 8, requires_grad=True))
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    kinds = [launches for _, launches in hopper._one_launches.items()]
+    assert len(kinds) == 4 and len({id(launches.makers) for launches in kinds}) == 4
