@@ -86,7 +86,13 @@ class Recorder:
             """Earliest begin and latest end of all spans, relative to the begin of the span that was added first."""
 
     def add(self, kind: str, name: str, begin: Any, end: Any, flops: float = 0.0, num_bytes: int = 0) -> None:
-        """Notes a span."""
+        """Notes a span.
+
+        Args:
+            kind, name: of the row of the summary that it counts for.
+            begin, end: events of CUDA, or seconds of the host.
+            flops, num_bytes: what was computed, and sent, in it.
+        """
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
         with self._lock:

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 _COST = CostModel(num_heads_q=HEADS_Q, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM)
-_REPEATS = 5
+_REPEATS, _CALLS = 5, 3
+"""How often is timed, and how many calls at a time."""
 _BUSY = 20
 """Passes over 256 MB that the GPU is busy with before what is timed: some 4 ms, in which the host gets ahead."""
 
@@ -68,8 +69,8 @@ def masks() -> list[AttnMask]:
     ]
 
 
-def median_us(run: Callable[[], object], calls: int = 3) -> float:
-    """Median time of a call on the GPU, of several that are queued back to back while it is busy."""
+def median_us(run: Callable[[], object]) -> float:
+    """Median microseconds of a call on the GPU: of `_CALLS` that are queued back to back while it is busy."""
     busy = torch.zeros(1 << 26, device="cuda")
     times = []
     run()
@@ -79,11 +80,11 @@ def median_us(run: Callable[[], object], calls: int = 3) -> float:
         for _ in range(_BUSY):
             busy.add_(1)
         begin.record()
-        for _ in range(calls):
+        for _ in range(_CALLS):
             run()
         end.record()
         torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / calls)
+        times.append(1e3 * begin.elapsed_time(end) / _CALLS)
     return float(np.median(times))
 
 

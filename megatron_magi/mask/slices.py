@@ -259,6 +259,11 @@ class AttnMask:
     ) -> AttnMask:
         """Any mask, from explicit ranges: ``q_ranges[i]`` sees ``k_ranges[i]`` as ``mask_types[i]``.
 
+        Args:
+            q_ranges, k_ranges: pairs ``(start, end)`` of token positions, as in `AttnRanges.from_ranges`.
+            mask_types: one for each pair, or one for all.
+            total_seqlen_q, total_seqlen_k: tokens; as many keys as queries unless given.
+
         Raises:
             ValueError: the three lists differ in length, or as in the constructor.
         """

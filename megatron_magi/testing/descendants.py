@@ -16,6 +16,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_LONGEST_END_S = 20.0
+"""How long all that was killed may take to end: a call of a device or file system may outlast the kill."""
 
 
 def become_subreaper() -> None:
@@ -36,17 +38,14 @@ def kill_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def kill_descendants(timeout_s: float = 20.0) -> None:
+def kill_descendants() -> None:
     """Kills all descendants of this process, a subreaper, and waits for their end; their exit statuses are lost.
 
-    Args:
-        timeout_s: seconds for all of them. A process inside a call of a device or file system may outlast its kill.
-
     Raises:
-        RuntimeError: some are still there.
+        RuntimeError: some are still there after `_LONGEST_END_S`.
         PermissionError: one runs for another user.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _LONGEST_END_S
     while True:
         for pid in _children():
             with contextlib.suppress(ProcessLookupError):
@@ -58,7 +57,7 @@ def kill_descendants(timeout_s: float = 20.0) -> None:
         except ChildProcessError:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {_children()} are still there {timeout_s} s after they were killed")
+            raise RuntimeError(f"processes {_children()} are still there {_LONGEST_END_S} s after they were killed")
         time.sleep(0.002)
 
 

@@ -54,6 +54,9 @@ START_METHODS = {"gloo": "fork", "nccl": "spawn"}
 GRACE_S = 0.3
 """How long to listen, after a rank has failed, for others that failed by themselves."""
 
+_EXIT_S = 5.0
+"""How long to wait for the exit codes of ranks that have nothing left to do."""
+
 
 class RankError(RuntimeError):
     """A rank failed, died, or did not finish in time; the message holds the tracebacks.
@@ -163,9 +166,9 @@ class _Ranks:
         self.exit_codes[rank] = code
         return rank
 
-    def wait_for_exits(self, ranks: Iterable[int], timeout_s: float) -> None:
-        """Until they have ended, or the time is over."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for_exits(self, ranks: Iterable[int]) -> None:
+        """Until they have ended, at the longest `_EXIT_S`."""
+        deadline = time.monotonic() + _EXIT_S
         while not self.exit_codes.keys() >= set(ranks) and self.control.poll(max(0.0, deadline - time.monotonic())):
             self.note_exit()
 
@@ -258,7 +261,7 @@ def _collect(ranks: _Ranks, timeout_s: float, folder: Path) -> list[Any]:
     for conn in ranks.conns:
         with suppress(BrokenPipeError):
             conn.send_bytes(b"exit")
-    ranks.wait_for_exits(range(num_ranks), timeout_s=5.0)
+    ranks.wait_for_exits(range(num_ranks))
     return [results[rank] for rank in range(num_ranks)]
 
 
@@ -266,7 +269,7 @@ def _receive(ranks: _Ranks, rank: int, results: dict[int, Any], failures: dict[i
     try:
         done, value = pickle.loads(ranks.conns[rank].recv_bytes())
     except (EOFError, ConnectionError):
-        ranks.wait_for_exits([rank], timeout_s=5.0)
+        ranks.wait_for_exits([rank])
         failures[rank] = f"died with exit code {ranks.exit_codes.get(rank)}"
         return
     if done:
