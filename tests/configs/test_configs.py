@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -42,14 +43,25 @@ def parts_of_name(path: Path) -> tuple[str, int, int]:
     return model, int(length) * (1024 if is_kilo else 1), int(nodes or 1) * int(devices)
 
 
+def readme_command() -> list[str]:
+    """Arguments of the first training command under "With Megatron"."""
+    section = (ROOT / "README.md").read_text().split("## With Megatron")[1]
+    command = re.search(r"torchrun --nproc-per-node 8 pretrain_scripts/pretrain_gpt.py(( .*\\\n)+.*)", section)[1]
+    return shlex.split(command.replace("\\\n", " "))
+
+
 @pytest.fixture(scope="module")
-def described() -> dict[str, dict[str, Any]]:
+def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What `fake_world` says of each file, made in one process of its own: process groups are global."""
     runs = {path.stem: [parts_of_name(path)[2], ["--config", str(path)]] for path in FILES}
     for name, ranks, data in (("gpt_114m_2k", 2, BYTES), ("llama_1b_8k", 8, ["--padded-vocab-size", "128256"])):
         stock = ["--config", str(CONVERGENCE / f"{name}.yaml"), *data]
         magi = ["--attention-backend", "magi", "--context-parallel-size", str(ranks)]
         runs |= {f"{name}_stock": [ranks, stock], f"{name}_magi": [ranks, [*stock, *magi]]}
+    # `fake_world` unsets flags, which needs a configuration file.
+    nothing = tmp_path_factory.mktemp("readme") / "nothing.yaml"
+    nothing.write_text("num-workers: 2\n")
+    runs["readme"] = [8, ["--config", str(nothing), *readme_command(), "--padded-vocab-size", "32000"]]
     command = [sys.executable, "-m", "tests.configs.fake_world", json.dumps(list(runs.values()))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -59,6 +71,11 @@ def described() -> dict[str, dict[str, Any]]:
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
 def path(request: pytest.FixtureRequest) -> Path:
     return request.param
+
+
+def test_the_command_of_the_readme_is_valid(described: dict) -> None:
+    found = described["readme"]
+    assert (found["magi"], found["seq_length"], found["world_size"]) == (True, 131072, 8)
 
 
 def test_length_ranks_and_backend_are_those_of_the_name(path: Path, described: dict) -> None:
