@@ -8,7 +8,7 @@ ratio to cuDNN through torch, measured in the same run: to the same mask for ful
 of the same length. What is timed is what the device does for the whole call that a user of a library makes, the L2
 cache flushed before it; providers are interleaved. The host's time is not in it: see bench_attention_costs.py. First
 each provider's output and gradients are compared with fp64; one that is wrong is not timed. Peers take part
-where they can be imported: `flash_attn_interface`, `flash_attn.cute`, `magi_attention`.
+where they can be imported: `flash_attn_interface`, `flash_attn.cute`, `cudnn.flex_attention`, `magi_attention`.
 """
 
 from __future__ import annotations
