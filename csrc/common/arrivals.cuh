@@ -1,6 +1,6 @@
-// Rows that arrive while the kernel that reads them runs. Part by part a kernel beside it (pull_bulk.cu) writes the
-// number of the call once all rows of the part are there. That kernel has all its blocks on SMs before this one starts
-// any (programmatic dependent launch), so who waits here keeps nobody from arriving.
+// Rows that arrive while the kernel that reads them runs. Part by part a kernel beside it (announce_rows.cu) writes the
+// number of the call once all rows of the part are there. It has all its blocks on SMs before this one starts any
+// (programmatic dependent launch), so who waits here keeps nobody from arriving.
 #pragma once
 
 #include "ptx.cuh"

@@ -435,8 +435,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
   const u32 call = (sends ? mine->calls_published : mine->calls_pulled) + 1;
   const u32 senders = !sends ? 0 : takes || BULK ? kSenders : kThreads / kGroup;
   const bool has_teller = sends && !takes && kTellers;
-  if (thread < sizeof(Route) / sizeof(i64))
-    reinterpret_cast<i64*>(&chunks.route)[thread] = reinterpret_cast<const i64*>(p.route)[thread];
+  const u32 word = thread - 32;  // another warp than the one that asks for slots
+  if (word < sizeof(Route) / sizeof(i64))
+    reinterpret_cast<i64*>(&chunks.route)[word] = reinterpret_cast<const i64*>(p.route)[word];
 #if BULK
   if (thread < kSenders) rings[thread].num_there = rings[thread].num_told = rings[thread].ended = 0;
 #endif
@@ -453,26 +454,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_exchange(const __
     chunks.upto[thread] = before;
   }
   __syncthreads();
+  // What neighbours in a list do is spread over the blocks: few rows are sent by as many SMs as there are, and taken by
+  // others, as far as there are more.
   const u32 group = thread / kGroup;
+  if (thread == kThreads - 1) count_block(p.peers, call, sends, takes);  // all have read the number of the call
   if (group >= senders + has_teller) {
-    const i64 takers = kThreads - senders * kGroup;
-    if (takes) take(p, chunks, call, blockIdx.x * takers + thread - senders * kGroup, gridDim.x * takers);
+    const u32 takers = kThreads - senders * kGroup, warp = (thread - senders * kGroup) / 32;
+    if (takes) take(p, chunks, call, ((warp + 1) * gridDim.x - 1 - blockIdx.x) * 32 + thread % 32, gridDim.x * takers);
   } else if (!failed) {
+    const u32 sender = group * gridDim.x + blockIdx.x;
 #if BULK
     if (group < senders)
-      send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders, rings[group],
+      send(p, chunks, call, sender, gridDim.x * senders, rings[group],
            smem_address(memory) + group * kDepth * kPieceBytes, has_teller);
     else
       tell(rings, call);
 #else
-    send(p, chunks, call, blockIdx.x * senders + group, gridDim.x * senders);
+    send(p, chunks, call, sender, gridDim.x * senders);
 #endif
   }
-  if (!is_last_block(takes ? &mine->blocks_pulled : &mine->blocks_published)) return;
-  if (thread == 0) {
-    (takes ? mine->blocks_pulled : mine->blocks_published) = 0;
-    if (sends) mine->calls_published = call;
-    if (takes) mine->calls_pulled = call;
-  }
-  if (takes && thread < num_ranks) store_release(&p.peers.control[thread]->pulled[p.peers.rank], call);
 }

@@ -1,7 +1,8 @@
 // Ranks of one host that reach each other's memory. Rows lie in slots: a rank writes them into those of its peers
-// (exchange.cu), or publishes them in its own, from which they are read (publish_rows.cu, pull_bulk.cu). It does so
-// chunk by chunk, and tells the peers which chunks are there; who has taken all it needs tells all. What is told is the
-// number of the call, so nothing is ever reset, and a rank that runs ahead waits before a slot is used again.
+// (exchange.cu), or publishes them in its own, from which they are read (announce_rows.cu). It does so chunk by chunk,
+// and tells the peers which chunks are there; who has taken all it needs tells all, when its next call begins. What is
+// told is the number of the call, so nothing is ever reset, and a rank that runs ahead waits before a slot is used
+// again.
 #pragma once
 
 #include "rows.cuh"
@@ -14,8 +15,8 @@ struct Control {
   u32 pulled[kMaxRanks];                 // by rank: the call whose rows it has last taken
   u32 broken;                            // 1 + the rank that did not come
   // Only this rank's:
-  u32 calls_published, calls_pulled, blocks_published, blocks_pulled;
-  u32 announced;        // the call whose rows pull_bulk.cu brings, or brought last: what attention waits for
+  u32 calls_published, calls_pulled, blocks_published, blocks_pulled;  // that have begun
+  u32 announced;        // the call whose rows announce_rows.cu brings, or brought last: what attention waits for
   u32 left[kMaxRanks];  // by rank: it has this memory mapped no more; told by the hosts
 };
 
@@ -111,13 +112,13 @@ struct Pull {
   DEVICE Pull(const Peers& p, u32 call, int chunk_shift, i64 row_bytes)
       : peers(p), call(call), chunk_shift(chunk_shift), slot(call % kSlots * p.slot_bytes), row_bytes(row_bytes) {}
 
-  // Address of a published row, 0 if its owner does not come. `by_engine`: by TMA.
-  DEVICE u64 await_row(i64 place, bool by_engine = false) {
+  // Address of a published row, for TMA; 0 if its owner does not come.
+  DEVICE u64 await_row(i64 place) {
     const int peer = static_cast<int>(place >> kPeerShift);
     const u32 row = static_cast<u32>(place), chunk = row >> chunk_shift;
     if (peer != seen_peer || chunk != seen_chunk) {
       if (!await(peers, &peers.control[peers.rank]->published[peer][chunk], peer, call, kPull)) return 0;
-      if (by_engine) asm volatile("fence.proxy.async;" ::: "memory");
+      asm volatile("fence.proxy.async;" ::: "memory");
       seen_peer = peer;
       seen_chunk = chunk;
     }
@@ -135,27 +136,20 @@ struct SideBySide {
   DEVICE i64 at(u32 i) const { return (i + first) % parts * length + i / parts; }
 };
 
-DEVICE bool is_last_block(u32* blocks_done) {
-  __syncthreads();
-  __shared__ bool is_last;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(blocks_done, 1) == gridDim.x - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  return is_last;
-}
-
-// The end of a call that reads rows: the owners may use the slot again.
-DEVICE void end_pull(const Peers& p, u32 call) {
+// By one thread of each block, when all its threads know the number of the call. The last one raises it for the next
+// kernel. Where rows are taken it also tells all ranks that those of the call before have been: their slot is used
+// next.
+DEVICE void count_block(const Peers& p, u32 call, bool sends, bool takes) {
   Control* mine = p.control[p.rank];
-  if (!is_last_block(&mine->blocks_pulled)) return;
-  if (threadIdx.x == 0) {
-    mine->blocks_pulled = 0;
-    mine->calls_pulled = call;
-  }
-  if (threadIdx.x < p.num_ranks) store_release(&p.control[threadIdx.x]->pulled[p.rank], call);
+  u32* blocks = takes ? &mine->blocks_pulled : &mine->blocks_published;
+  u32 before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(blocks) : "memory");
+  if (before != gridDim.x - 1) return;
+  *blocks = 0;
+  if (sends) mine->calls_published = call;
+  if (!takes) return;
+  mine->calls_pulled = call;
+  for (int r = 0; r < p.num_ranks; ++r) store_release(&p.control[r]->pulled[p.rank], call - 1);
 }
 
 DEVICE u64 address_of(const SlotRows& s, i64 row, int unit, int unit_bytes) {

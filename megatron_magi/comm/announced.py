@@ -28,8 +28,10 @@ from megatron_magi.cuda.layout import Like
 _ADD_ROUTE = 2  # of those in `PeerTables.routes`
 _NUM_CHUNKS = 16  # bytes into `PeerTables.counts`, which begin with the number of rows that are fetched
 _MOST_KNOWN = 64
-_OF_PUBLISHING = {0: "published", 1: "published.starts", 2: "published.num_chunks"}
-_OF_READING = {0: "fetch", 1: "fetch.num_rows", 4: "later.part_rows"}
+_OF_ANNOUNCING = {
+    0: "published", 1: "published.starts", 2: "published.num_chunks", 3: "fetch", 4: "fetch.num_rows",
+    7: "later.part_rows",
+}  # fmt: skip
 _OF_ADDING = {0: "sums.index", 1: "sums.routes", 2: "sums.rows", 3: "sums.starts", 4: "sums.sources", 5: "sums.shift"}
 """Which of the parameters in `peer_kernels.SHAPES` differ with the transfer, and names of these numbers."""
 
@@ -64,15 +66,10 @@ def announced_cast(
 
     def make() -> Arriving:
         found = mover.arriving(tensors, args, layout, into, sources, places)
-        publish, read = found.steps
-        steps = _naming(publish, "publish_rows", _OF_PUBLISHING), _naming(read, "pull_bulk", _OF_READING)
-        return found._replace(steps=steps)
+        return found._replace(step=_naming(found.step, "announce_rows", _OF_ANNOUNCING))
 
     found = _prepared(mover, layout, (*tensors, *into), (*sources, *places), make)
-    publish, read = found.steps
-    return mover, found._replace(
-        tensors=into, steps=(publish._replace(numbers=_published(args)), read._replace(numbers=_read(args)))
-    )
+    return mover, found._replace(tensors=into, step=found.step._replace(numbers=_announced(args)))
 
 
 @torch.no_grad()
@@ -118,19 +115,15 @@ def _naming(step: Step, kernel: str, names: dict[int, str]) -> Step:
     return step._replace(fields=tuple(Field(rest + 8 * i, 8, name) for i, name in names.items()))
 
 
-def _published(args: GroupCastArgs) -> dict[str, int]:
-    """Numbers of the kernel that publishes rows."""
+def _announced(args: GroupCastArgs) -> dict[str, int]:
+    """Numbers of the kernel that publishes and pulls rows."""
     assert args.peers is not None
-    tables = args.peers
-    found = tables.published.data_ptr(), tables.starts.data_ptr(), tables.counts.data_ptr() + _NUM_CHUNKS
-    return dict(zip(_OF_PUBLISHING.values(), found, strict=True))
-
-
-def _read(args: GroupCastArgs) -> dict[str, int]:
-    """Of the one that reads them."""
-    assert args.peers is not None
-    found = args.peers.fetch.data_ptr(), args.peers.counts.data_ptr(), part_rows(args.num_recv)
-    return dict(zip(_OF_READING.values(), found, strict=True))
+    tables, counts = args.peers, args.peers.counts.data_ptr()
+    found = (
+        tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS, tables.fetch.data_ptr(), counts,
+        part_rows(args.num_recv),
+    )  # fmt: skip
+    return dict(zip(_OF_ANNOUNCING.values(), found, strict=True))
 
 
 def _added(args: GroupCastArgs, layout: RowLayout) -> dict[str, int]:

@@ -42,10 +42,10 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "exchange": Shape(768, 24, "5Q2q", loads=4, shared_bytes=4 * 6 * 8192, num_lists=2),
-    "publish_rows": Shape(512, 64, "3Qq"),
-    "pull_bulk": Shape(128, 16, "2QqQq", shared_bytes=4 * 12 * 4096),
+    "announce_rows": Shape(512, 64, "5QqQ2q", shared_bytes=4 * 12 * 4096, num_lists=2),
 }
 """24 blocks of ``exchange``: 16 fill the links to 0.94 of what 128 do; sums take more."""
+_MOST_PULLING = 16
 
 
 def blocks_of(name: str, share: int) -> int:
@@ -55,6 +55,11 @@ def blocks_of(name: str, share: int) -> int:
         share: SMs of the group, see `megatron_magi.comm.sm_budget`.
     """
     return min(SHAPES[name].num_blocks, share)
+
+
+def blocks_that_pull(num_blocks: int) -> int:
+    """Of those of ``announce_rows``; the others publish."""
+    return min(_MOST_PULLING, max(num_blocks // 4, 1))
 
 
 def blocks_apart(share: int, sums: bool) -> tuple[int, int]:
@@ -78,11 +83,11 @@ def needed_kernels(partial: torch.dtype, wide: torch.dtype) -> list[tuple[str, t
     Args:
         partial, wide: of the rows that are summed, and of their sums. Rows of heads are multiples of 16 bytes.
     """
-    vector, needed = WIDEST // partial.itemsize, [("publish_rows", (f"UNIT={WIDEST}",))]
+    vector, needed = WIDEST // partial.itemsize, [("announce_rows", (f"UNIT={WIDEST}",))]
     for row_bytes in (1, BULK_ROW_BYTES):
         needed.append(("exchange", exchange_defines(WIDEST, row_bytes)))
         needed.append(("exchange", exchange_defines(WIDEST, row_bytes, (partial, wide), vector)))
-    return [(_source(name), macros) for name, macros in (*needed, ("pull_bulk", ("ANNOUNCES=1",)))]
+    return [(_source(name), macros) for name, macros in needed]
 
 
 def exchange_defines(

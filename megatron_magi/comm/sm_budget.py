@@ -7,8 +7,8 @@ that may wait at once has SMs of its own:
 - each group its share (`share_of`), whether it sends and takes in one kernel or in two;
 - NCCL a kernel of all its channels, and a cluster of blocks of another communicator;
 - attention that waits for rows itself (one launch) takes what is left, and all SMs in the end, only where there is one
-  group (`Arriving.overlaps`); it is queued behind the kernel that brings its rows, and on each rank behind the one that
-  publishes them, so what it waits for has its SMs.
+  group (`Arriving.overlaps`); it is queued behind the kernel that publishes and brings rows, on each rank, so what it
+  waits for has its SMs.
 """
 
 from __future__ import annotations

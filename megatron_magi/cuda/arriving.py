@@ -29,16 +29,16 @@ class GateParams(ctypes.Structure):
 
 
 class Arriving(NamedTuple):
-    """Rows that kernels bring which are to be queued before the one that waits for them.
+    """Rows that a kernel brings which is to be queued before the one that waits for them.
 
-    That one starts when all blocks of the last of these have an SM, which is what makes waiting safe: it is queued as
-    one that may overlap, on the same stream. Between the two may be one that overlaps likewise, lets the next one start
-    when its own results are there, and ends behind those that bring the rows.
+    That one starts when all blocks of the other have an SM, which is what makes waiting safe: it is queued as one that
+    may overlap, on the same stream. Between the two may be one that overlaps likewise, lets the next one start when its
+    own results are there, and ends behind the one that brings the rows.
 
     Attributes:
         tensors: like those that the rows will be in, ``[num_rows, ...]`` each.
         places: where these will be.
-        steps: the kernels that bring the rows.
+        step: the kernel that brings the rows.
         call, arrived, broken, notice: addresses, see `GateParams`.
         timeout_ns: after which who brings them gives up; who waits does after twice as long.
         overlaps: whether the kernel that waits may start before all rows have come.
@@ -46,7 +46,7 @@ class Arriving(NamedTuple):
 
     tensors: Sequence[Tensor]
     places: tuple[Place, Place]
-    steps: tuple[Step, ...]
+    step: Step
     call: int
     arrived: int
     broken: int

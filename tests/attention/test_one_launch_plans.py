@@ -179,10 +179,11 @@ def test_items_of_own_keys_come_first_as_many_as_fill_the_time():
 
 def test_who_waits_keeps_nobody_from_arriving():
     """Kernels that wait start when those that bring rows have all their blocks on SMs, which are few."""
-    pull = (source_root() / "group_collective/pull_bulk.cu").read_text()
-    body = pull[pull.index("magi_pull_bulk(const") :]
-    assert body.index("let_next_kernel_start();") < body.index("Pull pull("), "before it waits for anybody"
-    assert peer_kernels.SHAPES["pull_bulk"].num_blocks <= 32
+    text = (source_root() / "group_collective/announce_rows.cu").read_text()
+    body = text[text.index("magi_announce_rows(const") :]
+    start = body.index("let_next_kernel_start();")
+    assert start < body.index("publish(p,") and start < body.index("pull(p,"), "before it waits for anybody"
+    assert peer_kernels.SHAPES["announce_rows"].num_blocks <= 64
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()
         assert "if (!GATED) await_earlier_kernels();" in text, "else it would wait for all rows"

@@ -93,8 +93,8 @@ def one_rank_alone(monkeypatch):
 
     def announced(tensors, args, group, impl, into, sources, places):
         native.asked += 1
-        steps = step("publish"), step("pull")
-        return None if impl != "native" else (native, Arriving(into, places, steps, 0, 0, 0, 0, 0, native.is_only))
+        brings = step("announce")
+        return None if impl != "native" else (native, Arriving(into, places, brings, 0, 0, 0, 0, 0, native.is_only))
 
     monkeypatch.setattr(one_launch, "announced_cast", announced)
     monkeypatch.setattr(one_launch, "returned_sums", lambda *_: step("exchange"))
@@ -228,7 +228,7 @@ def test_stages_share_statistics_and_sums_of_dq(monkeypatch, one_rank_alone, mas
         ("many", {"deterministic": True}, False, ["backward", "backward_queries", "exchange"]),
     ],
 )
-def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
+def test_one_launch_queues_at_most_eight_kernels_that_are_prepared_once(
     monkeypatch, one_rank_alone, mask, options, is_only, backward
 ):
     config = MagiConfig(
@@ -240,8 +240,8 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
     plan, native = make_plan(MASKS[mask], config, 2).for_rank(0), one_rank_alone.native
     native.is_only = is_only
     shape = SHAPE._replace(num_heads_q=8 if mask == "causal" else 2)
-    expected = ["publish", "pull", "forward", "publish", "pull", "prepare", *backward]
-    assert len(expected) <= 10
+    expected = ["announce", "forward", "announce", "prepare", *backward]
+    assert len(expected) <= 8
     overlapping = {}
     with fake_driver(monkeypatch) as launched:
         launch = driver.Kernel.launch
@@ -260,7 +260,7 @@ def test_one_launch_queues_at_most_ten_kernels_that_are_prepared_once(
             assert launched == expected and native.asked == asked, call
     # What finishes dq takes it that the kernels before the exchange are complete; what computes dq does not.
     rest = "backward_queries" if "backward_queries" in backward else "finish_dq"
-    assert overlapping["prepare"] and overlapping[rest] and not overlapping["pull"]
+    assert overlapping["prepare"] and overlapping[rest] and not overlapping["announce"]
     assert overlapping["exchange"] == (backward[-1] == "backward_queries")
     assert overlapping["forward"] == overlapping["backward"] == is_only
 

@@ -190,8 +190,7 @@ def test_whether_ranks_reach_each_others_memory_is_decided_once(ranks):
     [
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(1, 4096)),
         ("exchange", "ExchangeParams", 1, peer_kernels.exchange_defines(16, 4096, (torch.bfloat16, torch.float32), 8)),
-        ("publish_rows", "PublishParams", 0, ("UNIT=16",)),
-        ("pull_bulk", "PullParams", 2, ("ANNOUNCES=1",)),
+        ("announce_rows", "AnnounceParams", 3, ("UNIT=16",)),
     ],
 )
 def test_parameters_are_packed_as_the_kernels_read_them(monkeypatch, source, params, after_shift, defines):
@@ -234,8 +233,8 @@ def test_kernels_that_wait_for_other_ranks_have_sms_of_their_own_however_many_gr
         # One kernel sends while another takes, of the same call or the next, but none sends beside one that takes sums.
         apart = max(sum(casts), sum(sums), sums[0] + casts[1])
         assert apart <= share and min(*casts, *sums) > 0
-        others = [peer_kernels.blocks_of(name, share) for name in ("exchange", "publish_rows", "pull_bulk")]
-        assert min(others) > 0
+        others = [peer_kernels.blocks_of(name, share) for name in ("exchange", "announce_rows")]
+        assert 0 < peer_kernels.blocks_that_pull(others[1]) < others[1]
         free = num_sms - num_groups * max(apart, *others)
         # NCCL's kernel in clusters, which need SMs of one GPC, wherever the others lie; then one cluster more.
         clusters = (free - 3 * sm_budget.NUM_GPCS) // sm_budget.NCCL_CLUSTER

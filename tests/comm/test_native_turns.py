@@ -96,8 +96,8 @@ def test_launches_are_prepared_once_for_calls_that_differ_in_addresses_alone(mon
     assert exchange(other, native._BOTH) is first and made == ["exchange"]
     assert len(exchange(own, native._APART)) == 2 and made == ["exchange"] * 3
     prepare = functools.partial(mover._prepare_announced, args, layout, own, out)
-    assert len(mover._launches((native._ANNOUNCE,), args, own, out, prepare)) == 2
-    assert made[3:] == ["publish_rows", "pull_bulk"]
+    assert len(mover._launches((native._ANNOUNCE,), args, own, out, prepare)) == 1
+    assert made[3:] == ["announce_rows"]
     mover._memory.generation = 1
     assert exchange(own, native._BOTH) is not first
 
@@ -144,12 +144,14 @@ def test_nothing_is_sent_beside_sums_that_are_under_way(monkeypatch, is_waited_f
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_rows_are_read_beside_the_kernel_before_unless_other_groups_could_be_held_up(monkeypatch, num_groups):
+def test_attention_starts_beside_the_kernel_that_brings_rows_unless_other_groups_could_be_held_up(
+    monkeypatch, num_groups
+):
     mover = object.__new__(native.Native)
     mover._device, mover._flags, mover._own_memory = None, torch.zeros(1), lambda: (0, 8, 16, 5)
     monkeypatch.setattr(native, "_of_device", lambda _: [mover] * num_groups)
-    launch = SimpleNamespace(step=lambda places, overlaps=False: (places, overlaps))
-    monkeypatch.setattr(mover, "_launches", lambda *_: (launch, launch), raising=False)
+    launch = SimpleNamespace(step=lambda *lists: lists)
+    monkeypatch.setattr(mover, "_launches", lambda *_: (launch,), raising=False)
     x = [torch.zeros(4, 64)]
     made = mover.arriving(x, None, RowLayout.of(x), x, "sources", "places")
-    assert made.steps == (("sources", False), ("places", num_groups == 1)) and made.overlaps == (num_groups == 1)
+    assert made.step == ("sources", "places") and made.overlaps == (num_groups == 1)

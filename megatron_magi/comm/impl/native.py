@@ -25,7 +25,14 @@ from megatron_magi.comm import peer_kernels
 from megatron_magi.comm.calls import add_guard
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.movement import Into, Started
-from megatron_magi.comm.peer_kernels import Launch, blocks_apart, blocks_of, exchange_defines, kernel_of
+from megatron_magi.comm.peer_kernels import (
+    Launch,
+    blocks_apart,
+    blocks_of,
+    blocks_that_pull,
+    exchange_defines,
+    kernel_of,
+)
 from megatron_magi.comm.peer_tables import ROUTE_WORDS
 from megatron_magi.comm.peers import MAX_RANKS, PEERS, Meeting, PeerMemory, refusal_of_host
 from megatron_magi.comm.row_layout import RowLayout
@@ -149,9 +156,7 @@ class Native:
         sources: Sequence[Place],
         places: tuple[Place, Place],
     ) -> Arriving:
-        """`cast` for a kernel that waits for rows as they come, as steps of a list of calls for `queue`.
-
-        The second needs nothing of the first, and runs beside it.
+        """`cast` for a kernel that waits for rows as they come, as a step of a list of calls for `queue`.
 
         Args:
             tensors, into: keys and values like those of the calls, and what they arrive in: rows of multiples of 16
@@ -161,16 +166,15 @@ class Native:
         """
         rows, results = rows_of(tensors, layout.sizes), rows_of(into, layout.sizes)
         prepare = functools.partial(self._prepare_announced, args, layout, rows, results)
-        publish, pull = self._launches((_ANNOUNCE,), args, rows, results, prepare)
+        (launch,) = self._launches((_ANNOUNCE,), args, rows, results, prepare)
         _, control, *_ = own = self._own_memory()
         # Who waits takes all SMs. Where two groups did so, on two streams, each could keep from publishing what the
         # other's ranks wait for.
         overlaps = len(_of_device(self._device)) == 1
-        steps = publish.step(sources), pull.step(places, overlaps=overlaps)
         notice, timeout_ns = own[2:]
         return Arriving(
-            into, places, steps, control + _ANNOUNCED, self._flags.data_ptr(), control + _BROKEN, notice, timeout_ns,
-            overlaps,
+            into, places, launch.step(sources, places), control + _ANNOUNCED, self._flags.data_ptr(), control + _BROKEN,
+            notice, timeout_ns, overlaps,
         )  # fmt: skip
 
     def adding(
@@ -387,24 +391,19 @@ class Native:
     def _prepare_announced(
         self, args: GroupCastArgs, layout: RowLayout, rows: list[Rows], results: list[Rows], share: int
     ) -> tuple[Launch, ...]:
-        """The kernel that publishes rows and the one that reads them, likewise."""
+        """The kernel that publishes rows and pulls those of others, likewise."""
         tables, row_bytes = args.peers, slot_row_bytes(layout)
         assert tables is not None
-        counts, shift, unit = tables.counts.data_ptr(), chunk_shift(row_bytes), widest(rows)
-        publish = kernel_of("publish_rows", (f"UNIT={unit}",), self._device)
-        pull = kernel_of("pull_bulk", ("ANNOUNCES=1",), self._device)
-        packed = self._memory.packed
-        published = tables.published.data_ptr(), tables.starts.data_ptr(), counts + _NUM_CHUNKS
-        pulled = tables.fetch.data_ptr(), counts + _NUM_FETCHED
-        after = self._flags.data_ptr(), part_rows(args.num_recv)
-        of_rows, of_results = (
-            pack_slot_rows(some, row_bytes, width, kernel.loads)
-            for some, width, kernel in ((rows, unit, publish), (results, WIDEST, pull))
-        )
-        return (
-            Launch(publish, blocks_of("publish_rows", share), packed, of_rows, *published, shift),
-            Launch(pull, blocks_of("pull_bulk", share), packed, of_results, *pulled, shift, *after),
-        )
+        counts, unit = tables.counts.data_ptr(), widest(rows)
+        num_blocks = blocks_of("announce_rows", share)
+        kernel = kernel_of("announce_rows", (f"UNIT={unit}",), self._device)
+        launch = Launch(
+            kernel, num_blocks, self._memory.packed, pack_slot_rows(rows, row_bytes, unit, kernel.loads),
+            pack_slot_rows(results, row_bytes, WIDEST, kernel.loads), tables.published.data_ptr(),
+            tables.starts.data_ptr(), counts + _NUM_CHUNKS, tables.fetch.data_ptr(), counts + _NUM_FETCHED,
+            chunk_shift(row_bytes), self._flags.data_ptr(), part_rows(args.num_recv), blocks_that_pull(num_blocks),
+        )  # fmt: skip
+        return (launch,)
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
         """The stream of a handle, which is the current one, or was."""

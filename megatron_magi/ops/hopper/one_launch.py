@@ -294,7 +294,7 @@ class OneLaunch:
         mover, arriving = self._announced(rows_k, rows_v, stream)
         if self.remote is not None and mover is None:
             return None, None
-        moving, slots = () if arriving is None else arriving.steps, ("k_rows", "v_rows", "scratch")
+        moving, slots = () if arriving is None else (arriving.step,), ("k_rows", "v_rows", "scratch")
         numbers |= brought(moving)
         form = CallsForm(q.device, stream, self.num_recv > 0, _are_same((k, v), (rows_k, rows_v)), not q.shape[0])
         if form.is_empty:
@@ -321,7 +321,7 @@ class OneLaunch:
         mover, arriving = self._announced(rows_k, rows_v, stream)
         if self.remote is not None and mover is None:
             return None, None
-        moving, left, back = () if arriving is None else arriving.steps, False, ()
+        moving, left, back = () if arriving is None else (arriving.step,), False, ()
         if self.remote is not None:
             later = tuple(dk.new_empty((self.num_recv, *t.shape[1:])) for t in (dk, dv))
             sums = self.remote.returned(later, (dk, dv), _OF_LATER, _GRADIENTS)

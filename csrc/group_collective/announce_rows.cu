@@ -1,0 +1,223 @@
+// Rows that the next kernel waits for as they come. Some blocks put the rows that others need into this rank's slot,
+// each at its own number, and say so chunk by chunk. The first few pull the rows that this rank needs from the slots of
+// others, by TMA: one thread of a warp has pieces of rows loaded into a ring of places in shared memory and stored from
+// there, so few SMs have all in flight that the links carry. They tell part by part what has arrived (arrivals.cuh).
+// The next kernel may start when all blocks of this one have. NaN where a rank does not come.
+//
+// Compile-time: UNIT (bytes of an access to rows that are published).
+
+#include "../common/arrivals.cuh"
+#include "send_row.cuh"
+
+struct AnnounceParams {
+  Peers peers;
+  SlotRows from, to;  // to: units of 16 bytes
+  const i64* rows;    // to publish, ascending
+  const i64* starts;  // chunk i of kChunkRows numbers is rows[starts[i]] to rows[starts[i + 1] - 1]
+  const i64* num_chunks;
+  const i64* places;  // of the rows that are pulled
+  const i64* num_pulled;
+  i64 chunk_shift;  // log2 of the numbers of rows that are told together, kChunkRows or more
+  ArrivalFlags* flags;
+  i64 part_rows;
+  i64 pullers;  // blocks that pull
+};
+
+constexpr int kThreads = 512, kLog2ChunkRows = 4, kLoads = 8;
+constexpr int kPullWarps = 4, kDepth = 12, kPieceBytes = 4096, kPieceUnits = kPieceBytes / 16, kMostRun = 16;
+constexpr int kSpare = 2;  // places that stores may still be read from when the next load is due
+
+DEVICE void store_bytes(u64 global, u32 smem, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(smem), "r"(bytes)
+               : "memory");
+}
+
+// Runs of rows part by part, and those of a part side by side: keys that come first are there first.
+struct Runs {
+  SideBySide inside;
+  u32 count, length;  // of runs; of a part
+  DEVICE Runs(const Peers& p, i64 count, i64 length)
+      : inside(p, length), count(static_cast<u32>(count)), length(static_cast<u32>(length)) {}
+  DEVICE u32 end() const { return (count + length - 1) / length * inside.end(); }
+  DEVICE i64 at(u32 i) const {
+    const u32 part = i / inside.end();
+    const i64 run = inside.at(i - part * inside.end());
+    return run < length ? part * length + run : count;
+  }
+};
+
+// The pieces that one thread copies, one after the other: rows in runs, each in pieces.
+struct Pieces {
+  i64 row, end_of_run, num_rows, at, step;
+  int run, piece, num_pieces;
+  Runs runs;
+
+  DEVICE Pieces(const Peers& p, i64 thread, i64 num_threads, i64 num_rows, int units, i64 part_rows)
+      : num_rows(num_rows),
+        at(thread),
+        step(num_threads),
+        run(length(num_rows, num_threads)),
+        piece(0),
+        num_pieces((units + kPieceUnits - 1) / kPieceUnits),
+        runs(p, (num_rows + run - 1) / run, (part_rows + run - 1) / run) {
+    begin_run();
+  }
+  static DEVICE int length(i64 num_rows, i64 num_threads) {
+    const i64 share = (num_rows + num_threads - 1) / num_threads;
+    return share < 1 ? 1 : share > kMostRun ? kMostRun : static_cast<int>(share);
+  }
+  DEVICE void begin_run() {
+    for (row = num_rows; at < runs.end(); at += step) {
+      row = runs.at(at) * run;
+      if (row < num_rows) break;
+    }
+    end_of_run = row + run < num_rows ? row + run : num_rows;
+  }
+  DEVICE bool any() const { return row < num_rows && num_pieces; }
+  DEVICE void advance() {
+    if (++piece < num_pieces) return;
+    piece = 0;
+    if (++row < end_of_run) return;
+    at += step;
+    begin_run();
+  }
+};
+
+// Without `smem`: NaN, by ordinary stores.
+DEVICE void store_piece(const SlotRows& s, i64 row, int piece, u32 smem) {
+  const int begin = piece * kPieceUnits, end = begin + kPieceUnits < s.units ? begin + kPieceUnits : s.units;
+#pragma unroll
+  for (int i = 0; i < kMaxTensors; ++i) {
+    const int last = i + 1 < kMaxTensors ? s.begin[i + 1] : s.units;
+    const int from = begin > s.begin[i] ? begin : s.begin[i], to = end < last ? end : last;
+    if (from >= to) continue;
+    const u64 address = s.rows[i] + row * s.stride[i] + (from - s.begin[i]) * 16;
+    if (smem)
+      store_bytes(address, smem + (from - begin) * 16, (to - from) * 16);
+    else
+      for (int unit = 0; unit < to - from; ++unit) reinterpret_cast<uint4*>(address)[unit] = {~0u, ~0u, ~0u, ~0u};
+  }
+  if (smem) bulk_commit();
+}
+
+// Counts rows that this thread has stored, from `begin` to `end`, and says of which parts all are there.
+DEVICE void tell_parts(const AnnounceParams& p, u32 call, i64 begin, i64 end, i64 num_rows) {
+  bulk_wait();
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __threadfence();
+  for (i64 part = begin / p.part_rows; part * p.part_rows < end; ++part) {
+    const i64 first = part * p.part_rows, past = first + p.part_rows < num_rows ? first + p.part_rows : num_rows;
+    const u32 stored = static_cast<u32>((end < past ? end : past) - (begin > first ? begin : first));
+    if (atomicAdd(&p.flags->done[part], stored) + stored < static_cast<u32>(past - first)) continue;
+    p.flags->done[part] = 0;
+    __threadfence();
+    store_release(&p.flags->arrived[part], call);
+  }
+}
+
+// Pieces to be stored: each run is announced once it is.
+struct AnnouncedPieces : Pieces {
+  const AnnounceParams& p;
+  u32 call;
+  DEVICE void advance() {
+    const i64 before = at, last = row;
+    Pieces::advance();
+    if (at != before) tell_parts(p, call, last / run * run, last + 1, num_rows);
+  }
+};
+
+// By `num_blocks` blocks.
+DEVICE void publish(const AnnounceParams& p, u32 call, u32 block, u32 num_blocks) {
+  __shared__ longlong2 looked_at[kThreads];
+  Control* mine = p.peers.control[p.peers.rank];
+  const u32 thread = threadIdx.x;
+  const u32 lanes = 1 << p.from.log2_lanes, at_once = kThreads >> p.from.log2_lanes;
+  const int more = static_cast<int>(p.chunk_shift) - kLog2ChunkRows;
+  const i64 count = *p.num_chunks, num_chunks = (count + (1 << more) - 1) >> more;
+  bool failed = false;
+  // The slot is free once all have read what was in it.
+  if (thread < p.peers.num_ranks) failed = !await(p.peers, &mine->pulled[thread], thread, call - kSlots, kPublish);
+  if (__syncthreads_or(failed)) return;
+  const u64 slot = p.peers.data[p.peers.rank] + call % kSlots * p.peers.slot_bytes;
+  // Most chunks may have no rows: a block looks at as many as it has threads at once.
+  for (i64 first = block; first < num_chunks; first += kThreads * num_blocks) {
+    const i64 own = first + thread * num_blocks;
+    longlong2 found = {0, 0};
+    if (own < num_chunks) found = {p.starts[own << more], p.starts[min((own + 1) << more, count)]};
+    __syncthreads();
+    looked_at[thread] = found;
+    __syncthreads();
+    for (u32 k = 0; k < kThreads && first + k * num_blocks < num_chunks; ++k) {
+      const i64 begin = looked_at[k].x, end = looked_at[k].y;
+      if (begin == end) continue;
+      for (i64 i = begin + (thread >> p.from.log2_lanes); i < end; i += at_once) {
+        const i64 row = p.rows[i];
+        send_row<kLoads>(p.from, row, slot + row * p.from.row_bytes, thread & (lanes - 1), lanes);
+      }
+      __syncthreads();
+      if (thread < p.peers.num_ranks)
+        store_release(&p.peers.control[thread]->published[p.peers.rank][first + k * num_blocks], call);
+    }
+  }
+}
+
+// By one thread of each warp that pulls; `warp` of `num_warps`.
+DEVICE void pull(const AnnounceParams& p, u32 call, u32 warp, u32 num_warps, u32 ring, u32 full) {
+  const SlotRows& s = p.to;
+  bool failed = false;
+  for (int i = 0; i < kDepth; ++i) barrier_init(full + 8 * i, 1);
+  barrier_init_fence();
+  fence_async_proxy();
+  Pieces loads(p.peers, warp, num_warps, *p.num_pulled, s.units, p.part_rows);
+  AnnouncedPieces stores{loads, p, call};
+  Pull slots(p.peers, call, static_cast<int>(p.chunk_shift), s.row_bytes);
+  i64 place = loads.any() ? p.places[loads.row] : 0;
+  u64 from = 0;
+  for (u32 loaded = 0, stored = 0; stores.any(); ++stored) {
+    for (; loads.any() && !failed && loaded - stored < kDepth - kSpare; ++loaded) {
+      if (loads.piece == 0) {
+        from = slots.await_row(place);
+        failed = from == 0;
+        if (failed) break;
+      }
+      const int left = (s.units - loads.piece * kPieceUnits) * 16, bytes = left < kPieceBytes ? left : kPieceBytes;
+      const u32 at = loaded % kDepth, offset = loads.piece * kPieceBytes;
+      asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kSpare) : "memory");
+      barrier_expect_bytes(full + 8 * at, bytes);
+      load_bytes(ring + at * kPieceBytes, reinterpret_cast<const void*>(from + offset), bytes, full + 8 * at);
+      loads.advance();
+      if (loads.piece == 0 && loads.any()) place = p.places[loads.row];
+    }
+    if (stored == loaded) break;
+    barrier_wait(full + 8 * (stored % kDepth), stored / kDepth & 1);
+    store_piece(s, stores.row, stores.piece, ring + stored % kDepth * kPieceBytes);
+    stores.advance();
+  }
+  bulk_wait();
+  for (; stores.any(); stores.advance()) store_piece(s, stores.row, stores.piece, 0);  // none, unless a rank failed
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) magi_announce_rows(const __grid_constant__ AnnounceParams p) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ u64 barriers[kPullWarps][kDepth];
+  Control* mine = p.peers.control[p.peers.rank];
+  const u32 call = mine->calls_published + 1, thread = threadIdx.x, pullers = static_cast<u32>(p.pullers);
+  if (thread == 0) {
+    if (blockIdx.x == 0) {
+      mine->announced = call;  // before who waits for it starts, which is when all have come to here
+      __threadfence();
+    }
+    let_next_kernel_start();
+  }
+  __syncthreads();  // all threads know the number of the call
+  if (blockIdx.x >= pullers) {
+    publish(p, call, blockIdx.x - pullers, gridDim.x - pullers);
+    if (thread == 0) count_block(p.peers, call, true, true);
+    return;
+  }
+  const u32 warp = thread / 32;
+  if (thread == kThreads - 1) count_block(p.peers, call, true, true);
+  if (warp < kPullWarps && thread % 32 == 0)
+    pull(p, call, blockIdx.x * kPullWarps + warp, pullers * kPullWarps,
+         smem_address(memory) + warp * kDepth * kPieceBytes, smem_address(barriers[warp]));
+}
