@@ -1,5 +1,6 @@
 """The public functions as users of MagiAttention call them, on one rank and on several."""
 
+import copy
 import inspect
 
 import pytest
@@ -281,6 +282,19 @@ def test_equal_arguments_give_equal_keys_and_one_plan(monkeypatch):
     monkeypatch.setenv("MAGI_ATTENTION_DETERMINISTIC_MODE", "1")
     deterministic = block_causal_key(None)
     assert deterministic != key and deterministic.config.attend.deterministic
+
+
+def _copied_with_its_model(rank: int, num_ranks: int) -> bool:
+    model = torch.nn.Linear(2, 2)
+    model.key = api.magi_attn_varlen_key([0, 30, 64], [0, 30, 64], causal=True, cp_group_or_mesh=dist.group.WORLD)
+    copied = copy.deepcopy(model)
+    rows = api.dispatch(torch.randn(64, 2, 8), copied.key)
+    return copied.key == model.key and api.calc_attn(rows, rows, rows, copied.key)[0].shape == rows.shape
+
+
+def test_a_model_that_holds_a_key_can_be_copied(ranks):
+    """As averages of weights do; process groups cannot be copied."""
+    assert ranks(2, _copied_with_its_model) == [True] * 2
 
 
 def test_a_mask_may_be_empty():

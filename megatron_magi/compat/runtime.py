@@ -50,6 +50,10 @@ class DistAttnRuntimeKey:
     total_seqlen: int = field(default=0, compare=False)
     pad_size: int = field(default=0, compare=False)
 
+    def __deepcopy__(self, _memo: dict) -> DistAttnRuntimeKey:
+        """The key itself: it never changes, and its group, which nothing can copy, is the same to copies of a model."""
+        return self
+
     @property
     def q_ranges(self) -> AttnRanges:
         """Queries of each slice; padding, if there is any, is the last slice and sees no key."""

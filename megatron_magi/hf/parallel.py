@@ -15,6 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
+from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
 from megatron_magi.hf.shard import IGNORED, shard_batch
 
@@ -57,6 +58,7 @@ def context_parallel(
     _check_model(model)
     own_numbers = _own_numbers(model)
 
+    @outside_graphs
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if hasattr(kwargs.get("attention_mask"), "magi_shard"):
             return args, kwargs
@@ -70,6 +72,7 @@ def context_parallel(
             batch["num_items_in_batch"] = (labels != IGNORED).sum() / group.size()
         return (), shard_batch(batch, group, module.config, config)[0]
 
+    @outside_graphs
     def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not kwargs["attention_mask"].magi_shard.num_calls:
             raise RuntimeError("attention_mask: no layer attended by it; the model's attention is not transformers'")

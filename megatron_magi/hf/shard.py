@@ -20,6 +20,7 @@ from megatron_magi.api import (
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
+from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import WINDOWS, LayerMask, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
@@ -129,6 +130,7 @@ class ShardOnes(Tensor):
         return out
 
 
+@outside_graphs
 def shard_batch(
     batch: Mapping[str, Any],
     cp_group_or_mesh: Group,

@@ -49,7 +49,7 @@ def difference(one, other):
     return max((one[name] - other[name]).abs().max().item() / (1 + other[name].abs().max().item()) for name in other)
 
 
-def both(name, kind, mesh, fsdp=False, recompute=False):
+def both(name, kind, mesh, fsdp=False, recompute=False, compiled=False):
     """Relative differences of loss and gradients between two ranks and one, and what was compared."""
     make_batch = BATCHES[kind]
     one_rank = EAGER.get(name, "eager") if kind in ("packed", "padded") else "magi"
@@ -58,6 +58,8 @@ def both(name, kind, mesh, fsdp=False, recompute=False):
     assert context_parallel(model, mesh) is model
     if recompute:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        model.compile(backend="eager")
     if fsdp:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
@@ -177,6 +179,7 @@ def on_two_ranks(_rank, num_ranks):
     out = {case: both(*case, mesh) for case in CASES}
     out["fsdp"] = {name: both(name, "packed", mesh, fsdp=True) for name in ("llama", "gpt_oss")}
     out["recompute"] = both("gemma3", "packed", mesh, recompute=True)
+    out["compiled"] = both("llama", "padded", mesh, compiled=True)
     out["refusals"] = refusals(mesh)
     out["tuple"] = as_tuple(mesh)
     out["logits"] = undispatched_logits(mesh)
@@ -186,7 +189,7 @@ def on_two_ranks(_rank, num_ranks):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(on_two_ranks, 2, timeout_s=120.0)
+    return run_ranks(on_two_ranks, 2, timeout_s=180.0)
 
 
 @pytest.mark.parametrize("name, kind", CASES)
@@ -205,6 +208,12 @@ def test_two_ranks_train_as_one_beside_fsdp2(results, name):
 
 def test_two_ranks_recompute_as_one_computes(results):
     for loss, gradient in (result["recompute"] for result in results):
+        assert loss < 1e-5
+        assert gradient < 1e-5
+
+
+def test_two_ranks_with_a_compiled_model_train_as_one(results):
+    for loss, gradient in (result["compiled"] for result in results):
         assert loss < 1e-5
         assert gradient < 1e-5
 
