@@ -1,20 +1,25 @@
 """A small case of each Hopper kernel, to be run under compute-sanitizer.
 
-Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse | keys | blocks]
-       compute-sanitizer --tool racecheck --racecheck-report all python benchmarks/sanitize_attention.py keys
+Usage: compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py [sparse | small | keys | blocks]
+       compute-sanitizer --tool racecheck --racecheck-report analysis python benchmarks/sanitize_attention.py small each
 
-With ``sparse`` those of sparse attention alone, with ``keys`` or ``blocks`` a few of single keys or of blocks.
-racecheck does not follow mbarriers, and finds errors where there are none; its warnings are of lanes of a warp that do
-not wait for each other.
+With ``sparse`` those of sparse attention alone, with ``small`` these with fewer tokens, with ``keys`` or ``blocks`` a
+few of single keys or of blocks. racecheck follows barriers thread by thread: where one lane of a warp arrives for all,
+after they have synchronized, it takes what the others did before for a race, as it does in a ring of two buffers
+(`sanitize_ring.py`, modes 0 and 3). With ``each`` the sparse kernels are compiled so that each lane arrives for itself,
+and so that who hands over a sum waits at the named barrier too; nothing else differs.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from megatron_magi.cuda import build
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.slice_attention import slice_attention
@@ -33,21 +38,56 @@ CASES = (
     (3, 3, torch.float16, {}),
     (3, 3, torch.float16, {"deterministic": True}),
 )
+ARRIVE = "barrier_arrive(smem_address(&barrier));"
+EACH_LANE = {
+    f"  __syncwarp();\n  if (lane == 0) {ARRIVE}": f"  {ARRIVE}",
+    "    if (leads) barrier_arrive(barrier);": "    barrier_arrive(barrier);",
+    "(&empty), arrivals);": "(&empty), 32 * arrivals);",
+    "(&empty[i]), 4 * kGroups);": "(&empty[i]), 128 * kGroups);",
+    "(&s.k_empty[i]), 4 * kGroups);": "(&s.k_empty[i]), 128 * kGroups);",
+    "(&s.v_empty[i]), 4 * kGroups);": "(&s.v_empty[i]), 128 * kGroups);",
+    "named_arrive(kPlaceFree + warpgroup": "named_sync(kPlaceFree + warpgroup",
+    "named_arrive(kPlaceFull + warpgroup": "named_sync(kPlaceFull + warpgroup",
+}
+"""In the sources: an arrival of one lane for its warp, what counts such arrivals, and what is done without waiting."""
 
 
 def main() -> None:
     torch.manual_seed(0)
-    if sys.argv[1:] == ["keys"]:
+    which, *each = sys.argv[1:] or ["all"]
+    assert each in ([], ["each"])
+    unused = set(EACH_LANE)
+    if each:
+        build.flatten_source = with_arrivals_of_each_lane(build.flatten_source, unused)
+    if which == "all":
+        dense()
+    if which == "keys":
         single_keys()
-    elif sys.argv[1:] == ["blocks"]:
-        blocks()
-    else:
-        if sys.argv[1:] != ["sparse"]:
-            dense()
+    elif which == "small":
+        sparse(36, 200)
+    elif which != "blocks":
         sparse()
+    if which != "keys":
         blocks()
     torch.cuda.synchronize()
+    assert not (each and which == "small" and unused), unused
     print("computed")
+
+
+def with_arrivals_of_each_lane(flatten: Callable[[Path], str], unused: set) -> Callable[[Path], str]:
+    """Sources of the sparse kernels with `EACH_LANE`; replacements that were made are taken out of ``unused``."""
+
+    def flattened(path: Path) -> str:
+        text = flatten(path)
+        if not path.name.startswith("sparse_"):
+            return text
+        for before, after in EACH_LANE.items():
+            if before in text:
+                unused.discard(before)
+                text = text.replace(before, after)
+        return text
+
+    return flattened
 
 
 def dense() -> None:
@@ -64,9 +104,8 @@ def dense() -> None:
         add_to_results(q, k, v, mask, out, meta.lse, dout, options)
 
 
-def sparse() -> None:
+def sparse(num_rows: int = 150, num_keys: int = 333) -> None:
     """Lists of blocks and of single keys, by tiles of 64 and 128 places, uneven at all ends."""
-    num_rows, num_keys = 150, 333
     for dim, (heads_q, heads_kv), q_block in itertools.product((64, 128), ((128, 1), (12, 2)), (1, 20)):
         shapes = ((num_rows, heads_q), (num_keys, heads_kv), (num_keys, heads_kv))
         leaves = [torch.randn(*s, dim, device="cuda").bfloat16().requires_grad_() for s in shapes]
@@ -101,10 +140,10 @@ def blocks() -> None:
     """Lists of blocks, in one kernel and two, with lists of queries that are cut into parts, of three key heads."""
     tuning.SPARSE_PART_BYTES = 1 << 17
     leaves = [
-        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((900, 48), (333, 3), (333, 3))
+        torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((630, 48), (150, 3), (150, 3))
     ]
     for k_block, deterministic in ((64, False), (128, False), (128, True)):
-        mask = torch.rand(1, 45, -(-333 // k_block), device="cuda") < 0.7
+        mask = torch.rand(1, 32, -(-150 // k_block), device="cuda") < 0.95
         out, _ = block_sparse_attention(
             *leaves, mask, q_block_size=20, k_block_size=k_block, impl="ffa", deterministic=deterministic
         )

@@ -2,7 +2,8 @@
 // racecheck says of it, it says of every kernel built like this.
 //
 // Compile-time: MODE. 0: ordinary stores and an ordinary arrival at the barrier. 1: ordinary stores, and an arrival
-// that expects no bytes (arrive.expect_tx). 2: TMA fills the buffer.
+// that expects no bytes (arrive.expect_tx). 2: TMA fills the buffer. 3: as 0, and each lane that reads arrives for
+// itself, not one of them for all. 4: ordinary stores between named barriers of both warps.
 
 #include "../csrc/common/ptx.cuh"
 
@@ -14,13 +15,30 @@ struct RingParams {
   int rounds;
 };
 
-extern "C" __global__ void __launch_bounds__(64) ffa_sanitize_ring(const __grid_constant__ RingParams p) {
+// One buffer, filled and read between named barriers of two of the three warps.
+DEVICE void pass_by_named_barriers(const RingParams& p, u32 (&buffer)[kWords]) {
+  u32 sum = 0;
+  for (int n = 0; n < p.rounds; ++n) {
+    named_sync(1, 64);  // it has been read
+    if (threadIdx.x == 0)
+      for (int j = 0; j < kWords; ++j) buffer[j] = p.in[n * kWords + j];
+    named_sync(2, 64);  // it is full
+    if (threadIdx.x >= 32) sum += buffer[threadIdx.x % 32];
+  }
+  if (threadIdx.x >= 32) p.out[threadIdx.x % 32] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(96) ffa_sanitize_ring(const __grid_constant__ RingParams p) {
   __shared__ alignas(128) u32 buffer[kStages][kWords];
   __shared__ u64 full[kStages], empty[kStages];
+  if (MODE == 4) {
+    if (threadIdx.x < 64) pass_by_named_barriers(p, buffer[0]);
+    return;
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(smem_address(&full[i]), 1);
-      barrier_init(smem_address(&empty[i]), 1);
+      barrier_init(smem_address(&empty[i]), MODE == 3 ? 32 : 1);
     }
     barrier_init_fence();
   }
@@ -41,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(64) ffa_sanitize_ring(const __grid_
       else
         barrier_arrive(bar);
     }
-  } else if (threadIdx.x >= 32) {
+  } else if (threadIdx.x / 32 == 1) {
     const int lane = threadIdx.x % 32;
     u32 sum = 0;
     for (int n = 0; n < p.rounds; ++n) {
@@ -49,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(64) ffa_sanitize_ring(const __grid_
       barrier_wait(smem_address(&full[i]), n / kStages % 2);
       sum += buffer[i][lane];
       __syncwarp();
-      if (lane == 0) barrier_arrive(smem_address(&empty[i]));
+      if (MODE == 3 || lane == 0) barrier_arrive(smem_address(&empty[i]));
     }
     p.out[lane] = sum;
   }

@@ -1,6 +1,6 @@
 """What racecheck makes of the barriers that the Hopper kernels use, in a kernel too small to hide a mistake.
 
-Usage: compute-sanitizer --tool racecheck python benchmarks/sanitize_ring.py MODE     (0 to 2, see sanitize_ring.cu)
+Usage: compute-sanitizer --tool racecheck python benchmarks/sanitize_ring.py MODE     (0 to 4, see sanitize_ring.cu)
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class RingParams(ctypes.Structure):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", type=int, choices=range(3))
+    parser.add_argument("mode", type=int, choices=range(5))
     mode = parser.parse_args().mode
     image, _ = hopper_build.compile_kernel("../benchmarks/sanitize_ring.cu", (f"MODE={mode}",))
     device = torch.device("cuda", 0)
-    kernel = hopper_driver.load_kernel(image, "ffa_sanitize_ring", 64, 0, device)
+    kernel = hopper_driver.load_kernel(image, "ffa_sanitize_ring", 96, 0, device)
     given = torch.randint(0, 1000, (ROUNDS, WORDS), dtype=torch.int32, device=device)
     out = torch.empty(WORDS, dtype=torch.int32, device=device)
     params = RingParams(given.data_ptr(), out.data_ptr(), ROUNDS)

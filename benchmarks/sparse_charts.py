@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,8 +35,10 @@ def draw(paths: Sequence[str]) -> None:
     read = [read_results(path) for path in paths]
     names = "case", "k_block", "queries", "keys", "provider"
     rows = list({tuple(row[name] for name in names): row for _, table in read for row in table}.values())
-    said = {name: dict.fromkeys(notes[name] for notes, _ in read if name in notes) for name in SOURCE}
-    source = " · ".join(", ".join(values) for values in said.values() if values)
+    said = {
+        name: dict.fromkeys(", ".join(notes[name] for notes, _ in read if name in notes).split(", ")) for name in SOURCE
+    }
+    source = textwrap.fill(" · ".join(", ".join(values) for values in said.values()), 150)
     folder = Path(paths[0]).parent
     lists = [row for row in rows if (row["case"], row["k_block"]) in LINES]
     masks = [row for row in rows if row["case"].startswith(("uniform", "variable", "video"))]
@@ -94,11 +97,11 @@ def _draw_lists(path: Path, rows: Sequence[Row], source: str) -> None:
 
 def _draw_masks(path: Path, rows: Sequence[Row], dense: dict[int, Row], source: str) -> None:
     lengths = sorted({int(row["keys"]) for row in rows})
-    names = list(dict.fromkeys((row["case"], row["k_block"]) for row in rows))
     providers = [p for p in PEER_STYLES if any(row["provider"] == p for row in rows)]
     figure, panels = _figure(len(lengths), 2, (16, 1 + 2.6 * len(lengths)))
     top = max(_rate(row, "forward") for row in [*rows, *dense.values()] if row["forward_tflops"])
     for line, length in zip(panels, lengths, strict=True):
+        names = sorted({(row["case"], row["k_block"]) for row in rows if int(row["keys"]) == length}, key=_place)
         for panel, which in zip(line, PASSES, strict=True):
             for x, name in enumerate(names):
                 of_case = [r for r in rows if (r["case"], r["k_block"]) == name and int(r["keys"]) == length]
@@ -125,3 +128,9 @@ def _draw_masks(path: Path, rows: Sequence[Row], dense: dict[int, Row], source: 
 
 def _title(case: str, k_block: str) -> str:
     return f"{case}, {k_block}" if case.startswith("uniform") else case
+
+
+def _place(name: tuple[str, str]) -> tuple[bool, str, int, int]:
+    """Uniform masks first, by size of block and share; then the others."""
+    kind, share = name[0].split()
+    return kind != "uniform", kind, -int(name[1]), int(share[:-1]) if share.endswith("%") else 0

@@ -258,3 +258,16 @@ def test_lists_of_queries_that_are_cut_into_parts_mean_the_same(
     tensors, delta = (x.q, x.k, x.v, x.dout), (x.dout.float() * out.float()).sum(-1)
     runs = [sparse_hopper.backward(tensors, lse, delta, pattern, x.scale, deterministic) for _ in range(5)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize(("k_block", "heads"), [(64, (16, 1)), (64, (48, 3)), (128, (16, 1))])
+def test_parts_of_lists_that_are_empty_add_nothing(monkeypatch, k_block, heads):
+    num_rows, num_keys, q_block, parts = 3200, 700, 20, 8  # 20 blocks of queries a part, 5 steps each
+    monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", num_rows * heads[0] // heads[1] * 128 * 4 // parts)
+    mask = torch.ones(1, num_blocks(num_rows, q_block), num_blocks(num_keys, k_block), dtype=torch.bool, device="cuda")
+    hidden = ((0, 160), (40, 60), (0, 20), (140, 160), (60, 160))  # of the first lists; the third part, and so on
+    for column, (first, past) in enumerate(hidden):
+        mask[:, first:past, column] = False
+    x = make_case(SparsePattern((mask,), q_block, k_block, False), num_rows, num_keys, heads)
+    for _ in range(3):
+        check_backward(x, deterministic=True)

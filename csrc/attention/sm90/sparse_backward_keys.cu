@@ -1,12 +1,12 @@
 // Sparse attention backward for sm_90a, dK and dV by lists of the blocks of queries that see a block of keys: one work
-// item is such a block of keys of one key head, and a part of its list where lists are cut. SMs go over the first parts
-// of all lists, then over the second, so that they read the same queries at about the same time; sums wait in device
-// memory for the next part of their list.
+// item is such a block of keys of one key head, and a part of its list where lists are cut, by ranges of queries. SMs
+// go over the first parts of all lists, then over the second, so that they read the same queries at about the same
+// time; sums wait in device memory for the next part of their list. Of a short list neighbouring parts are one.
 //
 // K and V of the item stay in shared memory, dK and dV in registers. A step is 64 places (sparse_tiles.cuh) of a listed
-// block of queries, on transposed logits as in backward.cu. Of blocks of 128 keys each consumer warpgroup owns 64, and
-// both take every step. Of blocks of 64 keys they take steps in turn, each with sums of its own, and at the end of the
-// item each hands one of its sums to the other through shared memory.
+// block of queries, on transposed logits as in backward.cu. A consumer warpgroup owns 64 keys. Of blocks of 128 keys
+// two of them share an item and take every step. Of blocks of 64 keys each has items, buffers and a producer of its
+// own, so that one computes while the other begins or ends an item.
 //
 // With ADD_DQ dQ comes along as in backward.cu: dS goes through shared memory, each warpgroup computes half the columns
 // of dQ of the step before, and a warp adds them to fp32 sums in device memory. Without, nothing is added there, so
@@ -20,20 +20,23 @@
 
 #define INDEXED 0
 constexpr int kHeadDim = HEAD_DIM, kGroups = 2, kStep = 64;
-constexpr int kStages = ADD_DQ ? 3 : 4;  // of q and dout; even where a warpgroup takes every second: it finds its own
-constexpr int kTileKeys = K_BLOCK;
+constexpr int kTileKeys = K_BLOCK, kMembers = kTileKeys / kStep;  // warpgroups that share items: a team
+constexpr int kTeams = kGroups / kMembers;
+// Buffers of a team. dO is done with before Q is.
+constexpr int kQStages = ADD_DQ || kTeams > 1 ? 3 : 4, kDoutStages = kTeams > 1 ? 2 : kQStages;
 constexpr int kHalf = kHeadDim / 2;
-constexpr u32 kPieceFloats = kHalf * 16;       // sums of 16 places and half the columns, as a warp's accumulators lie
-constexpr bool kShares = kTileKeys > kStep;    // steps are of both warpgroups
-constexpr int kTurns = kShares ? 1 : kGroups;  // warpgroups that take steps in turn
-constexpr int kLeastSteps = 64;                // of a part, as in sparse_backward.py, which also knows kSumHeads
-constexpr int kSumHeads = 2;                   // key heads whose sums of parts have places of their own
-constexpr int kSums = kShares ? 4 : 2;         // of an item: dK and dV, of each warpgroup or of one
-static_assert(kShares || !ADD_DQ);
+constexpr u32 kPieceFloats = kHalf * 16;  // sums of 16 places and half the columns, as a warp's accumulators lie
+constexpr int kLeastSteps = kTeams > 1 ? 32 : 64;  // of a part, on average; sparse_backward.py knows it and kSumHeads
+constexpr int kSumHeads = 2;                       // key heads whose sums of parts have places of their own
+static_assert(kTeams == 1 || !ADD_DQ);
 using T = DTYPE;
 
+// What is said at the end of an item, beside kLastStep: that parts before it left sums, that it has no entries.
+enum : int { kSumsThere = 8, kAddsNothing = 16 };
+constexpr int kHeadShift = 5;  // where the key head is said
+
 // Named barriers: the place where a warpgroup puts what is to be added is free, is full; and dS of each warpgroup is
-// there, two that alternate. 1 is also that of a hand-over.
+// there, two that alternate.
 constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
 
 #include "row_products.cuh"
@@ -49,41 +52,52 @@ struct SparseKeysParams {
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
-  float4* part_sums;  // [kSumHeads or key heads if fewer, pieces of keys, kSums, head_dim / 8, 128 threads]
-  u32* parts_done;    // [as many, pieces of keys, kSums, 4 warps] of zeros; neither is read of one part
-  int parts;          // of a long list, without ADD_DQ
+  float4* part_sums;  // [kSumHeads or fewer, pieces of keys, kMembers, dK and dV, head_dim / 8, 128 threads]
+  u32* parts_done;    // [as many, pieces of keys, kMembers, 4 warps] of zeros; neither is read of one part
+  int parts, window;  // without ADD_DQ: parts of a long list, each of so many blocks of queries, or of more
   int stats_block, units, block_units;
   float scale, scale_log2;
 };
 
-struct Shared {
+// Of a team.
+struct Buffers {
   alignas(1024) u16 k[kHeadDim / kPanel][kTileKeys][kPanel];
   u16 v[kHeadDim / kPanel][kTileKeys][kPanel];
-  u16 q[kStages][kHeadDim / kPanel][kPlaces][kPanel];
-  u16 dout[kStages][kHeadDim / kPanel][kPlaces][kPanel];
-  float handed[kGroups][kShares ? (ADD_DQ ? 4 * kPieceFloats : 4) : kStep * kHeadDim];
-  u16 ds[2][ADD_DQ ? kGroups : 1][ADD_DQ ? kPlaces : 1][kStep];
-  float lse[kStages][kPlaces], delta[kStages][kPlaces];
-  u64 kv_full, kv_empty;
-  u64 full[kStages], empty[kStages];
-  int4 info[kStages];         // flags, first query, past-the-last query of the block, number of the keys;
-                              // at the end: flags, part, parts, number of the keys
-  int sums[kStages];          // piece of dq_sums, the first half
-  int handed_piece[kGroups];  // -1: no more
-  int taken;                  // the producer's alone, as the next: item
-  int2 item;                  // number of its keys, key head
+  u16 q[kQStages][kHeadDim / kPanel][kPlaces][kPanel];
+  u16 dout[kDoutStages][kHeadDim / kPanel][kPlaces][kPanel];
 };
 
-constexpr u32 kBytesK = sizeof(Shared::k);
-constexpr u32 kBytesQ = sizeof(Shared::q) / kStages;
+// What goes with them.
+struct alignas(16) State {
+  float lse[kQStages][kPlaces], delta[kDoutStages][kPlaces];
+  int4 info[kQStages];  // flags, first query, past-the-last query of the block, number of the keys;
+                        // at the end: flags, part, the next part, number of the keys
+  u64 kv_full, kv_empty;
+  u64 q_full[kQStages], q_empty[kQStages], dout_full[kDoutStages], dout_empty[kDoutStages];
+  int sums[kQStages];  // piece of dq_sums, the first half
+  int4 item;           // what is said at the end of the item that is being loaded
+};
+
+struct Shared {
+  Buffers buffers[kTeams];
+  float handed[kGroups][ADD_DQ ? 4 * kPieceFloats : 1];
+  u16 ds[2][ADD_DQ ? kGroups : 1][ADD_DQ ? kPlaces : 1][ADD_DQ ? kStep : 1];
+  State states[kTeams];
+  int handed_piece[kGroups];  // -1: no more
+};
+
+constexpr u32 kBytesK = sizeof(Buffers::k);
+constexpr u32 kBytesQ = sizeof(Buffers::q) / kQStages;
 constexpr u32 kBytesRow = kPlaces * sizeof(float);
 
-// ---- producer: one thread ----
+// ---- producers: one thread of each team ----
 
 struct Loader {
   const SparseKeysParams& p;
-  Shared& s;
-  Ring<kStages> ring;
+  Buffers& b;
+  State& s;
+  Ring<kQStages> at_q;
+  Ring<kDoutStages> at_dout;
   u32 kv_parity = 1;
 
   DEVICE void keys(int piece, int head_kv) {
@@ -92,66 +106,84 @@ struct Loader {
     kv_parity ^= 1;
     barrier_expect_bytes(bar, 2 * kBytesK);
     for (int i = 0; i < kTileKeys; i += kPiece) {
-      load_panels<kHeadDim / kPanel>(&p.k, smem_address(s.k) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
+      load_panels<kHeadDim / kPanel>(&p.k, smem_address(b.k) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
                                      bar);
-      load_panels<kHeadDim / kPanel>(&p.v, smem_address(s.v) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
+      load_panels<kHeadDim / kPanel>(&p.v, smem_address(b.v) + i * 128, kTileKeys * 128, piece * kTileKeys + i, head_kv,
                                      bar);
     }
   }
 
-  DEVICE u32 announce(int flags, int row, int past_row, int piece) {
-    barrier_wait(smem_address(&s.empty[ring.index]), ring.parity ^ 1);
-    s.info[ring.index] = make_int4(flags, row, past_row, piece);
-    return smem_address(&s.full[ring.index]);
+  DEVICE u32 announce(const int4& info) {
+    barrier_wait(smem_address(&s.q_empty[at_q.index]), at_q.parity ^ 1);
+    s.info[at_q.index] = info;
+    return smem_address(&s.q_full[at_q.index]);
   }
 
   // 64 places of a block of queries, from this on.
   DEVICE void step(const SparseTiles& t, int block, int pack, int place) {
-    const int piece = s.item.x;
-    pack += s.item.y * t.packs;
+    const int piece = s.item.w;
+    pack += (s.item.x >> kHeadShift) * t.packs;
     const int first_row = block * t.query_block, past_row = min(t.num_rows, first_row + t.query_block);
     const int row = first_row + (place >> t.log2_heads),
               head = (pack << t.log2_heads) + (place & (1 << t.log2_heads) - 1);
     const int past_key = (piece + 1) * kTileKeys;
     const bool hides = past_row - row << t.log2_heads < kPlaces || row + t.reach < past_key || past_key > t.num_keys;
-    const u32 bar = announce(hides ? kHidesKeys : 0, row, past_row, piece);
-    const int i = ring.index;
-    if (ADD_DQ) s.sums[i] = 2 * pack * p.units + block * p.block_units + place / 16;
-    barrier_expect_bytes(bar, 2 * (kBytesQ + kBytesRow));
-    load_panels<kHeadDim / kPanel>(&p.q, smem_address(s.q[i]), kPlaces * 128, row, head, bar);
-    load_panels<kHeadDim / kPanel>(&p.dout, smem_address(s.dout[i]), kPlaces * 128, row, head, bar);
+    u32 bar = announce(make_int4(hides ? kHidesKeys : 0, row, past_row, piece));
+    if (ADD_DQ) s.sums[at_q.index] = 2 * pack * p.units + block * p.block_units + place / 16;
     const i64 stats = (pack * p.stats_rows + static_cast<i64>(block) * p.stats_block << t.log2_heads) + place;
-    load_bytes(smem_address(s.lse[i]), p.lse + stats, kBytesRow, bar);
-    load_bytes(smem_address(s.delta[i]), p.delta + stats, kBytesRow, bar);
-    ring.advance();
+    barrier_expect_bytes(bar, kBytesQ + kBytesRow);
+    load_panels<kHeadDim / kPanel>(&p.q, smem_address(b.q[at_q.index]), kPlaces * 128, row, head, bar);
+    load_bytes(smem_address(s.lse[at_q.index]), p.lse + stats, kBytesRow, bar);
+    at_q.advance();
+    bar = smem_address(&s.dout_full[at_dout.index]);
+    barrier_wait(smem_address(&s.dout_empty[at_dout.index]), at_dout.parity ^ 1);
+    barrier_expect_bytes(bar, kBytesQ + kBytesRow);
+    load_panels<kHeadDim / kPanel>(&p.dout, smem_address(b.dout[at_dout.index]), kPlaces * 128, row, head, bar);
+    load_bytes(smem_address(s.delta[at_dout.index]), p.delta + stats, kBytesRow, bar);
+    at_dout.advance();
   }
 
-  // Both warpgroups are told.
-  DEVICE void say(int flags, int part, int parts, int piece) {
-    for (int w = 0; w < kTurns; ++w) {
-      barrier_arrive(announce(flags, part, parts, piece));
-      ring.advance();
-    }
+  DEVICE void say(const int4& info) {
+    barrier_arrive(announce(info));
+    at_q.advance();
   }
 };
 
-// Items come from one counter, each after the list of the one before it has been loaded. So no item waits for ever for
-// sums of another, which is one of a lower number: of all items that have been taken and are not done, the lowest waits
-// for nobody, as all lower ones are done; and the block that took it is on an SM, where it has nothing to do before, as
-// it takes its items in rising order. Were the first items dealt out by block number, some could wait for that of a
-// block which gets no SM while other kernels stay on theirs.
-DEVICE int take_item(const SparseTiles& t, Shared& s) {
-  s.taken = atomicAdd(t.counter, 1);
-  return *static_cast<volatile int*>(&s.taken);  // from there, for registers are scarce
+// Computed anew at each use: a producer has few registers, and would keep it.
+DEVICE int own_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
-DEVICE void produce(const SparseKeysParams& p, Shared& s) {
+// How many entries of a list in rising order are below a number. By a warp.
+DEVICE int entries_below(const int* list, int count, int number) {
+  int first = 0, past = count;
+  while (first < past) {
+    const int stride = (past - first + 31) / 32, at = first + own_lane() * stride;
+    const u32 below = __ballot_sync(0xffffffffu, at < past && __ldg(list + at) < number);
+    const int found = __popc(below);
+    past = min(past, first + found * stride);
+    if (found) first += (found - 1) * stride + 1;
+  }
+  return first;
+}
+
+// Items of a team come from one counter, each after the list of the one before it has been loaded. So no item waits for
+// ever for sums of another, which is one of a lower number: of all items that have been taken and are not done, the
+// lowest waits for nobody, as all lower ones are done; and the team that took it is on an SM, where it has nothing to
+// do before, as it takes its items in rising order. A part without entries waits and tells the next all the same, so
+// that it does not matter what a list contains. Were the first items dealt out by block number, some could wait for
+// that of a block which gets no SM while other kernels stay on theirs.
+DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s) {
   const SparseTiles& t = p.tiles;
-  Loader loader{p, s};
+  Loader loader{p, b, s};
   const int most_parts = ADD_DQ ? 1 : p.parts;
   const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
   while (true) {
-    const int item = take_item(t, s);
+    int item = 0;
+    if (own_lane() == 0) item = atomicAdd(t.counter, 1);
+    item = uniform(item);
     if (item >= t.num_items) break;
     const int pieces = (t.num_keys + kTileKeys - 1) / kTileKeys;
     const int row = item / pieces, piece = item - row * pieces, first_key = piece * kTileKeys;
@@ -159,25 +191,40 @@ DEVICE void produce(const SparseKeysParams& p, Shared& s) {
     const int list = (t.list_heads > 1 ? head_kv * t.key_blocks : 0) + first_key / t.key_block;
     const i64 begin = t.offsets ? offset_at(t, list) : list * t.list_step;
     const int count = t.offsets ? offset_at(t, list + 1) - static_cast<int>(begin) : __ldg(t.counts + list);
-    const int parts = ADD_DQ ? 1 : max(1, min(most_parts, count * steps / kLeastSteps));
-    if (part >= parts) continue;
-    const int most = (count + parts - 1) / parts, before = most * part;
-    const int* at = t.entries + begin + before;
-    int left = min(most, count - before);
-    loader.keys(piece, head_kv);
-    s.item = make_int2(piece, head_kv);
-    for (; left > 0; --left) {
-      const int block = __ldg(at++);
-      const int rows = min(t.num_rows - block * t.query_block, t.query_block);
-      if (static_cast<u32>(block) >= t.query_blocks) continue;  // of offsets that are none
-      if (block * t.query_block + rows - 1 + t.reach <= s.item.x * kTileKeys) continue;
-      for (int pack = 0; pack < t.packs; ++pack)
-        for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
+    const int* at = t.entries + begin;
+    int next = 1, before = 0, left = count;
+    if (!ADD_DQ && most_parts > 1) {
+      int width = 1;
+      while (width < most_parts && count * steps < kLeastSteps * (most_parts / width)) width *= 2;
+      if (part % width) continue;
+      next = min(most_parts, part + width);
+      before = entries_below(at, count, part * p.window);
+      left = next == most_parts ? count - before : entries_below(at + before, count - before, next * p.window);
     }
-    loader.say(kLastStep | s.item.y << 3, part, parts, s.item.x);
+    if (own_lane() == 0) {
+      const int flags = (before ? kSumsThere : 0) | (left ? 0 : kAddsNothing);
+      s.item = make_int4(kLastStep | flags | head_kv << kHeadShift, part, next, piece);  // registers are scarce
+      at += before;
+      bool loaded = false;
+      for (; left > 0; --left) {
+        const int block = __ldg(at++);
+        const int rows = min(t.num_rows - block * t.query_block, t.query_block);
+        if (static_cast<u32>(block) >= t.query_blocks) continue;  // of offsets that are none
+        if (block * t.query_block + rows - 1 + t.reach <= s.item.w * kTileKeys) continue;
+        if (!loaded) loader.keys(s.item.w, s.item.x >> kHeadShift);
+        loaded = true;
+        for (int pack = 0; pack < t.packs; ++pack)
+          for (int place = 0; place < rows << t.log2_heads; place += kPlaces) loader.step(t, block, pack, place);
+      }
+      loader.say(s.item);
+    }
+    __syncwarp();
   }
-  loader.say(kNoMoreSteps, 0, 0, 0);
-  leave(t.counter);
+  if (own_lane() == 0) {
+    loader.say(make_int4(kNoMoreSteps, 0, 0, 0));
+    // As leave() does, but of teams.
+    if (atomicAdd(t.counter + 1, 1) == kTeams * static_cast<int>(gridDim.x) - 1) t.counter[0] = t.counter[1] = 0;
+  }
 }
 
 // ---- two warps, one for each warpgroup of consumers: they add to the sums in device memory ----
@@ -212,9 +259,12 @@ DEVICE void issue_dq(float (&acc)[kHalf / 2], const Operand& a, const Operand& b
 struct Consumer {
   const SparseKeysParams& p;
   Shared& s;
+  Buffers& b;
+  State& state;
   const int warpgroup, lane, key;  // key: first of this thread's, of the item
-  int stage;
-  u32 parity = 0, kv_parity = 0;
+  Ring<kQStages> at_q;
+  Ring<kDoutStages> at_dout;
+  u32 kv_parity = 0;
   Ring<2> buffer;     // of dS
   int previous = -1;  // piece of the step before, whose dQ is not added yet
   u32 ds_store = 0;
@@ -222,10 +272,11 @@ struct Consumer {
   DEVICE Consumer(const SparseKeysParams& p, Shared& s, int warpgroup)
       : p(p),
         s(s),
+        b(s.buffers[warpgroup / kMembers]),
+        state(s.states[warpgroup / kMembers]),
         warpgroup(warpgroup),
         lane(threadIdx.x % 32),
-        key((kShares ? warpgroup * kStep : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
-        stage(kShares ? 0 : warpgroup) {
+        key(warpgroup % kMembers * kStep + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
     // stmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are 8 keys on, 2 and 3 are 8
     // places on.
     const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
@@ -236,7 +287,7 @@ struct Consumer {
 
   // Its half of the columns.
   DEVICE Operand keys_half() const {
-    return Operand(smem_address(s.k) + warpgroup * kHalf / kPanel * kTileKeys * 128 + warpgroup * kHalf % kPanel * 2,
+    return Operand(smem_address(b.k) + warpgroup * kHalf / kPanel * kTileKeys * 128 + warpgroup * kHalf % kPanel * 2,
                    kTileKeys * 128);
   }
 
@@ -265,27 +316,24 @@ struct Consumer {
     previous = -1;
   }
 
-  DEVICE void advance() {
-    stage += kTurns;
-    if (stage >= kStages) stage -= kStages, parity ^= 1;
-  }
-
   DEVICE void step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int flags) {
     float x[kPlaces / 2], y[kPlaces / 2], own[kHalf / 2 == kPlaces / 2 ? 1 : kHalf / 2];
     u32 probs[kPlaces / 4], ds[kPlaces / 4];
-    const int piece = ADD_DQ ? uniform(s.sums[stage]) + warpgroup * p.units : 0;
-    const u32 row = kShares ? warpgroup * kStep * 128 : 0;
-    issue_logits<kHeadDim, kPlaces, kTileKeys>(x, Operand(smem_address(s.k) + row), Operand(smem_address(s.q[stage])));
-    issue_logits<kHeadDim, kPlaces, kTileKeys>(y, Operand(smem_address(s.v) + row),
-                                               Operand(smem_address(s.dout[stage])));
-    const u32 values = smem_address(s.lse[stage]) + lane % 4 * 8;
+    const int piece = ADD_DQ ? uniform(state.sums[at_q.index]) + warpgroup * p.units : 0;
+    const u32 row = warpgroup % kMembers * kStep * 128;
+    issue_logits<kHeadDim, kPlaces, kTileKeys>(x, Operand(smem_address(b.k) + row),
+                                               Operand(smem_address(b.q[at_q.index])));
+    barrier_wait(smem_address(&state.dout_full[at_dout.index]), at_dout.parity);
+    issue_logits<kHeadDim, kPlaces, kTileKeys>(y, Operand(smem_address(b.v) + row),
+                                               Operand(smem_address(b.dout[at_dout.index])));
+    u32 values = smem_address(state.lse[at_q.index]) + lane % 4 * 8;
     float2 two[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + 32 * j);
     wgmma_wait<1>();
     pin(x);
     if (flags & kHidesKeys) {
-      const int4 info = s.info[stage];
+      const int4 info = state.info[at_q.index];
       int2 bounds[2];
       const int past = info.z - info.y << p.tiles.log2_heads;
 #pragma unroll
@@ -300,9 +348,10 @@ struct Consumer {
     for (int i = 0; i < kPlaces / 2; ++i)
       x[i] = exp2_fast(fmaf(x[i], p.scale_log2, i % 2 ? -two[i / 4].y : -two[i / 4].x));
     pack_pairs(probs, x);
-    issue_weighted<kHeadDim, kPlaces>(dv, probs, Operand(smem_address(s.dout[stage]), kPlaces * 128));
+    issue_weighted<kHeadDim, kPlaces>(dv, probs, Operand(smem_address(b.dout[at_dout.index]), kPlaces * 128));
+    values = smem_address(state.delta[at_dout.index]) + lane % 4 * 8;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + sizeof(Shared::lse) + 32 * j);
+    for (int j = 0; j < 8; ++j) two[j] = load_shared_v2(values + 32 * j);
     wgmma_wait<1>();  // dP
     pin(y);
 #pragma unroll
@@ -321,15 +370,17 @@ struct Consumer {
       // branch would serialise all of them.
       issue_dq(dq, before, keys_half());
     }
-    issue_weighted<kHeadDim, kPlaces>(dk, ds, Operand(smem_address(s.q[stage]), kPlaces * 128));
+    issue_weighted<kHeadDim, kPlaces>(dk, ds, Operand(smem_address(b.q[at_q.index]), kPlaces * 128));
+    if constexpr (ADD_DQ) fence_async_proxy();
+    wgmma_wait<1>();  // dV, dQ
     if constexpr (ADD_DQ) {
-      fence_async_proxy();
-      wgmma_wait<1>();  // dV, dQ
       pin(dq);
       named_arrive(kDsThere + 2 * buffer.index + warpgroup, 128 * kGroups);
       if (previous >= 0) add_dq(dq);
       previous = piece;
     }
+    release(state.dout_empty[at_dout.index], lane);
+    at_dout.advance();
     wgmma_wait<0>();
     pin(probs);
     pin(ds);
@@ -337,49 +388,38 @@ struct Consumer {
     pin(dk);
   }
 
-  // What one warpgroup has of a sum goes to the other, which has the rest and stores it.
-  DEVICE void hand_over(const float (&acc)[kHeadDim / 2]) const {
-    float4* to = reinterpret_cast<float4*>(s.handed[warpgroup]) + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i)
-      to[128 * i] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-  }
-
-  DEVICE void take_over(float (&acc)[kHeadDim / 2]) const {
-    const float4* from = reinterpret_cast<const float4*>(s.handed[1 - warpgroup]) + threadIdx.x % 128;
+  // Sums of parts, of one accumulator.
+  DEVICE static void add_sums(float (&acc)[kHeadDim / 2], const float4* sums) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i) {
-      const float4 other = from[128 * i];
+      const float4 other = __ldcg(sums + 128 * i);
       acc[4 * i] += other.x, acc[4 * i + 1] += other.y, acc[4 * i + 2] += other.z, acc[4 * i + 3] += other.w;
     }
   }
 
-  // Adds what the parts before have summed up; of the last part the sum is whole, else it is left for the next. A place
-  // of sums is that of the same list of every kSumHeads-th key head, one after another: what is `done` there grows by
-  // p.parts with each.
-  DEVICE bool whole(float (&acc)[kHeadDim / 2], int head_kv, const int4& item, int sum) const {
+  DEVICE static void put_sums(const float (&acc)[kHeadDim / 2], float4* sums) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 8; ++i)
+      __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+  }
+
+  // Adds what the parts before have summed up; of the last part the sums are whole, else they are left for the next. A
+  // place of sums is that of the same list of every kSumHeads-th key head, one after another: what is `done` there
+  // grows by p.parts with each.
+  DEVICE bool whole(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int head_kv, const int4& item) {
     if (ADD_DQ || p.parts == 1) return true;
-    const int part = item.y, pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys, thread = threadIdx.x % 128;
-    const bool last = part + 1 == item.z;
-    const i64 place = static_cast<i64>(head_kv % kSumHeads * pieces + item.w) * kSums + sum;
-    float4* sums = p.part_sums + place * (kHeadDim / 8 * 128) + thread;
-    u32* done = p.parts_done + place * 4 + thread / 32;
+    constexpr int kSize = kHeadDim / 8 * 128;
+    const int pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys;
+    const bool last = item.z == p.parts, adds = !(item.x & kAddsNothing);
+    const i64 place = static_cast<i64>(head_kv % kSumHeads * pieces + item.w) * kMembers + warpgroup % kMembers;
+    float4* sums = p.part_sums + 2 * place * kSize + threadIdx.x % 128;
+    u32* done = p.parts_done + place * 4 + threadIdx.x % 128 / 32;
     const u32 begin = head_kv / kSumHeads * p.parts;
-    while (load_acquire_gpu(done) < begin + part) sleep_ns(100);
-    if (part > 0) {
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i) {
-        const float4 other = __ldcg(sums + 128 * i);
-        acc[4 * i] += other.x, acc[4 * i + 1] += other.y, acc[4 * i + 2] += other.z, acc[4 * i + 3] += other.w;
-      }
-    }
-    if (!last) {
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i)
-        __stcg(sums + 128 * i, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
-    }
+    while (load_acquire_gpu(done) < begin + item.y) sleep_ns(100);
+    if (item.x & kSumsThere && (last || adds)) add_sums(dk, sums), add_sums(dv, sums + kSize);
+    if (!last && adds) put_sums(dk, sums), put_sums(dv, sums + kSize);
     __syncwarp();
-    if (lane == 0) store_release_gpu(done, begin + (last ? p.parts : part + 1));
+    if (lane == 0) store_release_gpu(done, begin + item.z);
     return last;
   }
 
@@ -400,42 +440,28 @@ struct Consumer {
       int flags;
       int4 item;
       while (true) {
-        barrier_wait(smem_address(&s.full[stage]), parity);
-        flags = uniform(s.info[stage].x);
+        barrier_wait(smem_address(&state.q_full[at_q.index]), at_q.parity);
+        flags = uniform(state.info[at_q.index].x);
         if (flags & kNoMoreSteps) break;
-        if (!waited) barrier_wait(smem_address(&s.kv_full), kv_parity);
-        waited = true;
-        if (flags & kLastStep)
-          item = s.info[stage];
-        else
+        if (flags & kLastStep) {
+          item = state.info[at_q.index];
+        } else {
+          if (!waited) barrier_wait(smem_address(&state.kv_full), kv_parity);
+          waited = true;
           step(dk, dv, flags);
-        release(s.empty[stage], lane);
-        advance();
+        }
+        release(state.q_empty[at_q.index], lane);
+        at_q.advance();
         if (flags & kLastStep) break;
       }
       if (flags & kNoMoreSteps) break;
-      kv_parity ^= 1;
       if constexpr (ADD_DQ)
         if (previous >= 0) add_last_dq();
-      release(s.kv_empty, lane);
-      if constexpr (!kShares) {
-        named_sync(1, 256);  // what was handed over before has been read
-        // Not by reference to one of the two, which would put both on the stack.
-        if (warpgroup)
-          hand_over(dk);
-        else
-          hand_over(dv);
-        named_sync(1, 256);
-        if (warpgroup)
-          take_over(dv);
-        else
-          take_over(dk);
-      }
-      const int head_kv = flags >> 3, sum = kShares ? 2 * warpgroup : 0;
-      if ((kShares || !warpgroup) && whole(dk, head_kv, item, sum))
-        store(dk, p.dk, p.dk_row, p.dk_head, p.scale, head_kv, item.w * kTileKeys);
-      if ((kShares || warpgroup) && whole(dv, head_kv, item, sum + 1))
-        store(dv, p.dv, p.dv_row, p.dv_head, 1.f, head_kv, item.w * kTileKeys);
+      if (waited) release(state.kv_empty, lane), kv_parity ^= 1;
+      const int head_kv = flags >> kHeadShift, first_key = item.w * kTileKeys;
+      if (!whole(dk, dv, head_kv, item)) continue;
+      store(dk, p.dk, p.dk_row, p.dk_head, p.scale, head_kv, first_key);
+      store(dv, p.dv, p.dv_row, p.dv_head, 1.f, head_kv, first_key);
     }
     if (!ADD_DQ) return;
     named_sync(kPlaceFree + warpgroup, 160);
@@ -450,8 +476,11 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   extern __shared__ __align__(1024) u8 memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    init_buffer(s.kv_full, s.kv_empty, 4 * kGroups);
-    init_buffers(s.full, s.empty, 4 * kGroups / kTurns);
+    for (State& state : s.states) {
+      init_buffer(state.kv_full, state.kv_empty, 4 * kMembers);
+      init_buffers(state.q_full, state.q_empty, 4 * kMembers);
+      init_buffers(state.dout_full, state.dout_empty, 4 * kMembers);
+    }
     barrier_init_fence();
   }
   __syncthreads();
@@ -459,9 +488,9 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   if (threadIdx.x < 128) {
     registers_shrink<24>();  // together all that the block was launched with
     const int warp = uniform(threadIdx.x / 32);
-    if (threadIdx.x == 0)
-      produce(p, s);
-    else if (ADD_DQ && (warp == 1 || warp == 2))
+    if (warp < kTeams) {
+      produce(p, s.buffers[warp], s.states[warp]);
+    } else if (ADD_DQ && (warp == 1 || warp == 2))
       add_handed(p, s, warp - 1);
   } else {
     registers_grow<240>();

@@ -32,7 +32,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and dout."""
 
 _UNIT = 16  # places, of the sums of dq
-_LEAST_STEPS, _SUM_HEADS = 64, 2  # of parts of lists: kLeastSteps, kSumHeads of sparse_backward_keys.cu
+_LEAST_STEPS, _SUM_HEADS = {64: 32, 128: 64}, 2  # of parts, by keys of a block: kLeastSteps, kSumHeads of the kernel
 _ZEROING_BLOCKS = 2048
 _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
 
@@ -75,9 +75,9 @@ def _rows_of(q: Tensor, k: Tensor, q_block: int) -> _Rows:
     )  # fmt: skip
 
 
-def _most_parts(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> int:
-    """Parts that a list of queries is cut into at most: one for so many bytes that a key head reads, if the longest
-    list that there may be has enough steps.
+def _parts(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> tuple[int, int]:
+    """Parts that a list of queries is cut into at most, and the blocks of queries of a part: one for so many bytes that
+    a key head reads, if the longest list that there may be has enough steps.
     """
     of_bytes = num_blocks(4 * q.numel() // k.shape[1], tuning.SPARSE_PART_BYTES)
     entries = pattern.tensors[-1]
@@ -85,7 +85,9 @@ def _most_parts(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> in
     # A mask names a block of keys once for each block of queries; entries of lists may all name the same.
     longest = entries.shape[1] if pattern.is_mask else entries.numel() // num_lists
     steps = rows.packs // k.shape[1] * num_blocks(pattern.q_block * rows.heads, kernels.PIECE)
-    return max(1, min(of_bytes, longest * steps // _LEAST_STEPS))
+    blocks = num_blocks(q.shape[0], pattern.q_block)
+    window = num_blocks(blocks, max(1, min(of_bytes, longest * steps // _LEAST_STEPS[pattern.k_block])))
+    return num_blocks(blocks, window), window
 
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
@@ -179,10 +181,10 @@ def backward_by_keys(
     lists = lists_of_queries(pattern, lists_of_rows, num_rows, num_keys)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     pieces = num_blocks(num_keys, pattern.k_block)
-    parts = 1 if adds_dq else _most_parts(q, k, pattern, rows)
-    # Of parts: tiles of 64 keys of dk and dv that wait for the next part, and four counts of each.
-    waiting = 2 * min(heads_kv, _SUM_HEADS) * pieces * pattern.k_block // kernels.PIECE if parts > 1 else 0
-    part_sums = torch.empty(waiting * kernels.PIECE * dim, dtype=torch.float32, device=q.device)
+    parts, window = (1, 0) if adds_dq else _parts(q, k, pattern, rows)
+    # Of parts: tiles of 64 keys whose dk and dv wait for the next part, and four counts of each.
+    waiting = min(heads_kv, _SUM_HEADS) * pieces * pattern.k_block // kernels.PIECE if parts > 1 else 0
+    part_sums = torch.empty(2 * waiting * kernels.PIECE * dim, dtype=torch.float32, device=q.device)
     num_sums = rows.packs * rows.units * _UNIT * dim if adds_dq else 4 * waiting
     sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else the parts that are done
     stats = _packed_stats(lse, delta, rows, sums, stream)
@@ -194,7 +196,7 @@ def backward_by_keys(
             tiles=tiles, stats_rows=rows.stats_rows, stats_block=rows.stats_block,
             units=rows.units, block_units=rows.block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-            parts=parts, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+            parts=parts, window=window, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
         grid = grid_size(q.device, tiles.num_items, 0)

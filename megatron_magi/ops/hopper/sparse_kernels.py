@@ -52,12 +52,12 @@ def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dim: int) 
 
 def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int, adds_dq: bool) -> Kernel:
     """Backward: dk and dv of blocks of so many keys, by lists of queries; with ``adds_dq`` sums of dq, of 128 keys."""
-    # k and v, stages of q and dout (three beside dq, else four), row statistics
-    shared = 2 * dim * (2 * k_block + (6 if adds_dq else 8) * PIECE) + 4 * 512 + 1024
+    # Of blocks of 64 keys two teams of one warpgroup, else one team of two; stages of q and dout together.
+    teams, stages = (2, 5) if k_block == PIECE else (1, 6 if adds_dq else 8)
+    shared = teams * 2 * dim * (2 * k_block + stages * PIECE)
     if adds_dq:  # two buffers of dS of both warpgroups, and dQ of both
         shared += 2 * 4 * PIECE * PIECE + 4 * PIECE * dim
-    elif k_block == PIECE:  # two fp32 tiles that change hands
-        shared += 8 * PIECE * dim
+    shared += 3072  # row statistics, barriers
     defines = f"HEAD_DIM={dim}", f"K_BLOCK={k_block}", f"ADD_DQ={int(adds_dq)}", element(dtype)
     return _load(device, "sparse_backward_keys", defines, 384, shared)
 

@@ -15,7 +15,7 @@ from megatron_magi.ops.hopper.support import current_stream, launch_counter
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 _LISTS_OF_BLOCK = 8  # of threads
-_CHUNKS = 264  # of all lists, about: two for each SM
+_CHUNKS = 264  # of all lists, at most, but one a list: two for each SM
 _COLUMNS_OF_BLOCK, _SLICES, _MOST_CHUNKS_OF_SLICE = 8, 32, 17  # as in sparse_turn.cu
 
 
@@ -106,7 +106,7 @@ def lists_of_queries(pattern: SparsePattern, lists: Lists | None, num_rows: int,
     num_lists, entries, offsets = pattern.num_lists, lists.entries, lists.offsets
     device, stream = entries.device, current_stream(entries.device)
     counter = launch_counter(device, stream)
-    chunk_rows = max(1, num_lists * rows // _CHUNKS)
+    chunk_rows = num_blocks(num_lists * rows, _CHUNKS)
     chunks = num_blocks(rows, chunk_rows)
     assert chunks <= _SLICES * _MOST_CHUNKS_OF_SLICE
     most = num_lists * entries.shape[0] if entries.ndim == 1 else entries.numel()  # lists may share entries

@@ -56,8 +56,9 @@ class SparseKeysParams(ctypes.Structure):
         ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("dk_row", ctypes.c_int64), ("dk_head", ctypes.c_int64),
         ("dv_row", ctypes.c_int64), ("dv_head", ctypes.c_int64), ("stats_rows", ctypes.c_int64),
-        ("part_sums", ctypes.c_void_p), ("parts_done", ctypes.c_void_p), ("parts", ctypes.c_int32),
-        ("stats_block", ctypes.c_int32), ("units", ctypes.c_int32), ("block_units", ctypes.c_int32),
+        ("part_sums", ctypes.c_void_p), ("parts_done", ctypes.c_void_p),
+        ("parts", ctypes.c_int32), ("window", ctypes.c_int32), ("stats_block", ctypes.c_int32),
+        ("units", ctypes.c_int32), ("block_units", ctypes.c_int32),
         ("scale", ctypes.c_float), ("scale_log2", ctypes.c_float),
         ("pad", ctypes.c_char * 64),
     ]  # fmt: skip
