@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated, gated_backward, one_launch, plan
 from megatron_magi.ops.impl import hopper
@@ -100,6 +101,17 @@ def test_a_call_under_way_keeps_the_tables_that_it_reads(launched):
     assert list(launches.walks.values()) == [under_way] and all(table() is not None for table in tables)
     del under_way
     assert not launches.walks and not any(table() is not None for table in tables)
+
+
+def test_masks_that_are_remembered_take_bounded_memory(launched, monkeypatch):
+    """A table of many slices is megabytes."""
+    masks = [builders.varlen(doc_lengths=[length, *[8] * 50, N - 400 - length]) for length in range(1, 21)]
+    most = 4 * masks[0].bands.nbytes
+    monkeypatch.setattr(hopper, "_one_launches", LruCache(most))
+    for mask in masks:
+        slice_attention(*tensors(), mask, impl="ffa")
+        assert sum(launches.bands.nbytes for _, launches in hopper._one_launches.items()) <= most
+    assert len(hopper._one_launches) == 4
 
 
 def test_bands_that_change_later_are_another_mask(launched):
