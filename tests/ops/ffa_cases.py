@@ -15,6 +15,7 @@ from megatron_magi.mask import bands as bd
 from megatron_magi.mask.dense import dense_bands
 from megatron_magi.ops.hopper import backward as hopper_backward
 from megatron_magi.ops.hopper import choices as hopper_choices
+from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.impl import hopper, reference
 from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions, make_options
@@ -96,8 +97,10 @@ def pack_heads(monkeypatch, most: int) -> None:
     """Has kernels whose tiles are rows pack so many heads of a group, or as many as divide it; whatever the mask."""
     monkeypatch.setattr(hopper_choices, "packed_heads", lambda _facts, _rows, group: math.gcd(group, most))
     monkeypatch.setattr(hopper_launch, "_launches", LruCache(1 << 30))
-    for module in (hopper, hopper_backward):
+    for module in (hopper, hopper_backward, gated, gated_backward):
         monkeypatch.setattr(module, "_passes", LruCache(1 << 30))
+    for name in ("_one_launches", "_makers"):
+        monkeypatch.setattr(hopper, name, LruCache(1 << 30))
 
 
 def poisoned(shape, dtype) -> torch.Tensor:

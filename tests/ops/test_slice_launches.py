@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import gated, gated_backward, one_launch, plan
+from megatron_magi.ops.hopper import choices, gated, gated_backward, one_launch, plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.slice_attention import slice_attention
 from tests.ops.fake_driver import fake_driver
+from tests.ops.ffa_cases import pack_heads
 
 N = 512
 MASKS = [builders.varlen(doc_lengths=lengths) for lengths in ([200, 312], [100, 30, 382])]
@@ -102,6 +104,27 @@ def test_a_call_under_way_keeps_the_tables_that_it_reads(launched):
     assert not launches.walks and not any(table() is not None for table in tables)
 
 
+def test_masks_that_are_remembered_take_bounded_memory(launched, monkeypatch):
+    """A table of many slices is megabytes."""
+    masks = [builders.varlen(doc_lengths=[length, *[8] * 50, N - 400 - length]) for length in range(1, 21)]
+    most = 4 * masks[0].bands.nbytes
+    monkeypatch.setattr(hopper, "_one_launches", LruCache(most))
+    for mask in masks:
+        slice_attention(*tensors(), mask, impl="ffa")
+        assert sum(launches.bands.nbytes for _, launches in hopper._one_launches.items()) <= most
+    assert len(hopper._one_launches) == 4
+
+
+def test_tests_that_choose_kernels_find_no_calls_of_others(launched, monkeypatch):
+    step(MASKS[0])
+    assert "finish_dq" in launched and "backward_queries" not in launched
+    launched.clear()
+    monkeypatch.setattr(choices, "sums_pay", lambda *_: False)
+    pack_heads(monkeypatch, 1)
+    step(MASKS[0])
+    assert "finish_dq" not in launched and "backward_queries" in launched
+
+
 def test_bands_that_change_later_are_another_mask(launched):
     bands = MASKS[0].bands.copy()
     q, k, v = tensors()
@@ -117,15 +140,15 @@ def test_bands_that_change_later_are_another_mask(launched):
     ("dims", "options", "expected"),
     [
         ((192, 128), {}, ["forward", "row_delta", "prepare", "backward_keys", "backward_queries"]),
-        ((80, 80), {}, ["forward", "row_delta", "prepare", "backward", "finish_keys", "finish_dq"]),
+        ((80, 80), {}, ["forward", "row_delta", "prepare", "backward", "finish_dq"]),
         ((128, 128), {"deterministic": True}, ["forward", "prepare", "backward", "backward_queries"]),
     ],
 )
-def test_heads_that_no_list_takes_are_launched_one_by_one(launched, monkeypatch, dims, options, expected):
+def test_delta_is_a_launch_of_its_own_for_heads_whose_backward_no_list_takes(launched, dims, options, expected):
     q, k, v = tensors(dims=dims)
     out, _ = slice_attention(q, k, v, MASKS[0], impl="ffa", **options)
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-    assert [name for name in launched if name != "finish_keys"] == [n for n in expected if n != "finish_keys"]
+    assert [name for name in launched if name != "finish_keys"] == expected
 
 
 def test_a_sink_and_the_largest_logits_are_part_of_what_a_list_is_for(launched):

@@ -64,7 +64,8 @@ TAKES_MEMO = True
 """`forward` and `backward` take a dictionary in which they remember what calls that differ in addresses alone share."""
 
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
-_one_launches: LruCache[tuple, OneLaunch] = LruCache(MAX_BYTES, MAX_LAUNCHES)  # their passes hold the device memory
+_MAX_BANDS_BYTES = 256 << 20  # of host memory
+_one_launches: LruCache[tuple, OneLaunch] = LruCache(_MAX_BANDS_BYTES, MAX_LAUNCHES)
 _makers: LruCache[tuple, dict] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING_SEEN.setflags(write=False)
@@ -91,7 +92,7 @@ def one_launch(
             makers = {}
             _makers.put(kind, makers, 0)
         found = OneLaunch(_unchanging(bands), k.shape[0], makers)
-        _one_launches.put(key, found, 0)
+        _one_launches.put(key, found, found.bands.nbytes)  # device memory is held, and counted, by its passes
     return found
 
 
