@@ -118,15 +118,20 @@ class Shard:
 
 
 class ShardOnes(Tensor):
-    """A mask of ones with its `Shard` as ``magi_shard``, which views that a model makes of it have too (GPT-2 does)."""
+    """A mask of ones with its `Shard` as ``magi_shard``, which views that a model makes of it have too (GPT-2 does).
+
+    Results of operations with other tensors are plain tensors.
+    """
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(function, types, args, kwargs or {})
-        if isinstance(out, cls) and not hasattr(out, "magi_shard"):
-            for x in args:
-                if isinstance(x, cls) and hasattr(x, "magi_shard"):
-                    out.magi_shard = x.magi_shard
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            out = function(*args, **kwargs)
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            if type(out) is Tensor and len(tensors) == 1 and hasattr(tensors[0], "magi_shard"):
+                out = out.as_subclass(cls)
+                out.magi_shard = tensors[0].magi_shard
         return out
 
 

@@ -85,7 +85,7 @@ def check_padding(args: Namespace, seq_length: int) -> None:
 
 
 def _check_padded_experts(args: Namespace, advice: str) -> None:
-    if args.overlap_moe_expert_parallel_comm:
+    if args.overlap_moe_expert_parallel_comm and _router_counts_tokens(args):
         raise ValueError(
             f"overlap_moe_expert_parallel_comm: Megatron's router takes padding for tokens there; {advice}"
         )
@@ -100,3 +100,9 @@ def _check_padded_experts(args: Namespace, advice: str) -> None:
             raise ValueError(f"moe_router_load_balancing_type: {kind} takes padding for tokens; {advice}")
     if args.moe_expert_capacity_factor is not None:
         raise ValueError(f"moe_expert_capacity_factor: padding would take the place of tokens; {advice}")
+
+
+def _router_counts_tokens(args: Namespace) -> bool:
+    """Whether the numbers of tokens of experts enter a loss or a bias, and not only the order of their work."""
+    coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
+    return bool(any(coefficients) or args.moe_z_loss_coeff or args.moe_router_enable_expert_bias)

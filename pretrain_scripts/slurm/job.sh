@@ -30,7 +30,8 @@ for argument in "$@"; do
   esac
 done
 
-read -ra container <<<"${CONTAINER:-}"
+# Up to a byte 0, so of all lines; `read` calls the end without one a failure.
+read -r -d '' -a container <<<"${CONTAINER:-}" || true
 if [ "${#container[@]}" = 0 ]; then
   export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
   command -v "$PYTHON" >/dev/null || fail "PYTHON: there is no interpreter $PYTHON; submit with PYTHON=\$(command -v python)"
@@ -71,7 +72,7 @@ nodes_answer() {
 
 stopping=
 # URG goes to the steps, not to this script; node.sh says why it is this signal.
-trap 'stopping="time limit"; scancel --signal=URG "$SLURM_JOB_ID"' USR1
+trap 'stopping="time limit"; scancel --signal=URG "$SLURM_JOB_ID" || echo "scancel failed"' USR1
 trap 'stopping="ended by Slurm"' TERM
 
 echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELIST, $NPROC_PER_NODE ranks each, from iteration $(latest)"

@@ -47,6 +47,7 @@ while :; do
   while [ -n "$stopping" ] && kill -0 "$launcher" 2>/dev/null; do
     mapfile -t ranks < <(children_of "$launcher")
     [ "${#ranks[@]}" = 0 ] || kill -URG "${ranks[@]}" 2>/dev/null || true
-    sleep 2
+    # Signals that Slurm sends to all processes of a step end it.
+    sleep 2 || true
   done
 done

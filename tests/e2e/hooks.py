@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ def few_loss_tokens(workdir: Path) -> None:
         return {**sample, "loss_mask": mask}
 
     GPTDataset.__getitem__ = getitem
+
+
+def few_loss_tokens_of_conversations(workdir: Path) -> None:
+    """As `few_loss_tokens`, also with ``--sft``, without files of conversations."""
+    from megatron_magi.mcore import data
+
+    few_loss_tokens(workdir)
+    original = data._dataset_class
+    data._dataset_class = lambda args: original(Namespace(**{**vars(args), "sft": False}))
 
 
 def weighted_loss_tokens(workdir: Path) -> None:

@@ -39,7 +39,9 @@ def test_evaluations_of_conversations_are_means_over_tokens_not_over_ranks(runs:
     model = ("--sft", "--attention-backend", "magi", "--eval-iters", "3", "--split", "80,20,0", "--eval-interval", "5")
     found = []
     for size in (1, 2):
-        run = runs.magi(Case(model, num_ranks=size, cp_size=size, before=f"{FEW_TOKENS}_of_conversations"))
+        run = runs.magi(
+            Case(model, num_ranks=size, cp_size=size, before="tests.e2e.hooks:few_loss_tokens_of_conversations")
+        )
         (line,) = [line for line in run.stdout.splitlines() if "validation loss at iteration 5" in line]
         found.append(float(line.split("lm loss value:")[1].split()[0]))
     assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -17,6 +17,7 @@ from transformers import masking_utils as hf_masks
 from megatron_magi.hf import log_probs
 from megatron_magi.hf.attention import LayerMask, attention, layer_mask
 from megatron_magi.hf.intervals import Intervals
+from megatron_magi.hf.shard import ShardOnes
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.packing import make_prefix_tree
@@ -241,3 +242,11 @@ def test_a_model_with_attention_of_its_own_is_refused(name):
     }[name]
     with pytest.raises((ValueError, AttributeError), match=r"^attention_mask: this model computes attention by code"):
         make_model(config)(input_ids=torch.arange(8)[None], use_cache=False)
+
+
+def test_views_of_a_shards_mask_lead_to_the_shard_and_results_with_other_tensors_are_plain():
+    ones, shard = torch.ones(2, 3, dtype=torch.bool).as_subclass(ShardOnes), object()
+    ones.magi_shard = shard
+    assert ones.view(1, -1)[:, None].to(torch.int64).magi_shard is shard
+    for out in (ones * torch.ones(2, 3), torch.where(input=torch.ones(2, 3), other=torch.zeros(2, 3), condition=ones)):
+        assert type(out) is torch.Tensor and out.tolist() == [[1.0] * 3] * 2

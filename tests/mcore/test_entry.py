@@ -151,12 +151,27 @@ def test_padding_that_would_take_the_place_of_tokens_at_experts_is_refused_by_na
     args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
     args.moe_z_loss_coeff, args.calculate_per_token_loss = None, False
     args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = ["aux_loss", "seq_aux_loss"], None
-    args.overlap_moe_expert_parallel_comm = False
+    args.overlap_moe_expert_parallel_comm, args.moe_aux_loss_coeff = False, [0.0, 1e-2]
     check_padding(args, 126)
     setattr(args, name, value)
     check_padding(args, 125)
     with pytest.raises(ValueError, match=f"^{name}: .* padded from 125 to 126; give --seq-length 126"):
         check_padding(args, 126)
+
+
+def test_padding_that_no_loss_and_no_bias_of_experts_counts_may_be_routed_while_others_communicate() -> None:
+    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
+    args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = "aux_loss", None
+    args.overlap_moe_expert_parallel_comm, args.calculate_per_token_loss = True, True
+    args.moe_aux_loss_coeff, args.moe_z_loss_coeff, args.moe_router_enable_expert_bias = 0.0, None, False
+    check_padding(args, 126)
+    for name, value in (
+        ("moe_aux_loss_coeff", 1e-2),
+        ("moe_z_loss_coeff", 1e-3),
+        ("moe_router_enable_expert_bias", True),
+    ):
+        with pytest.raises(ValueError, match=r"^overlap_moe_expert_parallel_comm: "):
+            check_padding(SimpleNamespace(**{**vars(args), name: value}), 126)
 
 
 def test_model_initialised_on_the_cpu_moves_to_the_gpu_it_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +160,7 @@ def test_an_interpreter_that_is_not_there_is_said_before_nodes_start(lab: Lab) -
 
 
 def test_a_container_is_named_before_the_command_and_brings_the_interpreter(lab: Lab) -> None:
-    lab.python, lab.container = "", "--container-image=a.sqsh --container-mounts=/a:/a"
+    lab.python, lab.container = "", "--container-image=a.sqsh\n  --container-mounts=/a:/a"
     status, output = lab.run('echo "$PYTHON" >"$WORK/said"; touch "$COMPLETE_FILE"', "--config", "a.yaml")
     assert status == 0, output
     assert (
@@ -167,33 +170,56 @@ def test_a_container_is_named_before_the_command_and_brings_the_interpreter(lab:
     assert (lab.work / "said").read_text() == "python\n"
 
 
-def test_a_node_tells_its_ranks_to_save_without_tools_of_procps(tmp_path: Path) -> None:
-    """TERM and URG become URG for the children of torchrun, for which a shell with such a child stands."""
-    listen = "import signal, sys; signal.signal(signal.SIGURG, lambda *_: sys.exit(0))"
-    rank = f"{listen}; open(sys.argv[1], 'w'); signal.pause()"
-    launcher = tmp_path / "odd ) name (x"
-    launcher.write_text(f'#!/usr/bin/env bash\n{sys.executable} -c "{rank}" "{tmp_path}/on" & wait "$!"\n')
-    launcher.chmod(0o755)
-    (tmp_path / "pkill").write_text("#!/bin/sh\nexit 127\n")
-    (tmp_path / "pkill").chmod(0o755)
-    node = {
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_NODES": "1",
-        "NPROC_PER_NODE": "1",
-        "CUDNN_HOME": "/",
-        "COMPLETE_FILE": "c",
-    }
-    node |= {"PYTHON": str(launcher), "RENDEZVOUS": "localhost:1", "RENDEZVOUS_ID": "1"}
+@contextlib.contextmanager
+def start_node(folder: Path, rank: str, *files: str) -> Iterator[subprocess.Popen]:
+    """node.sh in a session of its own once the rank has made the first file.
+
+    A shell with a child stands for torchrun and its rank. There is no pkill.
+
+    Args:
+        rank: Python code that has the paths of ``files`` as arguments.
+    """
+    launcher, pkill = folder / "odd ) name (x", folder / "pkill"
+    paths = [folder / name for name in files]
+    command = shlex.join([sys.executable, "-c", rank, *map(str, paths)])
+    launcher.write_text(f'#!/usr/bin/env bash\n{command} & wait "$!"\n')
+    pkill.write_text("#!/bin/sh\nexit 127\n")
+    for file in (launcher, pkill):
+        file.chmod(0o755)
+    node = {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "NPROC_PER_NODE": "1", "CUDNN_HOME": "/"}
+    node |= {"COMPLETE_FILE": "c", "PYTHON": str(launcher), "RENDEZVOUS": "localhost:1", "RENDEZVOUS_ID": "1"}
+    environment = {**os.environ, **node, "PATH": f"{folder}:{os.environ['PATH']}"}
     process = subprocess.Popen(
-        ["bash", "pretrain_scripts/slurm/node.sh"],
-        cwd=ROOT,
-        env={**os.environ, **node, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        ["bash", "pretrain_scripts/slurm/node.sh"], cwd=ROOT, env=environment, start_new_session=True
     )
     try:
         deadline = time.monotonic() + 30
-        while not (tmp_path / "on").exists() and time.monotonic() < deadline:
+        while not paths[0].exists() and time.monotonic() < deadline:
             time.sleep(0.02)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_node_tells_its_ranks_to_save_without_tools_of_procps(tmp_path: Path) -> None:
+    """TERM and URG become URG for the children of torchrun."""
+    rank = "import signal, sys; signal.signal(signal.SIGURG, lambda *_: sys.exit(0)); open(sys.argv[1], 'w'); "
+    with start_node(tmp_path, rank + "signal.pause()", "on") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
-    finally:
-        process.kill()
+
+
+def test_a_node_waits_for_ranks_that_save_while_slurm_sends_more_signals(tmp_path: Path) -> None:
+    """TERM comes to every process of a step, also when URG has come before or TERM itself."""
+    save = (
+        "lambda *_: (signal.signal(signal.SIGURG, signal.SIG_IGN), time.sleep(3), open(sys.argv[2], 'w'), sys.exit())"
+    )
+    rank = f"import signal, sys, time; signal.signal(signal.SIGURG, {save}); open(sys.argv[1], 'w'); time.sleep(60)"
+    with start_node(tmp_path, rank, "on", "saved") as process:
+        process.send_signal(signal.SIGURG)
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+        assert (tmp_path / "saved").exists()
