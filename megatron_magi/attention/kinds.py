@@ -76,7 +76,7 @@ class Call:
         tail: rows behind those that are fetched, to be cleared; None where their number is known.
         stage_tables: see `know_stages`; None where there is nothing to do.
         comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
-        one_launch: the forward over all stages at once, where that pays and the implementation has it.
+        one_launch: passes over all stages at once, where that pays and the implementation has them.
     """
 
     kind: Kind
