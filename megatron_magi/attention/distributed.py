@@ -226,7 +226,8 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
             call = known[key] = _make_call(earlier.kind, plan)
             _make_room(*call.kind.layouts[1:], call, plan)
             earlier.note_made()
-            call.make_ready()
+            if call.delta_memo is not None:  # the implementation remembers
+                call.make_ready()
 
 
 def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> None:

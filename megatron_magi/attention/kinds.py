@@ -18,6 +18,7 @@ from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.ops.hopper.one_launch import OneLaunch
+from megatron_magi.ops.hopper.support import current_stream
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.plan import Schedule
 
@@ -75,7 +76,7 @@ class Call:
         tail: rows behind those that are fetched, to be cleared; None where their number is known.
         stage_tables: see `know_stages`; None where there is nothing to do.
         comm_impl: of the collectives; where the host does not know the number of rows, the one that need not.
-        one_launch: the forward over all stages at once, where that pays and the implementation has it.
+        one_launch: passes over all stages at once, where that pays and the implementation has them.
     """
 
     kind: Kind
@@ -148,13 +149,18 @@ class Call:
                 self.kind.made[self.form, stage, which, layout] = known.make
 
     def make_ready(self) -> None:
-        """Makes what calls of other masks have found out for this one."""
-        made = list(self.kind.made.items())
+        """Makes what calls of other masks on the current stream have found out for this one.
+
+        Layouts begin with their stream. Calls on another one make theirs: there they wait for the tables, and keep
+        the memory of these until it has used them.
+        """
+        made, stream = list(self.kind.made.items()), current_stream(self.kind.layouts[0].device)
         for stage, which, memo, bands, count in self._memos():
             for (form, of, passes, layout), make in made:
-                if (of, passes) == (stage, which) and form == self.form and count:
+                if (of, passes, layout[0]) == (stage, which, stream) and form == self.form and count:
                     self.know_stages()
                     memo[layout] = make(bands, count)
         if self.one_launch is not None:
             for layout, maker in list(self.one_launch.makers.items()):
-                self.one_launch.make(layout, maker)
+                if layout[0] == stream:
+                    self.one_launch.make(layout, maker)

@@ -11,11 +11,12 @@ import torch
 from megatron_magi.attention import one_launch, prepare_batch
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig
 from megatron_magi.lru import LruCache
+from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.hopper.prepare import MaskTables
 from megatron_magi.plan import make_plan
 from tests.attention.test_prepared import CPU, MASKS, SHAPE, attend, refuse
-from tests.ops.fake_driver import fake_driver
+from tests.ops.fake_driver import USE_STREAMS, fake_driver
 
 
 def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy(monkeypatch):
@@ -47,6 +48,39 @@ def test_tables_are_waited_for_and_held_on_other_streams_than_that_of_their_copy
     monkeypatch.setattr(hopper_plan, "is_capturing", lambda device: device == table.device)
     with pytest.raises(RuntimeError, match="make_static_key"):
         plan.hold_for_stream()
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_launches_are_made_ready_for_the_stream_on_which_the_batch_comes(monkeypatch, head_dim):
+    """A call on another stream makes its own, and waits there for the tables, which it keeps until it has used them."""
+    config, shape = MagiConfig(attend=AttendConfig(impl="ffa")), SHAPE._replace(head_dim=head_dim, head_dim_v=head_dim)
+
+    def batch_of(like, lengths):
+        batch = prepare_batch({0: make_plan(builders.varlen(doc_lengths=lengths), config).for_rank(0)}, shape, config)
+        batch.to(CPU, like=like)
+        return batch.plans
+
+    def streams(plans):
+        """Of launches in one list, and of others: those of the backward of wide heads."""
+        (call,) = plans[0].runtime["calls"].values()
+        return {key[0] for key in call.one_launch.walks}, {key[0] for _, _, memo, *_ in call._memos() for key in memo}
+
+    with fake_driver(monkeypatch):
+        current, held = [0], []
+        for module in USE_STREAMS:
+            monkeypatch.setattr(module, "current_stream", lambda _device: current[0])
+        first = batch_of(None, [700, 548])
+        for stream in (7, 7, 0, 0):
+            current[0] = stream
+            attend(first[0], shape, config)
+        of_parts = {0, 7} if head_dim == 256 else set()
+        assert streams(first) == ({0, 7}, of_parts)
+        second = batch_of(first, [500, 748])
+        assert streams(second) == ({0}, of_parts & {0})
+        monkeypatch.setattr(hopper_plan.DevicePlan, "hold_for_stream", lambda _: held.append(current[0]))
+        current[0] = 7
+        attend(second[0], shape, config)
+        assert held and set(held) == {7}
 
 
 def test_batches_of_equal_masks_find_their_tables_whichever_ends_first(monkeypatch):

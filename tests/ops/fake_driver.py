@@ -7,10 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_magi.attention import kinds
 from megatron_magi.cuda import call_list, driver, launch
 from megatron_magi.lru import LruCache
 from megatron_magi.ops.hopper import backward, backward_ends, gated, gated_backward, kernels, one_launch, support
 from megatron_magi.ops.impl import hopper
+
+USE_STREAMS = hopper, backward, backward_ends, one_launch, kinds
+"""Modules that ask for the current stream."""
 
 
 @contextmanager
@@ -24,7 +28,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> Iterator
     monkeypatch.setattr(driver, "tensor_map", lambda *_: bytes(128))
     monkeypatch.setattr(driver, "move_tensor_map", lambda *_: None)
     monkeypatch.setattr(kernels, "_load", lambda _d, name, _m, threads, size: driver.Kernel(name, threads, size))
-    for module in (hopper, backward, backward_ends, one_launch):
+    for module in USE_STREAMS:
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)
     monkeypatch.setattr(call_list, "_library", lambda: None)
     monkeypatch.setattr(launch, "_launches", LruCache(1 << 30))
