@@ -56,8 +56,10 @@ latest() {
 }
 
 requeue() {
-  # A job that is cancelled, or requeued by Slurm itself, is no longer running.
-  if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" != RUNNING ]; then
+  local state
+  # A job that is cancelled, or requeued by Slurm itself, is no longer running. Where squeue fails, requeueing may still work.
+  state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T) || state=RUNNING
+  if [ "$state" != RUNNING ]; then
     echo "job $SLURM_JOB_ID: $1; Slurm is ending it"
     exit 0
   fi

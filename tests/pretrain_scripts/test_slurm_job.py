@@ -23,7 +23,7 @@ COMMANDS = {
     "srun": 'case "$*" in *" true") exit "$NODES_ANSWER" ;; *) echo "$@" >"$WORK/srun"; eval "$RANKS" ;; esac',
     "scontrol": 'case "$1 $2" in "show hostnames") printf "n1\\nn2\\n" ;; "requeue "*) echo "$@" >>"$WORK/requeued" ;; '
     '*) echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1" ;; esac',
-    "squeue": 'echo "$STATE"',
+    "squeue": '[ -n "$STATE" ] && echo "$STATE"',
     "scancel": 'echo "$@" >>"$WORK/scancel"; touch "$WORK/told"',
 }
 
@@ -168,6 +168,11 @@ def test_a_container_is_named_before_the_command_and_brings_the_interpreter(lab:
         in (lab.work / "srun").read_text()
     )
     assert (lab.work / "said").read_text() == "python\n"
+
+
+def test_a_job_whose_state_slurm_does_not_tell_is_requeued(lab: Lab) -> None:
+    status, output = lab.run(SAVE + "exit 0", state="")
+    assert (status, lab.is_requeued) == (0, True), output
 
 
 @contextlib.contextmanager
