@@ -183,6 +183,7 @@ def test_who_waits_keeps_nobody_from_arriving():
     body = text[text.index("magi_announce_rows(const") :]
     start = body.index("let_next_kernel_start();")
     assert start < body.index("publish(p,") and start < body.index("pull(p,"), "before it waits for anybody"
+    assert body.index("mine->announced = call;") < start, "whoever waits reads which call"
     assert peer_kernels.SHAPES["announce_rows"].num_blocks <= 64
     for name in ("forward", "backward"):
         text = (source_root() / f"attention/sm90/{name}.cu").read_text()

@@ -84,7 +84,8 @@ def test_lists_of_queries_are_cut_into_parts_by_the_bytes_that_a_key_head_reads(
     found, make = [], sparse_backward.Launch
 
     def keep(kernel, num_blocks, params, maps=()):
-        found.extend([(params.parts, params.tiles.num_items)] if kernel.handle == "sparse_backward_keys" else [])
+        if kernel.handle == "sparse_backward_keys":
+            found.append((params.parts, params.window, params.tiles.num_items))
         return make(kernel, num_blocks, params, maps)
 
     monkeypatch.setattr(sparse_backward, "Launch", keep)
@@ -95,11 +96,15 @@ def test_lists_of_queries_are_cut_into_parts_by_the_bytes_that_a_key_head_reads(
     short = torch.ones(100, blocks[1], dtype=torch.bool)  # of 100 steps, where a part has 64 at least
     for pattern, k_block, most in (
         (lists, 64, read), (lists, 64, read - 1), (lists, 128, read // 3), (short, 128, read // 3),
+        (lists, 64, read // 6),
     ):  # fmt: skip
         monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", most)
         out, _ = block_sparse_attention(q, k, v, pattern, q_block_size=1, k_block_size=k_block, impl="ffa")
         out.sum().backward()
-    assert found == [(1, 2 * blocks[0]), (2, 4 * blocks[0]), (4, 8 * blocks[1]), (1, 2 * blocks[1])]
+    assert found == [
+        (1, 100, 2 * blocks[0]), (2, 50, 4 * blocks[0]), (4, 25, 8 * blocks[1]), (1, 100, 2 * blocks[1]),
+        (7, 15, 14 * blocks[0]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])
