@@ -129,7 +129,8 @@ class ShardOnes(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             out = function(*args, **kwargs)
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            if type(out) is Tensor and len(tensors) == 1 and hasattr(tensors[0], "magi_shard"):
+            is_new = function not in torch.overrides.get_default_nowrap_functions()  # else an attribute, such as _base
+            if type(out) is Tensor and is_new and len(tensors) == 1 and hasattr(tensors[0], "magi_shard"):
                 out = out.as_subclass(cls)
                 out.magi_shard = tensors[0].magi_shard
         return out

@@ -248,5 +248,6 @@ def test_views_of_a_shards_mask_lead_to_the_shard_and_results_with_other_tensors
     ones, shard = torch.ones(2, 3, dtype=torch.bool).as_subclass(ShardOnes), object()
     ones.magi_shard = shard
     assert ones.view(1, -1)[:, None].to(torch.int64).magi_shard is shard
+    assert type(ones.view(-1)._base) is type(ones._base.view(-1)) is torch.Tensor
     for out in (ones * torch.ones(2, 3), torch.where(input=torch.ones(2, 3), other=torch.zeros(2, 3), condition=ones)):
         assert type(out) is torch.Tensor and out.tolist() == [[1.0] * 3] * 2
