@@ -125,11 +125,18 @@ def test_buffers_that_do_not_know_the_padding_are_refused_by_name(name: str, val
         check_padding(args, 126)
 
 
+def _with_experts(**given: object) -> SimpleNamespace:
+    """Arguments of a model with experts whose sequences are padded from 125 to 126; ``given`` in place of defaults."""
+    usual = {
+        "seq_length": 125, "tp_comm_overlap": False, "cuda_graph_impl": "none", "num_experts": 4,
+        "moe_router_load_balancing_type": "aux_loss", "moe_expert_capacity_factor": None, "moe_z_loss_coeff": None,
+        "calculate_per_token_loss": False, "overlap_moe_expert_parallel_comm": False,
+    }  # fmt: skip
+    return SimpleNamespace(**usual | given)
+
+
 def test_padding_that_a_loss_of_experts_would_weigh_wrongly_is_refused_by_name() -> None:
-    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
-    args.moe_z_loss_coeff, args.calculate_per_token_loss = 1e-3, True
-    args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = "aux_loss", None
-    args.overlap_moe_expert_parallel_comm = False
+    args = _with_experts(moe_z_loss_coeff=1e-3, calculate_per_token_loss=True)
     check_padding(args, 126)
     args.calculate_per_token_loss = False
     check_padding(args, 125)
@@ -148,10 +155,7 @@ def test_padding_that_a_loss_of_experts_would_weigh_wrongly_is_refused_by_name()
     ids=str,
 )
 def test_padding_that_would_take_the_place_of_tokens_at_experts_is_refused_by_name(name: str, value: object) -> None:
-    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
-    args.moe_z_loss_coeff, args.calculate_per_token_loss = None, False
-    args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = ["aux_loss", "seq_aux_loss"], None
-    args.overlap_moe_expert_parallel_comm, args.moe_aux_loss_coeff = False, [0.0, 1e-2]
+    args = _with_experts(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.0, 1e-2])
     check_padding(args, 126)
     setattr(args, name, value)
     check_padding(args, 125)
@@ -160,10 +164,10 @@ def test_padding_that_would_take_the_place_of_tokens_at_experts_is_refused_by_na
 
 
 def test_padding_that_no_loss_and_no_bias_of_experts_counts_may_be_routed_while_others_communicate() -> None:
-    args = SimpleNamespace(seq_length=125, tp_comm_overlap=False, cuda_graph_impl="none", num_experts=4)
-    args.moe_router_load_balancing_type, args.moe_expert_capacity_factor = "aux_loss", None
-    args.overlap_moe_expert_parallel_comm, args.calculate_per_token_loss = True, True
-    args.moe_aux_loss_coeff, args.moe_z_loss_coeff, args.moe_router_enable_expert_bias = 0.0, None, False
+    args = _with_experts(
+        overlap_moe_expert_parallel_comm=True, calculate_per_token_loss=True, moe_aux_loss_coeff=0.0,
+        moe_router_enable_expert_bias=False,
+    )  # fmt: skip
     check_padding(args, 126)
     for name, value in (
         ("moe_aux_loss_coeff", 1e-2),
