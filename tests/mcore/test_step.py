@@ -213,20 +213,20 @@ def test_items_without_what_other_backends_broadcast_are_refused() -> None:
         stock_step._check_fields(items, SimpleNamespace(create_attention_mask_in_dataloader=False))
 
 
-def shared_rates(rank, num_ranks, tp_size):
+def shared_rates(rank, num_ranks, tp_sizes):
     own = replace(rates.H100, host_forward_us=100.0 + rank)
     found = MagiConfig(dispatch=DispatchConfig(rates=own))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_step_module, "with_present_rates", lambda _config: found)
         patch.setattr(forward_step_module, "_is_on_gpus", lambda: True)
-        return forward_step_module._with_shared_rates(MagiConfig(), tp_size).dispatch.rates
+        return [forward_step_module._with_shared_rates(MagiConfig(), size).dispatch.rates for size in tp_sizes]
 
 
 def test_all_ranks_choose_dispatches_by_the_rates_of_rank_0(ranks):
     """Stages of a pipeline too, which compare no plans."""
-    for tp_size, per_node in ((1, 8), (4, 2), (16, 1)):
-        expected = replace(rates.H100, host_forward_us=100.0, ranks_per_node=per_node)
-        assert ranks(2, shared_rates, tp_size) == [expected] * 2
+    tp_sizes, per_node = (1, 4, 16), (8, 2, 1)
+    expected = [replace(rates.H100, host_forward_us=100.0, ranks_per_node=size) for size in per_node]
+    assert ranks(2, shared_rates, tp_sizes) == [expected] * 2
 
 
 def unreadable(rank, num_ranks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,10 +50,9 @@ def blocks_of(items: np.ndarray, plan: TilePlan) -> list[tuple[int, int]]:
 
 def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
     """When the last SM is done, and the mean, in blocks, if each takes the next item whenever it is free."""
-    busy = [0] * SMS
+    busy = [0] * SMS  # a heap
     for (_, _, heads), (_, blocks) in zip(unpack(items), blocks_of(items, plan), strict=True):
-        i = busy.index(min(busy))
-        busy[i] += blocks * heads
+        heapq.heapreplace(busy, busy[0] + blocks * heads)
     return max(busy), sum(busy) / SMS
 
 
@@ -131,9 +132,12 @@ def test_tiles_of_unlike_length_are_worked_on_section_by_section(mask):
     assert_complete(schedule, plan.costs, 8, 8)
     work = [(tile, head) for tile, head, heads in unpack(schedule.items) if heads == 1]
     assert schedule.num_split > SECTION_TILES and not schedule.items[:, 2:].any()
-    for tile in range(schedule.num_split):
-        places, heads = zip(*((i, head) for i, (other, head) in enumerate(work) if other == tile), strict=True)
-        assert places[-1] - places[0] < 64 * SECTION_TILES and list(heads) == list(range(64))
+    places: list[list[int]] = [[] for _ in range(schedule.num_split)]
+    for place, (tile, head) in enumerate(work):
+        assert head == len(places[tile])
+        places[tile].append(place)
+    for of_tile in places:
+        assert len(of_tile) == 64 and of_tile[-1] - of_tile[0] < 64 * SECTION_TILES
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= 1.03 * mean
 
