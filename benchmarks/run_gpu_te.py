@@ -336,18 +336,18 @@ def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> dict[str, Resul
     models = list(dict.fromkeys(job.model for job in single))
     halves = [[j for j in single if j.model in models[half :: len(devices)]] for half in range(len(devices))]
     started = [
-        (half, launch([f"{j.model}/{j.name}" for j in half], 1, devices[gpu], f"half{gpu}", options), f"1_half{gpu}")
+        (launch([f"{j.model}/{j.name}" for j in half], 1, devices[gpu], f"half{gpu}", options), f"1_half{gpu}")
         for gpu, half in enumerate(halves)
         if half
     ]
-    for half, process, name in started:
+    for process, name in started:
         _wait(process, options.timeout)
-        results |= _collect(half, name, options.out)
+        results |= _collect(name, options.out)
     remaining, attempt = [job for job in jobs if job.num_gpus == 2], 0
     while remaining:
         process = launch([f"{j.model}/{j.name}" for j in remaining], 2, ",".join(devices), f"pair{attempt}", options)
         _wait(process, options.timeout)
-        found = _collect(remaining, f"2_pair{attempt}", options.out)
+        found = _collect(f"2_pair{attempt}", options.out)
         results |= found
         done = len(found)
         if done == 0:
@@ -365,7 +365,7 @@ def _wait(process: subprocess.Popen, timeout_s: float) -> None:
         process.wait()
 
 
-def _collect(jobs: Sequence[Job], name: str, out: Path) -> dict[str, Result]:
+def _collect(name: str, out: Path) -> dict[str, Result]:
     path = out / f"results_{name}.json"
     if not path.exists():
         return {}

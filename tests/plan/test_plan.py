@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
@@ -109,15 +109,14 @@ def check_other_sides(plan: Plan) -> None:
         }
 
 
-def skip_too_few_tokens(mask: AttnMask, config: MagiConfig, cp_size: int) -> bool:
-    return config.dispatch.uneven_shard and mask.total_seqlen_q < cp_size
+def assume_enough_tokens(mask: AttnMask, config: MagiConfig, cp_size: int) -> None:
+    assume(not config.dispatch.uneven_shard or mask.total_seqlen_q >= cp_size)
 
 
 @settings(max_examples=150, deadline=None)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: MagiConfig, cp_size: int) -> None:
-    if skip_too_few_tokens(mask, config, cp_size):
-        return
+    assume_enough_tokens(mask, config, cp_size)
     plan = make_plan(mask, config, cp_size)
     computed = np.zeros((plan.dispatch.padded_seqlen,) * 2, dtype=np.int64)
     for rank in range(cp_size):
@@ -134,8 +133,7 @@ def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: Mag
 @settings(max_examples=100, deadline=None)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_areas_with_own_and_fetched_keys_are_those_of_the_stages(mask, config, cp_size) -> None:
-    if skip_too_few_tokens(mask, config, cp_size):
-        return
+    assume_enough_tokens(mask, config, cp_size)
     plan = make_plan(mask, config, cp_size)
     own, fetched = areas_by_place(partition(mask, plan.dispatch))
     for rank in range(cp_size):
@@ -155,8 +153,7 @@ def test_bands_are_put_into_local_coordinates_once_whatever_the_degree(monkeypat
 @settings(max_examples=100, deadline=None)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_a_rank_receives_exactly_the_keys_it_needs_and_does_not_hold(mask, config, cp_size) -> None:
-    if skip_too_few_tokens(mask, config, cp_size):
-        return
+    assume_enough_tokens(mask, config, cp_size)
     plan = make_plan(mask, config, cp_size)
     visible = dense_mask(mask)
     for rank in range(cp_size):
@@ -172,8 +169,7 @@ def test_a_rank_receives_exactly_the_keys_it_needs_and_does_not_hold(mask, confi
 @settings(max_examples=100, deadline=None)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_shards_cover_the_sequence_once_and_even_shards_are_equal(mask, config, cp_size) -> None:
-    if skip_too_few_tokens(mask, config, cp_size):
-        return
+    assume_enough_tokens(mask, config, cp_size)
     dispatch = make_plan(mask, config, cp_size).dispatch
     held = np.concatenate([dispatch.global_index(r) for r in range(cp_size)])
     np.testing.assert_array_equal(np.sort(held), np.arange(dispatch.padded_seqlen))
