@@ -86,20 +86,24 @@ def test_a_wheel_brings_kernels_that_are_found_by_their_content(tmp_path, monkey
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A wheel without kernels and planner, unpacked as an installer would; the wheel lies next to it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    wheel, _ = build_wheel(folder, MAGI_ATTENTION_PREBUILD_FFA="0")
-    wheel.extractall(folder / "installed")
-    return folder / "installed"
+def plain(tmp_path_factory) -> tuple[zipfile.ZipFile, str]:
+    """A wheel without kernels and planner, and what was said when it was built."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"), MAGI_ATTENTION_PREBUILD_FFA="0")
 
 
-def test_a_wheel_has_no_faults_that_are_known_of_wheels(installed):
+@pytest.fixture(scope="module")
+def installed(plain, tmp_path_factory) -> Path:
+    """That wheel, unpacked as an installer would."""
+    folder = tmp_path_factory.mktemp("installed")
+    plain[0].extractall(folder)
+    return folder
+
+
+def test_a_wheel_has_no_faults_that_are_known_of_wheels(plain):
     """Modules of tests, files of version control, duplicates, a record that does not fit, and the like."""
     pytest.importorskip("check_wheel_contents", reason="check-wheel-contents is not installed: make setup")
-    (wheel,) = (installed.parent / "dist").glob("*.whl")
     checked = subprocess.run(
-        [sys.executable, "-m", "check_wheel_contents", "--no-config", str(wheel)],
+        [sys.executable, "-m", "check_wheel_contents", "--no-config", str(plain[0].filename)],
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert checked.returncode == 0, checked.stdout + checked.stderr
@@ -130,8 +134,8 @@ def test_all_but_the_adapters_imports_without_the_extras(installed, tmp_path):
     assert "megatron_magi.explain.figures" in failed, "matplotlib was to be missing"
 
 
-def test_a_wheel_brings_the_command_and_the_package_alone(tmp_path):
-    wheel, _ = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
+def test_a_wheel_brings_the_command_and_the_package_alone(plain):
+    wheel, _ = plain
     tops = {name.split("/")[0] for name in wheel.namelist()}
     (info,) = tops - {"megatron_magi"}
     assert wheel.read(f"{info}/entry_points.txt").decode().split() == [
@@ -156,8 +160,8 @@ def test_a_source_distribution_holds_what_a_wheel_is_built_from_and_no_tests(tmp
     assert not [name for name in names if name.startswith(("tests", "benchmarks")) or name.endswith((".pyc", ".so"))]
 
 
-def test_compiling_ahead_can_be_switched_off(tmp_path):
-    wheel, said = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
+def test_compiling_ahead_can_be_switched_off(plain):
+    wheel, said = plain
     assert not [name for name in wheel.namelist() if name.endswith(".cubin")]
     assert "switched off" in said and "megatron_magi/csrc/attention/sm90/prepare.cu" in wheel.namelist()
 
@@ -183,8 +187,8 @@ def test_the_planner_is_compiled_where_there_is_a_compiler(tmp_path, what):
     assert list((installed / "megatron_magi" / "cuda").glob("_calls*"))
 
 
-def test_without_a_compiler_a_notice_is_given_and_the_rest_is_installed(tmp_path):
-    wheel, said = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
+def test_without_a_compiler_a_notice_is_given_and_the_rest_is_installed(plain):
+    wheel, said = plain
     assert "plans are made in Python" in said
     assert not [name for name in wheel.namelist() if name.endswith(".so")]
     assert "megatron_magi/plan/native.py" in wheel.namelist()
