@@ -38,11 +38,9 @@ class Environment:
 
     Attributes:
         given: the variables that were set, as (name, typed value).
-        unknown: names that start with ``MAGI_ATTENTION_`` and are in no table.
     """
 
     given: tuple[tuple[str, bool | int | str], ...]
-    unknown: tuple[str, ...] = ()
 
     def value(self, name: str) -> bool | int | str | None:
         """The value of a variable, its default where it was not set.
@@ -153,7 +151,7 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads the environment: ``os.environ``, or another mapping.
 
     A variable that is set to nothing counts as not set. Unknown names that start with
-    ``MAGI_ATTENTION_`` are kept in the result and warned about.
+    ``MAGI_ATTENTION_`` are warned about.
 
     Raises:
         ValueError: a value is malformed, or asks for a feature that is not available yet.
@@ -168,7 +166,7 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     unknown = unknown_names(environ)
     if unknown:
         warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=2)
-    return Environment(tuple(given.items()), unknown)
+    return Environment(tuple(given.items()))
 
 
 def profile_mode(environ: Mapping[str, str] | None = None) -> bool:

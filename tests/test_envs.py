@@ -185,8 +185,7 @@ def test_typed_values_and_defaults_can_be_read_by_name():
 
 def test_a_misspelt_name_is_warned_about():
     with pytest.warns(UserWarning, match="MAGI_ATTENTION_DETERMINISTIC$"):
-        environment = envs.load({PREFIX + "DETERMINISTIC": "1", "PATH": "/bin"})
-    assert environment.unknown == (PREFIX + "DETERMINISTIC",)
+        envs.load({PREFIX + "DETERMINISTIC": "1", "PATH": "/bin"})
 
 
 def test_the_process_environment_is_read_when_load_is_called(monkeypatch):
