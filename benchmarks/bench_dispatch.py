@@ -3,7 +3,8 @@
     python benchmarks/bench_dispatch.py [--csv FILE]
 
 Columns: largest area over the mean (1.00 is perfect), rows of k and v that the mean and the busiest
-rank fetch, as a share of the whole sequence, and the CPU time to plan all ranks (one thread).
+rank fetch, as a share of the whole sequence, and the CPU time to plan all ranks (one thread). The default, auto,
+predicts for 32 query and 8 key heads of 128.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from provenance import write_csv
 
-from megatron_magi.config import DispatchConfig, MagiConfig
+from megatron_magi.config import CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Dispatch, Plan, dispatch_from_chunks, make_plan
 
@@ -49,6 +50,7 @@ CASES = (
     Case(1 << 20, 64, 64),
 )
 SEEDS = range(5)
+OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=32, num_heads_kv=8, head_dim=128))
 
 
 def zigzag(total_seqlen: int, cp_size: int) -> Dispatch:
@@ -67,9 +69,10 @@ def contiguous(total_seqlen: int, cp_size: int) -> Dispatch:
 def plans(mask: AttnMask, cp_size: int):
     """Yields ``(name, plan, seconds)``."""
     for name, fixed in (("contiguous", contiguous), ("zigzag", zigzag)):
-        yield name, *_timed(mask, cp_size, MagiConfig(), fixed(mask.total_seqlen_q, cp_size))
-    for name in ("sorted_sequential", "min_heap", "affinity"):
-        yield name, *_timed(mask, cp_size, MagiConfig(dispatch=DispatchConfig(algorithm=name)), None)
+        yield name, *_timed(mask, cp_size, MagiConfig(overlap=OVERLAP), fixed(mask.total_seqlen_q, cp_size))
+    for name in ("sorted_sequential", "min_heap", "affinity", "auto"):
+        config = MagiConfig(dispatch=DispatchConfig(algorithm=name), overlap=OVERLAP)
+        yield name, *_timed(mask, cp_size, config, None)
 
 
 def _timed(mask: AttnMask, cp_size: int, config: MagiConfig, dispatch: Dispatch | None) -> tuple[Plan, float]:
@@ -102,9 +105,9 @@ def main() -> None:
             print("".join(f"{c!s:>18}" for c in rows[-1]), flush=True)
     if path:
         write_csv(path, header, rows)
-    # The default must keep the promise of the documentation.
+    # It must keep the promise of the documentation.
     bad = [r for r in rows if r[3] == "affinity" and r[1] > 1 and float(r[4]) > (1.02 if r[2] <= 8 else 1.05)]
-    sys.exit(f"balance of the default dispatch is off: {bad}" if bad else 0)
+    sys.exit(f"balance of affinity is off: {bad}" if bad else 0)
 
 
 if __name__ == "__main__":
