@@ -223,7 +223,13 @@ def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | 
             f"attention_mask: expected [{batch_size}, {seqlen}] under context parallelism, got {what}; other masks are "
             "given as slices, magi_mask=AttnMask(...)"
         )
-    return to_numpy(attention_mask.to(torch.bool))
+    seen = attention_mask.cpu()
+    if not ((seen == 0) | (seen == 1)).all():
+        raise ValueError(
+            f"attention_mask: expected 0 and 1, got numbers from {seen.min()} to {seen.max()}; documents are given by "
+            "position_ids that restart at 0, without an attention_mask"
+        )
+    return to_numpy(seen.to(torch.bool))
 
 
 def heads_of(model_config: Any) -> tuple[int, int, int]:

@@ -102,6 +102,9 @@ def refusals(mesh):
         "model: BartForCausalLM": raises(context_parallel, make_model(bart), mesh),
         "dsink_all_reduce": raises(context_parallel(make_model("gpt_oss"), mesh, sums), **batch),
         "attention_mask": raises(model, **{**batch, "attention_mask": square}),
+        "attention_mask: expected 0 and 1, got numbers from 1 to 2": raises(
+            model, **{**batch, "attention_mask": 1 + torch.arange(53)[None] // 30}
+        ),
         "attention_mask: a layer": raises(without_mask, **batch),
         "logits_to_keep": raises(model, **batch, logits_to_keep=1),
         "output_router_logits": raises(context_parallel(experts, mesh), **batch),
