@@ -72,8 +72,8 @@ TAIL = """## A mask that is not here
 
 Any mask that slices can express needs no change of the package: dispatch, communication and kernels take any set of
 slices. With Megatron `--magi-mask FILE.py:FUNCTION` names a function that returns it for each microbatch
-([how](megatron.md#other-masks)); in a loop of your own pass ranges and types to `magi_attn_flex_key`
-([how](own_loop.md)). To give it a name in the package, see [contributing](../CONTRIBUTING.md#a-new-mask).
+([how](megatron.md#other-masks)); in a loop of your own `magi_attn_flex_key(*mask.to_ranges(), cp_group_or_mesh=group)`
+makes its [key](own_loop.md). To give it a name in the package, see [contributing](../CONTRIBUTING.md#a-new-mask).
 """
 
 

@@ -209,4 +209,7 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str)
         raise ValueError(f"labels: expected the loss of a causal language model, {type(model).__name__} has another")
     keep = batch.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor) or keep:
-        raise ValueError("logits_to_keep: tokens are not in order under context parallelism; keep all logits")
+        raise ValueError(
+            "logits_to_keep: tokens are not in order under context parallelism; keep all logits. To generate, save the "
+            "model and load it again: it is then on one rank"
+        )

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
-from megatron_magi.hf.attention import check_implementation
+from megatron_magi.hf.attention import CP_GROUP, check_implementation
 from megatron_magi.hf.shard import shard_batch
 from megatron_magi.packing import PrefixTree
 
@@ -25,7 +25,8 @@ def log_probs(
     them, compute the same loss, and the gradients of parameters are averaged over ranks, as with `context_parallel`.
 
     Args:
-        model: with ``attn_implementation="magi"`` and full layers alone, as windows look at places in the flat batch.
+        model: with ``attn_implementation="magi"`` and full layers alone, as windows look at places in the flat batch;
+            it may be wrapped by DDP or FSDP, and context-parallel (`context_parallel`).
         tree: the rollouts, `megatron_magi.packing.make_prefix_tree`.
         cp_group_or_mesh: the ranks, all with the same tree; one rank when None.
         config: how the mask is planned and attention runs; None for the defaults.
@@ -34,20 +35,25 @@ def log_probs(
         For each rollout fp32 (or the model's dtype, if that is wider) ``[length - 1]``, on the model's device.
 
     Raises:
-        ValueError: the model attends otherwise, or has layers with a window; ``tree`` is none; as `shard_batch`.
+        ValueError: the model attends otherwise, has layers with a window, or is context-parallel over other ranks;
+            ``tree`` is none; as `shard_batch`.
     """
     if not isinstance(tree, PrefixTree):
         raise ValueError(f"tree: expected a PrefixTree, as make_prefix_tree returns it, got {type(tree).__name__}")
-    check_implementation(getattr(model, "module", model).config)
+    unwrapped = getattr(model, "module", model)
+    check_implementation(unwrapped.config)
+    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
+    over = getattr(unwrapped, CP_GROUP, None)
+    if over is not None and (group is None or group.group_name != over):
+        raise ValueError("cp_group_or_mesh: the model is context-parallel, give its group")
     device = next(model.parameters()).device
     names = {"input_ids": tree.tokens, "position_ids": tree.position_ids}
     batch = {name: torch.from_numpy(x).to(device)[None] for name, x in names.items()}
     batch["magi_mask"] = tree.mask
     labels = torch.from_numpy(tree.labels).to(device)[None]
-    group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
         return tree.gather(_of_labels(model(**batch, use_cache=False).logits, labels)[0])
-    local, shard = shard_batch({**batch, "use_cache": False}, group, model.config, config)
+    local, shard = shard_batch({**batch, "use_cache": False}, group, unwrapped.config, config)
     rows = _of_labels(model(**local).logits, shard.dispatch(labels))
     # Each rank's loss has the whole gradient: their sum here makes up for the mean over ranks of what follows.
     return tree.gather(shard.undispatch(rows, is_partial_grad=True)[0])

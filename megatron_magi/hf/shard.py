@@ -63,7 +63,7 @@ class Shard:
             self._said = document_bounds_of(None, batch["cu_seq_lens_q"], self.batch_size, self.seqlen)
         mask = self._mask(_widest(model_config.get_text_config()))
         self.key = magi_attn_flex_key(
-            *_ranges(mask), *heads_of(model_config), cp_group_or_mesh=group, dist_attn_config=config
+            *mask.to_ranges(), *heads_of(model_config), cp_group_or_mesh=group, dist_attn_config=config
         )
 
     def layer_mask(self, mask_function: Callable) -> ShardMask:
@@ -75,8 +75,7 @@ class Shard:
         mask = self._mask(mask_function)
         if mask == self.key.mask:
             return ShardMask(self, self.key)
-        q_ranges, k_ranges, types, _, _ = _ranges(mask)
-        return ShardMask(self, make_flex_key_for_new_mask_after_dispatch(q_ranges, k_ranges, types, self.key))
+        return ShardMask(self, make_flex_key_for_new_mask_after_dispatch(*mask.to_ranges()[:3], self.key))
 
     def dispatch(self, x: Tensor, pad_value: float = 0) -> Tensor:
         """Returns this rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks."""
@@ -224,7 +223,13 @@ def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | 
             f"attention_mask: expected [{batch_size}, {seqlen}] under context parallelism, got {what}; other masks are "
             "given as slices, magi_mask=AttnMask(...)"
         )
-    return to_numpy(attention_mask.to(torch.bool))
+    seen = attention_mask.cpu()
+    if not ((seen == 0) | (seen == 1)).all():
+        raise ValueError(
+            f"attention_mask: expected 0 and 1, got numbers from {seen.min()} to {seen.max()}; documents are given by "
+            "position_ids that restart at 0, without an attention_mask"
+        )
+    return to_numpy(seen.to(torch.bool))
 
 
 def heads_of(model_config: Any) -> tuple[int, int, int]:
@@ -246,9 +251,3 @@ def _widest(text_config: Any) -> Callable:
     if "full_attention" not in kinds and window:
         return masking_utils.sliding_window_causal_mask_function(window)
     return masking_utils.causal_mask_function
-
-
-def _ranges(mask: AttnMask) -> tuple:
-    """The first arguments of `magi_attn_flex_key`."""
-    table = mask.table
-    return table[:, :2], table[:, 2:4], table[:, 4], mask.total_seqlen_q, mask.total_seqlen_k

@@ -276,6 +276,15 @@ class AttnMask:
         table = [(a.start, a.end, b.start, b.end, t) for a, b, t in zip(q, k, types, strict=True)]
         return cls(np.array(table, dtype=np.int64).reshape(-1, 5), total_seqlen_q, total_seqlen_k)
 
+    def to_ranges(self) -> tuple[AttnRanges, AttnRanges, list[MaskType], int, int]:
+        """Returns the arguments of `from_ranges`: q_ranges, k_ranges, mask_types, total_seqlen_q, total_seqlen_k.
+
+        They are the first five of `magi_attn_flex_key`.
+        """
+        q_ranges, k_ranges = (AttnRanges.from_ranges(self._table[:, i : i + 2]) for i in (0, 2))
+        types = [MaskType(t) for t in self._table[:, 4].tolist()]
+        return q_ranges, k_ranges, types, self.total_seqlen_q, self.total_seqlen_k
+
     def _validate(self) -> None:
         t = self._table
         for name, total in (("total_seqlen_q", self.total_seqlen_q), ("total_seqlen_k", self.total_seqlen_k)):

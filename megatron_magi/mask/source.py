@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,6 +179,8 @@ def _arguments(rest: Sequence[str], text: str, option: str) -> dict[str, Any]:
         name, equals, value = item.partition("=")
         if not equals or not name.isidentifier() or name in out:
             raise ValueError(f"{option}: {text!r}: expected KEY=VALUE once for each KEY, got {item!r}")
+        if re.search(r":\w+=", value):
+            raise ValueError(f"{option}: {text!r}: arguments are separated by commas, got {item!r}")
         out[name] = _value(value)
     return out
 

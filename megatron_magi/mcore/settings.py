@@ -108,13 +108,18 @@ def _padded_length(total: int, config: DispatchConfig, cp_size: int) -> int:
 
 
 def summary(args: Namespace, *, has_kernels: bool) -> str:
-    """A line for the log: what computes attention, and the mask of layers that have none of their own."""
+    """A line for the log: what computes attention, the mask of layers that have none of their own, and which have."""
     if args.magi_mask is not None:
         mask = args.magi_mask
     elif args.reset_attention_mask:
         mask = "causal inside documents, which end at EOD tokens"
     else:
         mask = "causal inside sequences, or documents where the data set gives their bounds"
+    windows = sum(layer_window(args, number + 1) is not None for number in range(args.num_layers))
+    if windows:
+        mask += f"; in {windows} of {args.num_layers} layers the window {args.window_size[0]},0"
+    if args.magi_layer_masks is not None:
+        mask += f"; layers as {args.magi_layer_masks} says"
     by = "Hopper kernels" if has_kernels else "torch (correct, but slow)"
     return f"> attention by megatron_magi: {by}, context parallelism {args.context_parallel_size}, mask: {mask}"
 
@@ -161,6 +166,11 @@ def _check_masks(args: Namespace, default: MaskSource, layers: list[MaskSource],
         raise ValueError(
             "window_size: its layers have windows inside documents and not the mask of --magi-mask; drop it and name "
             "sliding_window for these layers by --magi-layer-masks"
+        )
+    if has_window and args.window_size[1] != 0:
+        raise ValueError(
+            f"window_size: a causal window ends at the query, got {args.window_size[0]},{args.window_size[1]}; give "
+            f"{args.window_size[0]},0, or name sliding_window with its right side by --magi-layer-masks"
         )
     names = {source.text for source in (default, *layers)}
     if args.mtp_num_layers and "prefix_tree" in names:

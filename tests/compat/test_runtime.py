@@ -5,6 +5,7 @@ import torch
 from megatron_magi import api
 from megatron_magi.compat.runtime import RuntimeCache
 from megatron_magi.config import MagiConfig, OverlapConfig
+from megatron_magi.mask import builders
 
 
 def keys(num_keys, total=4096):
@@ -13,6 +14,14 @@ def keys(num_keys, total=4096):
         api.magi_attn_varlen_key([0, i, total], [0, i, total], causal=True, dist_attn_config=config)
         for i in range(1, num_keys + 1)
     ]
+
+
+def test_a_mask_of_builders_makes_a_key_and_a_second_one_over_its_dispatch():
+    mask, window = builders.block_causal(60, block_size=8), builders.sliding_window(60, left=4, right=0)
+    key = api.magi_attn_flex_key(*mask.to_ranges())
+    assert key.mask == mask
+    assert api.make_flex_key_for_new_mask_after_dispatch(*window.to_ranges()[:3], key_for_dispatch=key).mask == window
+    api.clear_cache()
 
 
 def test_runtimes_are_bounded_by_bytes_and_the_newest_is_kept():

@@ -102,6 +102,9 @@ def refusals(mesh):
         "model: BartForCausalLM": raises(context_parallel, make_model(bart), mesh),
         "dsink_all_reduce": raises(context_parallel(make_model("gpt_oss"), mesh, sums), **batch),
         "attention_mask": raises(model, **{**batch, "attention_mask": square}),
+        "attention_mask: expected 0 and 1, got numbers from 1 to 2": raises(
+            model, **{**batch, "attention_mask": 1 + torch.arange(53)[None] // 30}
+        ),
         "attention_mask: a layer": raises(without_mask, **batch),
         "logits_to_keep": raises(model, **batch, logits_to_keep=1),
         "output_router_logits": raises(context_parallel(experts, mesh), **batch),
@@ -174,6 +177,19 @@ def policy_gradients(mesh):
     return out
 
 
+def wrapped_rollouts(mesh):
+    """Log-probabilities of models that are wrapped or context-parallel, as those of the model; and a refusal."""
+    tree = make_prefix_tree([[5, 6, 7, 8, 1], [5, 6, 7, 9, 9, 2], [5, 3]])
+    model = make_model("llama")
+    expected = torch.cat(log_probs(model, tree))
+    found = {"ddp": log_probs(torch.nn.parallel.DistributedDataParallel(model), tree, mesh)}
+    context_parallel(model, mesh)
+    found["context-parallel"] = log_probs(model, tree, mesh)
+    found["both"] = log_probs(torch.nn.parallel.DistributedDataParallel(model), tree, mesh)
+    errors = {name: (torch.cat(own) - expected).abs().max().item() for name, own in found.items()}
+    return errors, raises(log_probs, model, tree)
+
+
 def on_two_ranks(_rank, num_ranks):
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))["cp"]
     out = {case: both(*case, mesh) for case in CASES}
@@ -184,6 +200,7 @@ def on_two_ranks(_rank, num_ranks):
     out["tuple"] = as_tuple(mesh)
     out["logits"] = undispatched_logits(mesh)
     out["rollouts"] = policy_gradients(mesh)
+    out["wrapped rollouts"] = wrapped_rollouts(mesh)
     return out
 
 
@@ -239,6 +256,12 @@ def test_rollouts_in_a_tree_train_as_one_by_one(results, num_ranks):
     for loss, gradient in (result["rollouts"][num_ranks - 1] for result in results):
         assert loss < 1e-5
         assert gradient < 1e-5
+
+
+def test_rollouts_take_models_that_are_wrapped_and_the_group_of_a_context_parallel_one(results):
+    for errors, message in (result["wrapped rollouts"] for result in results):
+        assert max(errors.values()) < 1e-5, errors
+        assert message == "cp_group_or_mesh: the model is context-parallel, give its group"
 
 
 @pytest.mark.parametrize(

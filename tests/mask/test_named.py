@@ -141,6 +141,7 @@ def test_function_is_called_with_its_arguments_and_its_result_is_checked(tmp_pat
         (f"{__name__}:no_batch", "too many positional arguments; .* a batch and nothing else, and takes ..$"),
         ("causal:", "expected KEY=VALUE"),
         ("sliding_window:left=1,left=2", "once for each KEY, got 'left=2'"),
+        ("sliding_window:left=1:right=2", "separated by commas, got 'left=1:right=2'"),
         ("sliding_window:left=far", "raised ValueError: left: expected an integer, got 'far'"),
         ("block_causal:block_size=0", "raised ValueError: block_size: expected at least 1"),
         ("documents:causal=no", "raised ValueError: causal: expected True or False, got 'no'"),

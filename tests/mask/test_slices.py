@@ -99,6 +99,13 @@ def test_slices_ranges_and_tables_build_equal_masks():
     assert len({table, objects, ranges}) == 1
 
 
+@pytest.mark.parametrize(
+    "mask", [builders.sliding_window(50, 5, 3, global_tokens=2), builders.causal(4, 9), AttnMask([], 7)], ids=repr
+)
+def test_ranges_of_a_mask_make_it_again(mask):
+    assert AttnMask.from_ranges(*mask.to_ranges()) == mask
+
+
 def test_masks_differ_when_slices_types_or_lengths_do():
     masks = [
         builders.causal(8),

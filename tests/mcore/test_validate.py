@@ -114,6 +114,8 @@ WINDOW = ["--window-size", "8,0"]
     ("extra", "name"),
     [
         (["--magi-mask", "causal", *WINDOW], "window_size"),
+        (["--window-size", "8,8"], "window_size"),
+        (["--window-size=-1,-1"], "window_size"),
         (["--magi-layer-masks", f"{__name__}:first_layer_in_blocks", *WINDOW], "window_size"),
         (["--magi-mask", "prefix_tree", "--mtp-num-layers", "1"], "mtp_num_layers"),
         (["--magi-mask", "nothing"], "magi_mask"),
@@ -275,6 +277,16 @@ def test_two_levels_that_only_the_environment_asks_for_are_an_error(monkeypatch)
         ([], (), "causal inside documents, which end at EOD tokens"),
         ([], ("--reset-attention-mask",), SEQUENCES),
         (["--magi-mask", "block_causal:block_size=16"], (), "block_causal:block_size=16"),
+        (
+            ["--window-size", "8,0", "--window-attn-skip-freq", "2"],
+            (),
+            "causal inside documents, which end at EOD tokens; in 1 of 2 layers the window 8,0",
+        ),
+        (
+            ["--magi-mask", "causal", "--magi-layer-masks", "my_masks.py:of_layer"],
+            (),
+            "causal; layers as my_masks.py:of_layer says",
+        ),
     ],
 )
 def test_the_log_says_what_attends_and_to_what(
