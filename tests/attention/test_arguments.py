@@ -40,6 +40,15 @@ def test_a_configuration_of_another_type_is_refused(config) -> None:
         distributed_attention(x, x, x, plan, None, config=config)
 
 
+@pytest.mark.parametrize("return_max_logits", [False, True])
+def test_a_loss_cannot_use_by_products_whose_gradient_would_be_lost(return_max_logits) -> None:
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    x = torch.randn(8, 2, 8, requires_grad=True)
+    out, meta = distributed_attention(x, x, x, plan, None, return_max_logits=return_max_logits)
+    assert out.requires_grad and not meta.lse.requires_grad
+    assert meta.max_logits is None or not meta.max_logits.requires_grad
+
+
 def test_a_plan_for_several_ranks_needs_a_group() -> None:
     plan = make_plan(cs.documents([8]), cp_size=2).for_rank(0)
     x = torch.zeros(4, 2, 8)
