@@ -52,6 +52,10 @@ def quantized(rank, num_ranks, device="cpu"):
         assert local.dtype == dtype and (local.float()[mine == 7] == 2).all()
         assert torch.equal(undispatch(local, args).float(), x.float())
         assert torch.equal(roll(local, rolling).float(), dispatch(x.float().roll(1, 0), mine, pad_value=2))
+    short = torch.arange(-7, 7, dtype=torch.int16, device=device).view(7, 2) * 4096  # all signs and exponents
+    local = dispatch(short, mine, pad_value=2)
+    assert torch.equal(undispatch(local, args), short)
+    assert torch.equal(roll(local, rolling), dispatch(short.roll(1, 0), mine, pad_value=2))
     packed = torch.arange(14, dtype=torch.uint8, device=device).view(7, 2).view(torch.float4_e2m1fn_x2)
     back = undispatch(dispatch(packed, mine), args)
     assert back.dtype == packed.dtype and torch.equal(back.view(torch.uint8), packed.view(torch.uint8))

@@ -220,6 +220,14 @@ def test_a_function_of_a_users_over_many_tokens_is_an_error():
         layer_mask(1, 20000, 20000, mask_function=lambda _b, _h, q, k: q >= k)
 
 
+def test_a_mask_has_the_documents_of_the_positions_that_it_is_asked_with():
+    mask = layer_mask(1, 8, 8)
+    for lengths in ([8], [3, 5], [6, 1, 1], [3, 5]):
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        found = mask.of_layer(positions, None)
+        assert (dense_mask(found) == dense_mask(builders.varlen(doc_lengths=lengths))).all()
+
+
 def test_rollouts_need_a_model_that_attends_by_their_mask_and_a_tree():
     tree = make_prefix_tree([[1, 2, 3], [1, 2, 4]])
     with pytest.raises(ValueError, match=r"^attn_implementation: expected 'magi', got 'eager'"):

@@ -46,6 +46,15 @@ def test_means_of_ranks_become_the_mean_of_the_microbatch(args) -> None:
     assert torch.stack(plain).tolist() == [[1.0, 2.0], [15.0, 2.0]]
 
 
+def test_a_loss_that_does_not_count_may_be_anything(args) -> None:
+    for nothing in (torch.inf, torch.nan):
+        losses = torch.where(MASK != 0, LOSSES, nothing).requires_grad_()
+        total = microbatch_loss(MASK, losses)[0]
+        total.backward()
+        assert total.item() == pytest.approx(MEAN * float(MASK.sum()))
+        assert torch.equal(losses.grad, MASK)
+
+
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_weights_of_tokens_are_counted_over_all_ranks_before_their_sum_is_cut(args, cp_size: int) -> None:
     weights = MASK * torch.tensor([0.3, 1.0, 1.0, 1.0, 0.9, 0.8, 1.7, 1.0])  # 3.7, of which Megatron counts 3
