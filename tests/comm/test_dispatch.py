@@ -97,6 +97,13 @@ def test_padding_is_finite_whatever_lies_beside_it():
     assert (rolled[3] == 0).all()
 
 
+def test_one_rank_sums_the_parts_of_a_gradient_without_a_group():
+    args = UndispatchArgs.build([np.array([2, 0, 3, 1])], 3, 0, "cpu")
+    rows, upstream = torch.zeros(4, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
+    undispatch(rows, args, is_partial_grad=True).backward(upstream)
+    assert rows.grad.tolist() == [3.0, 1.0, 0.0, 2.0]
+
+
 def test_the_gradient_of_dispatch_is_zero_for_rows_of_other_ranks():
     x = random_tensor((5, 3), torch.float64, 0).requires_grad_()
     index = torch.tensor([3, 0, 6, 5])

@@ -181,6 +181,15 @@ def call(**changed):
     return attention(module, **{**arguments, "attention_mask": None, **changed})
 
 
+def test_no_document_goes_over_the_end_of_a_sequence():
+    value = torch.arange(12.0).view(2, 1, 6, 1).expand(2, 2, 6, 8)
+    query, key = torch.ones(2, 4, 6, 8), torch.ones(2, 2, 6, 8)
+    for bounds in ([0, 12], [0, 6, 12]):
+        out, _ = call(query=query, key=key, value=value, cu_seq_lens_q=torch.tensor(bounds))
+        assert (out[0, :, 0, 0] - torch.arange(6) / 2).abs().max() < 1e-6
+        assert (out[1, :, 0, 0] - 6 - torch.arange(6) / 2).abs().max() < 1e-6
+
+
 def test_no_mask_means_causal_attention_unless_the_module_says_otherwise():
     value = torch.arange(6.0).view(1, 1, 6, 1).expand(1, 2, 6, 8)
     assert torch.allclose(call(value=value)[0][0, :, 0, 0], torch.arange(6) / 2)
