@@ -88,7 +88,8 @@ def test_attention_takes_its_mask_from_the_call_or_from_its_state():
     torch.testing.assert_close(attend(*tensors, cu_seqlens_q=bounds, qkv_format="thd"), expected(documents))
     torch.testing.assert_close(attend(*tensors, magi_attn_spec=tree), expected(tree.mask))
     window = builders.sliding_window(cu_seqlens=bounds, left=3, right=0)
-    torch.testing.assert_close(attend(*tensors, cu_seqlens=bounds, window_size=(3, 0)), expected(window))
+    for size in ((3, 0), (3, -1), (3, None), 3):  # without a bound to the right attention is causal all the same
+        torch.testing.assert_close(attend(*tensors, cu_seqlens=bounds, window_size=size), expected(window))
     torch.testing.assert_close(attend(*tensors, window_size=(-1, 0)), expected(causal))
     state.attn_spec = tree
     torch.testing.assert_close(attend(*tensors), expected(tree.mask))
