@@ -279,9 +279,8 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.call, ctx.plan = call, plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sink, out, lse, *saved_keys)
-        ctx.mark_non_differentiable(lse)
-        if max_logits is not None:
-            ctx.mark_non_differentiable(max_logits)
+        # One call: a second one would take the place of the first.
+        ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
         return out, lse, max_logits
 
     @staticmethod

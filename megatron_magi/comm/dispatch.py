@@ -24,11 +24,13 @@ _MOVED_AS_BYTES = {getattr(torch, name) for name in dir(torch) if name.startswit
 
 
 def as_moved(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a view of it as bytes where torch does not move rows of its dtype.
+    """``x``, or a view of it in another dtype of its width where torch does not move rows of its own.
 
     Raises:
         ValueError: the view would drop the gradient of ``x``.
     """
+    if x.dtype == torch.int16:  # which backends do not send
+        return x.view(torch.bfloat16)
     if x.dtype not in _MOVED_AS_BYTES:
         return x
     if x.requires_grad and torch.is_grad_enabled():
@@ -39,7 +41,7 @@ def as_moved(x: torch.Tensor) -> torch.Tensor:
 def along_rows(move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int) -> torch.Tensor:
     """What ``move`` makes of ``x``, whose sequence lies along ``dim``, in the dtype of ``x``.
 
-    ``move`` takes and returns tensors whose sequence comes first, as bytes where `as_moved` views them so.
+    ``move`` takes and returns tensors whose sequence comes first, in the dtype in which `as_moved` views them.
     """
     moved = move(as_moved(x).movedim(dim, 0)).movedim(0, dim)
     return moved if moved.dtype == x.dtype else moved.view(x.dtype)

@@ -178,7 +178,6 @@ def layer_mask(
         return LayerMask([Intervals.of_dense(to_numpy(one)) for one in seen[:, 0]], kv_length, **facts)
     if attention_mask is not None:
         keys = to_numpy(attention_mask.to(torch.bool))
-        keys = np.pad(keys, ((0, 0), (0, max(0, kv_length + kv_offset - keys.shape[1]))))
         parts = [part & Intervals.of_runs(row, q_length) for part, row in zip(parts, keys, strict=True)]
     inside = Intervals.of(kv_offset, kv_offset + kv_length, q_length)
     parts = [(part & inside).shifted(-kv_offset) for part in parts]

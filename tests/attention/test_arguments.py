@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_magi.attention import AttnShape, distributed_attention, prepare_batch
+from megatron_magi.attention.calls import check_inputs
 from megatron_magi.config import MagiConfig
 from megatron_magi.plan import make_plan
 from tests.attention import cases as cs
@@ -38,6 +41,25 @@ def test_a_configuration_of_another_type_is_refused(config) -> None:
     x, plan = torch.zeros(8, 2, 8), make_plan(cs.documents([8]), cp_size=1).for_rank(0)
     with pytest.raises(ValueError, match=r"^config: expected a MagiConfig or None, got (str|int|type)"):
         distributed_attention(x, x, x, plan, None, config=config)
+
+
+@pytest.mark.parametrize("return_max_logits", [False, True])
+def test_a_loss_cannot_use_by_products_whose_gradient_would_be_lost(return_max_logits) -> None:
+    plan = make_plan(cs.documents([8]), cp_size=1).for_rank(0)
+    x = torch.randn(8, 2, 8, requires_grad=True)
+    out, meta = distributed_attention(x, x, x, plan, None, return_max_logits=return_max_logits)
+    assert out.requires_grad and not meta.lse.requires_grad
+    assert meta.max_logits is None or not meta.max_logits.requires_grad
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3)])
+def test_a_plan_of_another_rank_or_number_of_ranks_is_refused(rank: int, size: int) -> None:
+    plan, x = make_plan(cs.documents([8]), cp_size=2).for_rank(0), torch.zeros(4, 2, 8)
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    with pytest.raises(
+        ValueError, match=rf"^group: this process is rank {rank} of {size}, the plan is for rank 0 of 2"
+    ):
+        check_inputs(x, x, x, plan, group)
 
 
 def test_a_plan_for_several_ranks_needs_a_group() -> None:

@@ -360,6 +360,15 @@ def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None
     assert [run(x, x, x, softcap=3.0) for _ in range(2)] == [1, 0]
 
 
+def test_a_plan_first_used_without_gradients_gives_them_later() -> None:
+    plan = make_plan(cs.documents([8])).for_rank(0)
+    x = torch.randn(8, 2, 8, requires_grad=True)
+    config = MagiConfig()
+    for enabled in (False, True, False):
+        with torch.set_grad_enabled(enabled):
+            assert distributed_attention(x, x, x, plan, None, config=config)[0].requires_grad == enabled
+
+
 def test_a_plan_with_its_calls_is_freed_without_a_garbage_collection() -> None:
     plan = make_plan(cs.documents([64])).for_rank(0)
     x = torch.randn(64, 2, 8, requires_grad=True)

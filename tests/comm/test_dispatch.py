@@ -52,6 +52,10 @@ def quantized(rank, num_ranks, device="cpu"):
         assert local.dtype == dtype and (local.float()[mine == 7] == 2).all()
         assert torch.equal(undispatch(local, args).float(), x.float())
         assert torch.equal(roll(local, rolling).float(), dispatch(x.float().roll(1, 0), mine, pad_value=2))
+    short = torch.arange(-7, 7, dtype=torch.int16, device=device).view(7, 2) * 4096  # all signs and exponents
+    local = dispatch(short, mine, pad_value=2)
+    assert torch.equal(undispatch(local, args), short)
+    assert torch.equal(roll(local, rolling), dispatch(short.roll(1, 0), mine, pad_value=2))
     packed = torch.arange(14, dtype=torch.uint8, device=device).view(7, 2).view(torch.float4_e2m1fn_x2)
     back = undispatch(dispatch(packed, mine), args)
     assert back.dtype == packed.dtype and torch.equal(back.view(torch.uint8), packed.view(torch.uint8))
@@ -91,6 +95,13 @@ def test_padding_is_finite_whatever_lies_beside_it():
     rolling = RollArgs.build(make_roll_args([np.array([0, 1, 2, 3])], 1, 3, 0), "cpu")
     rolled = roll(torch.cat([torch.full((3, 2), torch.nan), torch.zeros(1, 2)]), rolling)
     assert (rolled[3] == 0).all()
+
+
+def test_one_rank_sums_the_parts_of_a_gradient_without_a_group():
+    args = UndispatchArgs.build([np.array([2, 0, 3, 1])], 3, 0, "cpu")
+    rows, upstream = torch.zeros(4, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
+    undispatch(rows, args, is_partial_grad=True).backward(upstream)
+    assert rows.grad.tolist() == [3.0, 1.0, 0.0, 2.0]
 
 
 def test_the_gradient_of_dispatch_is_zero_for_rows_of_other_ranks():

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_magi.api import get_position_ids
+from megatron_magi.api import get_position_ids, undispatch
 from megatron_magi.hf import automodel
 from megatron_magi.hf.automodel import AttnMaskSpec, MagiState, make_magi_attn_func, setup_magi
 from megatron_magi.mask import builders
@@ -24,6 +24,7 @@ from tests.hf.models import VOCABULARY, make_model, packed_batch
 from tests.packing.tiny_decoder import VOCABULARY as FEW
 from tests.packing.tiny_decoder import TinyDecoder
 
+HEADS = SimpleNamespace(num_attention_heads=2, hidden_size=16, num_key_value_heads=None)
 TREE = ([12, 5, 4, 3], [[0, 1], [0, 2, 3], [0, 2]])
 
 
@@ -87,7 +88,8 @@ def test_attention_takes_its_mask_from_the_call_or_from_its_state():
     torch.testing.assert_close(attend(*tensors, cu_seqlens_q=bounds, qkv_format="thd"), expected(documents))
     torch.testing.assert_close(attend(*tensors, magi_attn_spec=tree), expected(tree.mask))
     window = builders.sliding_window(cu_seqlens=bounds, left=3, right=0)
-    torch.testing.assert_close(attend(*tensors, cu_seqlens=bounds, window_size=(3, 0)), expected(window))
+    for size in ((3, 0), (3, -1), (3, None), 3):  # without a bound to the right attention is causal all the same
+        torch.testing.assert_close(attend(*tensors, cu_seqlens=bounds, window_size=size), expected(window))
     torch.testing.assert_close(attend(*tensors, window_size=(-1, 0)), expected(causal))
     state.attn_spec = tree
     torch.testing.assert_close(attend(*tensors), expected(tree.mask))
@@ -189,13 +191,12 @@ def losses_of_custom_models(mesh):
         "documents": builders.sliding_window(cu_seqlens=[0, 9, 10, 24], left=4, right=0),
         "tree": builders.prefix_tree(*TREE)[0],
     }
-    heads = SimpleNamespace(num_attention_heads=2, hidden_size=16, num_key_value_heads=None)
     draw, made = torch.Generator().manual_seed(3), {}
     for seed, (name, batch) in enumerate(batches.items()):
         tokens, labels = torch.randint(0, FEW, (2, 24), generator=draw)
         torch.manual_seed(seed)
         model = TinyDecoder()
-        model.config = heads
+        model.config = HEADS
         whole = model.of_mask(tokens, torch.arange(24), labels, masks[name]).sum()
         expected = torch.autograd.grad(whole, model.parameters())
         state = setup_magi(Dotted(model__backend__attn="magi"), mesh)
@@ -232,7 +233,17 @@ def on_two_ranks(_rank, num_ranks):
         state.prepare_llm_batch(TinyDecoder(), {"input_ids": torch.arange(4)}, is_thd=True)
     with pytest.raises(ValueError, match=r"^cp_group: images"):
         automodel.magi_prepare_vlm(make_model("llama"), {}, mesh["cp"])
+    check_labels_of_padding(mesh)
     return losses_of_transformers(mesh), losses_of_custom_models(mesh)
+
+
+def check_labels_of_padding(mesh):
+    """Rows that even shards need in addition have no loss."""
+    model, tokens = SimpleNamespace(config=HEADS), torch.arange(7)
+    batch = {"input_ids": tokens, "labels": tokens, "seq_lens": torch.tensor([3, 4])}
+    local, key = automodel.magi_prepare_packed_cp(model, batch, mesh["cp"])
+    assert key.pad_size == 1 and undispatch(local["labels"], key).equal(tokens)
+    assert summed([(local["labels"] != -100).sum()])[0] == 7
 
 
 @pytest.fixture(scope="module")

@@ -279,3 +279,12 @@ def test_a_batch_of_no_tensors_is_refused_by_name(changed, message):
     batch = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), **changed}
     with pytest.raises(ValueError, match=f"^{message}"):
         shard_batch(batch, None, make_model("llama").config)
+
+
+def test_labels_that_are_shifted_already_stay_as_they_are():
+    batch, config = packed_batch(), make_model("llama").config
+    given = batch["labels"].roll(3)
+    local, _ = shard_batch({**batch, "shift_labels": given}, None, config)
+    assert torch.equal(local["shift_labels"], given)
+    local, _ = shard_batch(batch, None, config)
+    assert torch.equal(local["shift_labels"][0, :-1], batch["labels"][0, 1:]) and local["shift_labels"][0, -1] == -100

@@ -181,6 +181,15 @@ def call(**changed):
     return attention(module, **{**arguments, "attention_mask": None, **changed})
 
 
+def test_no_document_goes_over_the_end_of_a_sequence():
+    value = torch.arange(12.0).view(2, 1, 6, 1).expand(2, 2, 6, 8)
+    query, key = torch.ones(2, 4, 6, 8), torch.ones(2, 2, 6, 8)
+    for bounds in ([0, 12], [0, 6, 12]):
+        out, _ = call(query=query, key=key, value=value, cu_seq_lens_q=torch.tensor(bounds))
+        assert (out[0, :, 0, 0] - torch.arange(6) / 2).abs().max() < 1e-6
+        assert (out[1, :, 0, 0] - 6 - torch.arange(6) / 2).abs().max() < 1e-6
+
+
 def test_no_mask_means_causal_attention_unless_the_module_says_otherwise():
     value = torch.arange(6.0).view(1, 1, 6, 1).expand(1, 2, 6, 8)
     assert torch.allclose(call(value=value)[0][0, :, 0, 0], torch.arange(6) / 2)
@@ -218,6 +227,14 @@ def test_what_cannot_be_expressed_is_an_error(changed, message):
 def test_a_function_of_a_users_over_many_tokens_is_an_error():
     with pytest.raises(ValueError, match=r"mask_function: .* is none of transformers' own"):
         layer_mask(1, 20000, 20000, mask_function=lambda _b, _h, q, k: q >= k)
+
+
+def test_a_mask_has_the_documents_of_the_positions_that_it_is_asked_with():
+    mask = layer_mask(1, 8, 8)
+    for lengths in ([8], [3, 5], [6, 1, 1], [3, 5]):
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        found = mask.of_layer(positions, None)
+        assert (dense_mask(found) == dense_mask(builders.varlen(doc_lengths=lengths))).all()
 
 
 def test_rollouts_need_a_model_that_attends_by_their_mask_and_a_tree():

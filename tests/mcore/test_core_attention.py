@@ -33,7 +33,12 @@ def _params(batch_size: int, seed: int = 0) -> MagiSeqParams:
     return BatchDispatcher(Planner(config, 0, 1, shape, eod=5), None).dispatch(batch).params
 
 
-def _module(cls: type[MagiCoreAttention] = MagiCoreAttention, **options) -> MagiCoreAttention:
+def _module(
+    cls: type[MagiCoreAttention] = MagiCoreAttention,
+    softmax_scale: float | None = None,
+    tp_group: dist.ProcessGroup = ONE_RANK,
+    **options,
+) -> MagiCoreAttention:
     config = TransformerConfig(
         num_layers=2,
         hidden_size=NUM_HEADS * HEAD_DIM,
@@ -42,8 +47,8 @@ def _module(cls: type[MagiCoreAttention] = MagiCoreAttention, **options) -> Magi
         attention_dropout=0.0,
         **options,
     )
-    groups = SimpleNamespace(tp=ONE_RANK, cp=ONE_RANK)
-    return cls(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    groups = SimpleNamespace(tp=tp_group, cp=ONE_RANK)
+    return cls(config, 1, AttnMaskType.causal, "self", softmax_scale=softmax_scale, pg_collection=groups)
 
 
 def _qkv(batch_size: int, v_dim: int = HEAD_DIM) -> list[torch.Tensor]:
@@ -53,7 +58,11 @@ def _qkv(batch_size: int, v_dim: int = HEAD_DIM) -> list[torch.Tensor]:
 
 
 def _written_out(
-    qkv: list[torch.Tensor], params: MagiSeqParams, window: int | None = None, sink: torch.Tensor | None = None
+    qkv: list[torch.Tensor],
+    params: MagiSeqParams,
+    window: int | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float = HEAD_DIM**-0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[seqlen, batch_size, heads * dim]`` and the largest visible logit of each head."""
     q, k, v = qkv[0], *(x.repeat_interleave(NUM_HEADS // NUM_GROUPS, dim=2) for x in qkv[1:3])
@@ -63,7 +72,7 @@ def _written_out(
     visible = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
     if window is not None:
         visible &= distance <= window
-    logits = torch.einsum("qbhd,kbhd->bhqk", q, k) * HEAD_DIM**-0.5
+    logits = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
     logits = logits.masked_fill(~visible[:, None], -torch.inf)
     largest = logits.amax(dim=(0, 2, 3))
     if sink is not None:
@@ -101,6 +110,16 @@ def test_equals_attention_inside_documents(batch_size: int, v_dim: int) -> None:
 
 def test_window_narrows_documents() -> None:
     _assert_same(_module(window_size=(3, 0)), 2, window=3)
+
+
+def test_logits_have_the_scale_that_the_layer_gives() -> None:
+    _assert_same(_module(softmax_scale=1.5), 1, scale=1.5)
+
+
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_a_tensor_parallel_rank_has_the_sinks_of_its_heads(softmax_type: str) -> None:
+    module = _module(tp_group=dist.ProcessGroup(0, 2), softmax_type=softmax_type)
+    assert module.softmax_offset.shape == (NUM_HEADS // 2,)
 
 
 def test_layers_that_skip_the_window_have_none() -> None:

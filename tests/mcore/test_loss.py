@@ -46,6 +46,15 @@ def test_means_of_ranks_become_the_mean_of_the_microbatch(args) -> None:
     assert torch.stack(plain).tolist() == [[1.0, 2.0], [15.0, 2.0]]
 
 
+def test_a_loss_that_does_not_count_may_be_anything(args) -> None:
+    for nothing in (torch.inf, torch.nan):
+        losses = torch.where(MASK != 0, LOSSES, nothing).requires_grad_()
+        total = microbatch_loss(MASK, losses)[0]
+        total.backward()
+        assert total.item() == pytest.approx(MEAN * float(MASK.sum()))
+        assert torch.equal(losses.grad, MASK)
+
+
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_weights_of_tokens_are_counted_over_all_ranks_before_their_sum_is_cut(args, cp_size: int) -> None:
     weights = MASK * torch.tensor([0.3, 1.0, 1.0, 1.0, 0.9, 0.8, 1.7, 1.0])  # 3.7, of which Megatron counts 3
@@ -65,6 +74,24 @@ def test_weights_of_tokens_are_counted_over_all_ranks_before_their_sum_is_cut(ar
         else:
             mean = sum(total / count.clamp(min=1) for total, count in zip(totals, counts, strict=True)) / cp_size
         assert float(mean) == pytest.approx(float((LOSSES * weights).sum()) / 3)
+
+
+def test_a_microbatch_in_which_no_token_counts_has_a_loss_of_zero(args, monkeypatch) -> None:
+    monkeypatch.setattr(user_step, "get_context_parallel_group", lambda: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(user_step.dist, "all_reduce", lambda x, group: x)
+    losses, nothing = LOSSES.clone().requires_grad_(), torch.zeros_like(MASK)
+
+    def of_the_user(output: torch.Tensor) -> tuple:
+        total, count = (output * nothing).sum(), nothing.sum()
+        return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
+
+    found = [
+        microbatch_loss(nothing, losses, num_loss_tokens=count, cp_size=2, reports_mean=True)
+        for count in (0.0, torch.tensor(0.0))
+    ]
+    for total, num_tokens, report in (*found, user_step._microbatch_mean(of_the_user, True, losses)):
+        (gradient,) = torch.autograd.grad(total, losses)
+        assert total.item() == num_tokens.item() == report["lm loss"][0].item() == gradient.abs().max().item() == 0
 
 
 def test_reports_of_a_users_loss_too_and_figures_without_a_count_stay(args, monkeypatch) -> None:
