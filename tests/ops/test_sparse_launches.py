@@ -125,8 +125,8 @@ def test_few_lists_of_queries_are_cut_into_a_part_for_each_team_of_warpgroups(la
         lists = torch.zeros(100, entries, dtype=torch.int32)  # a list may have a step for each entry
         out, _ = block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, impl="ffa")
         out.sum().backward()
-    # 10 lists of 64 keys, of which an SM computes two at a time; 12 parts of 8 steps; 6 lists of 128 keys
-    assert found == [(4, 25, 8, 2, 40), (1, 100, 32, 0, 10), (12, 9, 8, 2, 120), (3, 34, 8, 2, 18)]
+    # 10 lists of 64 keys, of which an SM computes two at a time; 25 parts of 4 steps; 6 lists of 128 keys
+    assert found == [(4, 25, 4, 2, 40), (1, 100, 32, 0, 10), (25, 4, 4, 2, 250), (3, 34, 4, 2, 18)]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])

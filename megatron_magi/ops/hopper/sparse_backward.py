@@ -34,7 +34,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 _UNIT = 16  # places, of the sums of dq
 _TEAMS = {64: 2, 128: 1}  # of the kernel along lists of queries, by keys of a block
 _LEAST_STEPS, _SUM_HEADS = {64: 32, 128: 64}, 2  # of parts of long lists, by keys of a block
-_LEAST_STEPS_OF_FEW = 8  # of parts of few lists
+_LEAST_STEPS_OF_FEW = 4  # of parts of few lists
 _ZEROING_BLOCKS = 2048
 _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
 
