@@ -3,7 +3,8 @@
 //
 // Compile-time: MODE. 0: ordinary stores and an ordinary arrival at the barrier. 1: ordinary stores, and an arrival
 // that expects no bytes (arrive.expect_tx). 2: TMA fills the buffer. 3: as 0, and each lane that reads arrives for
-// itself, not one of them for all. 4: ordinary stores between named barriers of both warps.
+// itself, not one of them for all. 4: ordinary stores between named barriers of both warps. 5: as 4, and at each
+// barrier one warp only arrives, and goes on.
 
 #include "../csrc/common/ptx.cuh"
 
@@ -15,23 +16,34 @@ struct RingParams {
   int rounds;
 };
 
+// A named barrier of both warps. One that does not depend on the other need not wait.
+DEVICE void meet(u32 barrier, bool depends) {
+  if (MODE == 4 || depends)
+    named_sync(barrier, 64);
+  else
+    named_arrive(barrier, 64);
+}
+
 // One buffer, filled and read between named barriers of two of the three warps.
 DEVICE void pass_by_named_barriers(const RingParams& p, u32 (&buffer)[kWords]) {
+  const bool reads = uniform(threadIdx.x / 32) == 1;
   u32 sum = 0;
   for (int n = 0; n < p.rounds; ++n) {
-    named_sync(1, 64);  // it has been read
+    meet(1, !reads);  // it has been read
     if (threadIdx.x == 0)
       for (int j = 0; j < kWords; ++j) buffer[j] = p.in[n * kWords + j];
-    named_sync(2, 64);  // it is full
-    if (threadIdx.x >= 32) sum += buffer[threadIdx.x % 32];
+    __syncwarp();
+    meet(2, reads);  // it is full
+    if (reads) sum += buffer[threadIdx.x % 32];
+    __syncwarp();
   }
-  if (threadIdx.x >= 32) p.out[threadIdx.x % 32] = sum;
+  if (reads) p.out[threadIdx.x % 32] = sum;
 }
 
 extern "C" __global__ void __launch_bounds__(96) ffa_sanitize_ring(const __grid_constant__ RingParams p) {
   __shared__ alignas(128) u32 buffer[kStages][kWords];
   __shared__ u64 full[kStages], empty[kStages];
-  if (MODE == 4) {
+  if (MODE >= 4) {
     if (threadIdx.x < 64) pass_by_named_barriers(p, buffer[0]);
     return;
   }

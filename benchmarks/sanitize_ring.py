@@ -1,6 +1,6 @@
 """What racecheck makes of the barriers that the Hopper kernels use, in a kernel too small to hide a mistake.
 
-Usage: compute-sanitizer --tool racecheck python benchmarks/sanitize_ring.py MODE     (0 to 4, see sanitize_ring.cu)
+Usage: compute-sanitizer --tool racecheck python benchmarks/sanitize_ring.py MODE     (0 to 5, see sanitize_ring.cu)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RingParams(ctypes.Structure):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", type=int, choices=range(5))
+    parser.add_argument("mode", type=int, choices=range(6))
     mode = parser.parse_args().mode
     image, _ = hopper_build.compile_kernel("../benchmarks/sanitize_ring.cu", (f"MODE={mode}",))
     device = torch.device("cuda", 0)

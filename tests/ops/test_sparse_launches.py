@@ -22,7 +22,8 @@ def launched(monkeypatch):
     with fake_driver(monkeypatch) as names:
         for module in (sparse_hopper, sparse_backward, sparse_lists):
             monkeypatch.setattr(module, "current_stream", lambda _device: 0)
-        monkeypatch.setattr(sparse_hopper, "sm_count", lambda _device: 132)
+        for module in (sparse_hopper, sparse_backward):
+            monkeypatch.setattr(module, "sm_count", lambda _device: 132)
         monkeypatch.setattr(sparse_kernels, "_load", lambda _d, name, _m, threads, size: Kernel(name, threads, size))
         yield names
 
@@ -89,6 +90,7 @@ def test_lists_of_queries_are_cut_into_parts_by_the_bytes_that_a_key_head_reads(
         return make(kernel, num_blocks, params, maps)
 
     monkeypatch.setattr(sparse_backward, "Launch", keep)
+    monkeypatch.setattr(sparse_backward, "sm_count", lambda _device: 1)  # fewer than lists
     monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", 0)
     read = 2 * 100 * 4 * 128 * 2  # q and dout
     lists = torch.zeros(100, 3, dtype=torch.int32)
@@ -105,6 +107,26 @@ def test_lists_of_queries_are_cut_into_parts_by_the_bytes_that_a_key_head_reads(
         (1, 100, 2 * blocks[0]), (2, 50, 4 * blocks[0]), (4, 25, 8 * blocks[1]), (1, 100, 2 * blocks[1]),
         (7, 15, 14 * blocks[0]),
     ]  # fmt: skip
+
+
+def test_few_lists_of_queries_are_cut_into_a_part_for_each_team_of_warpgroups(launched, monkeypatch):
+    q, k, v = tensors(128)
+    found, make = [], sparse_backward.Launch
+
+    def keep(kernel, num_blocks, params, maps=()):
+        if kernel.handle == "sparse_backward_keys":
+            found.append((params.parts, params.window, params.least_steps, params.sum_heads, params.tiles.num_items))
+        return make(kernel, num_blocks, params, maps)
+
+    monkeypatch.setattr(sparse_backward, "Launch", keep)
+    monkeypatch.setattr(tuning, "MOST_SPARSE_DQ_BYTES", 0)
+    for num_sms, entries, k_block in ((20, 3, 64), (9, 3, 64), (132, 1, 64), (20, 3, 128)):
+        monkeypatch.setattr(sparse_backward, "sm_count", lambda _device, num_sms=num_sms: num_sms)
+        lists = torch.zeros(100, entries, dtype=torch.int32)  # a list may have a step for each entry
+        out, _ = block_sparse_attention(q, k, v, lists, q_block_size=1, k_block_size=k_block, impl="ffa")
+        out.sum().backward()
+    # 10 lists of 64 keys, of which an SM computes two at a time; 25 parts of 4 steps; 6 lists of 128 keys
+    assert found == [(4, 25, 4, 2, 40), (1, 100, 32, 0, 10), (25, 4, 4, 2, 250), (3, 34, 4, 2, 18)]
 
 
 @pytest.mark.parametrize("dim", [32, 96, 256])

@@ -26,8 +26,6 @@ constexpr int kTeams = kGroups / kMembers;
 constexpr int kQStages = ADD_DQ || kTeams > 1 ? 3 : 4, kDoutStages = kTeams > 1 ? 2 : kQStages;
 constexpr int kHalf = kHeadDim / 2;
 constexpr u32 kPieceFloats = kHalf * 16;  // sums of 16 places and half the columns, as a warp's accumulators lie
-constexpr int kLeastSteps = kTeams > 1 ? 32 : 64;  // of a part, on average; sparse_backward.py knows it and kSumHeads
-constexpr int kSumHeads = 2;                       // key heads whose sums of parts have places of their own
 static_assert(kTeams == 1 || !ADD_DQ);
 using T = DTYPE;
 
@@ -52,9 +50,11 @@ struct SparseKeysParams {
   void *dk, *dv;
   i64 dk_row, dk_head, dv_row, dv_head;  // strides, elements
   i64 stats_rows;
-  float4* part_sums;  // [kSumHeads or fewer, pieces of keys, kMembers, dK and dV, head_dim / 8, 128 threads]
+  float4* part_sums;  // [sum_heads, pieces of keys, kMembers, dK and dV, head_dim / 8, 128 threads]
   u32* parts_done;    // [as many, pieces of keys, kMembers, 4 warps] of zeros; neither is read of one part
-  int parts, window;  // without ADD_DQ: parts of a long list, each of so many blocks of queries, or of more
+  // Without ADD_DQ: parts of a long list, each of so many blocks of queries, or of more, and of so many steps or more
+  // on average; key heads whose sums of parts have places of their own.
+  int parts, window, least_steps, sum_heads;
   int stats_block, units, block_units;
   float scale, scale_log2;
 };
@@ -175,8 +175,9 @@ DEVICE int entries_below(const int* list, int count, int number) {
 // do before, as it takes its items in rising order. A part without entries waits and tells the next all the same, so
 // that it does not matter what a list contains. Were the first items dealt out by block number, some could wait for
 // that of a block which gets no SM while other kernels stay on theirs.
-DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s) {
+DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s, int team) {
   const SparseTiles& t = p.tiles;
+  while (team > 0 && load_relaxed(t.counter) < gridDim.x) sleep_ns(100);  // each SM gets an item before one gets two
   Loader loader{p, b, s};
   const int most_parts = ADD_DQ ? 1 : p.parts;
   const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
@@ -195,7 +196,7 @@ DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s) {
     int next = 1, before = 0, left = count;
     if (!ADD_DQ && most_parts > 1) {
       int width = 1;
-      while (width < most_parts && count * steps < kLeastSteps * (most_parts / width)) width *= 2;
+      while (width < most_parts && count * steps < p.least_steps * (most_parts / width)) width *= 2;
       if (part % width) continue;
       next = min(most_parts, part + width);
       before = entries_below(at, count, part * p.window);
@@ -404,17 +405,17 @@ struct Consumer {
   }
 
   // Adds what the parts before have summed up; of the last part the sums are whole, else they are left for the next. A
-  // place of sums is that of the same list of every kSumHeads-th key head, one after another: what is `done` there
+  // place of sums is that of the same list of every sum_heads-th key head, one after another: what is `done` there
   // grows by p.parts with each.
   DEVICE bool whole(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int head_kv, const int4& item) {
     if (ADD_DQ || p.parts == 1) return true;
     constexpr int kSize = kHeadDim / 8 * 128;
     const int pieces = (p.tiles.num_keys + kTileKeys - 1) / kTileKeys;
     const bool last = item.z == p.parts, adds = !(item.x & kAddsNothing);
-    const i64 place = static_cast<i64>(head_kv % kSumHeads * pieces + item.w) * kMembers + warpgroup % kMembers;
+    const i64 place = static_cast<i64>(head_kv % p.sum_heads * pieces + item.w) * kMembers + warpgroup % kMembers;
     float4* sums = p.part_sums + 2 * place * kSize + threadIdx.x % 128;
     u32* done = p.parts_done + place * 4 + threadIdx.x % 128 / 32;
-    const u32 begin = head_kv / kSumHeads * p.parts;
+    const u32 begin = head_kv / p.sum_heads * p.parts;
     while (load_acquire_gpu(done) < begin + item.y) sleep_ns(100);
     if (item.x & kSumsThere && (last || adds)) add_sums(dk, sums), add_sums(dv, sums + kSize);
     if (!last && adds) put_sums(dk, sums), put_sums(dv, sums + kSize);
@@ -489,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     registers_shrink<24>();  // together all that the block was launched with
     const int warp = uniform(threadIdx.x / 32);
     if (warp < kTeams) {
-      produce(p, s.buffers[warp], s.states[warp]);
+      produce(p, s.buffers[warp], s.states[warp], warp);
     } else if (ADD_DQ && (warp == 1 || warp == 2))
       add_handed(p, s, warp - 1);
   } else {

@@ -25,14 +25,16 @@ from megatron_magi.ops.hopper.sparse_params import (
     SparseKeysParams,
     SparseStatsParams,
 )
-from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size, launch_counter
+from megatron_magi.ops.hopper.support import LOG2_E, current_stream, grid_size, launch_counter, sm_count
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and dout."""
 
 _UNIT = 16  # places, of the sums of dq
-_LEAST_STEPS, _SUM_HEADS = {64: 32, 128: 64}, 2  # of parts, by keys of a block: kLeastSteps, kSumHeads of the kernel
+_TEAMS = {64: 2, 128: 1}  # of the kernel along lists of queries, by keys of a block
+_LEAST_STEPS, _SUM_HEADS = {64: 32, 128: 64}, 2  # of parts of long lists, by keys of a block
+_LEAST_STEPS_OF_FEW = 4  # of parts of few lists
 _ZEROING_BLOCKS = 2048
 _FINISHED_ELEMENTS = 256 * 16  # of dk, of a block of the kernel that finishes it
 
@@ -75,19 +77,41 @@ def _rows_of(q: Tensor, k: Tensor, q_block: int) -> _Rows:
     )  # fmt: skip
 
 
-def _parts(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> tuple[int, int]:
-    """Parts that a list of queries is cut into at most, and the blocks of queries of a part: one for so many bytes that
-    a key head reads, if the longest list that there may be has enough steps.
+@dataclass(frozen=True)
+class _Parts:
+    """How the kernel along lists of queries cuts these into parts.
+
+    Attributes:
+        count: parts at most.
+        window: blocks of queries of a part.
+        least_steps: of a part, on average; shorter lists have fewer parts.
+        sum_heads: key heads whose sums have places of their own while they wait for the next part.
     """
-    of_bytes = num_blocks(4 * q.numel() // k.shape[1], tuning.SPARSE_PART_BYTES)
+
+    count: int = 1
+    window: int = 0
+    least_steps: int = 0
+    sum_heads: int = 0
+
+
+def _parts_of(q: Tensor, k: Tensor, pattern: SparsePattern, rows: _Rows) -> _Parts:
+    """One part for so many bytes that a key head reads, or, of few lists, one for each team of warpgroups; but no more
+    than the longest list that there may be has steps for.
+    """
+    heads_kv, teams = k.shape[1], sm_count(q.device) * _TEAMS[pattern.k_block]
+    of_bytes = num_blocks(4 * q.numel() // heads_kv, tuning.SPARSE_PART_BYTES)
+    of_teams = teams // (heads_kv * num_blocks(k.shape[0], pattern.k_block))
+    few = of_teams > of_bytes
+    least = _LEAST_STEPS_OF_FEW if few else _LEAST_STEPS[pattern.k_block]
     entries = pattern.tensors[-1]
     num_lists = pattern.num_lists if entries.ndim == 3 else 1
     # A mask names a block of keys once for each block of queries; entries of lists may all name the same.
     longest = entries.shape[1] if pattern.is_mask else entries.numel() // num_lists
-    steps = rows.packs // k.shape[1] * num_blocks(pattern.q_block * rows.heads, kernels.PIECE)
+    steps = rows.packs // heads_kv * num_blocks(pattern.q_block * rows.heads, kernels.PIECE)
     blocks = num_blocks(q.shape[0], pattern.q_block)
-    window = num_blocks(blocks, max(1, min(of_bytes, longest * steps // _LEAST_STEPS[pattern.k_block])))
-    return num_blocks(blocks, window), window
+    window = num_blocks(blocks, max(1, min(max(of_bytes, of_teams), longest * steps // least)))
+    sum_heads = 0 if window == blocks else heads_kv if few else min(heads_kv, _SUM_HEADS)
+    return _Parts(num_blocks(blocks, window), window, least, sum_heads)
 
 
 def may_add_dq(q: Tensor, k: Tensor, pattern: SparsePattern) -> bool:
@@ -181,9 +205,9 @@ def backward_by_keys(
     lists = lists_of_queries(pattern, lists_of_rows, num_rows, num_keys)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     pieces = num_blocks(num_keys, pattern.k_block)
-    parts, window = (1, 0) if adds_dq else _parts(q, k, pattern, rows)
-    # Of parts: tiles of 64 keys whose dk and dv wait for the next part, and four counts of each.
-    waiting = min(heads_kv, _SUM_HEADS) * pieces * pattern.k_block // kernels.PIECE if parts > 1 else 0
+    parts = _Parts() if adds_dq else _parts_of(q, k, pattern, rows)
+    # Tiles of 64 keys whose dk and dv wait for the next part, and four counts of each.
+    waiting = parts.sum_heads * pieces * pattern.k_block // kernels.PIECE
     part_sums = torch.empty(2 * waiting * kernels.PIECE * dim, dtype=torch.float32, device=q.device)
     num_sums = rows.packs * rows.units * _UNIT * dim if adds_dq else 4 * waiting
     sums = torch.empty(num_sums, dtype=torch.float32, device=q.device)  # of dq; else the parts that are done
@@ -191,12 +215,13 @@ def backward_by_keys(
 
     def make() -> Launch:
         tiles = kernels.cut_tiles(q, k, pattern)
-        tiles.num_items = parts * heads_kv * pieces
+        tiles.num_items = parts.count * heads_kv * pieces
         params = SparseKeysParams(
             tiles=tiles, stats_rows=rows.stats_rows, stats_block=rows.stats_block,
             units=rows.units, block_units=rows.block_units,
             dk_row=dk.stride(0), dk_head=dk.stride(1), dv_row=dv.stride(0), dv_head=dv.stride(1),
-            parts=parts, window=window, scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
+            parts=parts.count, window=parts.window, least_steps=parts.least_steps, sum_heads=parts.sum_heads,
+            scale=softmax_scale, scale_log2=softmax_scale * LOG2_E,
         )  # fmt: skip
         kernel = kernels.backward_keys_kernel(q.device, q.dtype, dim, pattern.k_block, adds_dq)
         grid = grid_size(q.device, tiles.num_items, 0)
