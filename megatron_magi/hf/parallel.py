@@ -32,8 +32,9 @@ def context_parallel(
 
     Its forward shards the batch (`shard_batch`), computes, and returns this rank's logits and the whole batch's loss.
     The gradients of a rank are those of its rows, times the number of ranks: they are averaged over ranks as those of
-    data parallelism are, which FSDP over the joint mesh and DDP do. With ``num_items_in_batch`` the loss is divided by
-    that number, as transformers does. On one rank the model stays as it is.
+    data parallelism are, which FSDP over the joint mesh and DDP do. With ``num_items_in_batch`` a rank's sum of losses
+    is divided by that number alone, as under data parallelism: loss and averaged gradients are to be multiplied by the
+    number of ranks, which the Trainer does. On one rank the model stays as it is.
 
     Args:
         model: with ``attn_implementation="magi"``; before it is wrapped.

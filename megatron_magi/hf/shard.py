@@ -77,9 +77,13 @@ class Shard:
             return ShardMask(self, self.key)
         return ShardMask(self, make_flex_key_for_new_mask_after_dispatch(*mask.to_ranges()[:3], self.key))
 
-    def dispatch(self, x: Tensor, pad_value: float = 0) -> Tensor:
-        """Returns this rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks."""
-        return dispatch(x.reshape(-1, *x.shape[2:]), self.key, pad_value=pad_value)[None]
+    def dispatch(self, x: Tensor, pad_value: float = 0, is_partial_grad: bool = False) -> Tensor:
+        """Returns this rank's rows ``[1, num_rows, ...]`` of ``[batch_size, seqlen, ...]``, the same on all ranks.
+
+        See `megatron_magi.api.dispatch` for the gradient of ``x``.
+        """
+        rows = x.reshape(-1, *x.shape[2:])
+        return dispatch(rows, self.key, pad_value=pad_value, is_partial_grad=is_partial_grad)[None]
 
     def undispatch(self, x: Tensor, is_partial_grad: bool = False) -> Tensor:
         """The inverse of `dispatch`; collective. See `megatron_magi.api.undispatch`."""
@@ -155,7 +159,8 @@ def shard_batch(
 
     Returns:
         ``(arguments, shard)``. The arguments are those of one sequence, this rank's rows; ``shift_labels`` is the
-        next token's label. What is not known here, such as options, is passed on.
+        next token's label. What is not known here, such as options, is passed on. The gradient of ``inputs_embeds``
+        is this rank's part, as those of the model's parameters are.
 
     Raises:
         ValueError: an argument, named in the message, is wrong or cannot be sharded.
@@ -175,7 +180,8 @@ def shard_batch(
     shape = (shard.batch_size, shard.seqlen)
     for name, pad_value in (("input_ids", 0), ("inputs_embeds", 0), ("labels", IGNORED), ("shift_labels", IGNORED)):
         if name in given:
-            out[name] = shard.dispatch(given[name], pad_value)
+            # What comes before the model has a rank's part of the gradient, as the model's parameters have.
+            out[name] = shard.dispatch(given[name], pad_value, is_partial_grad=True)
     out["position_ids"] = shard.dispatch(given["position_ids"].expand(shape))
     # Transformers hands it to the makers of masks, which find the shard on it.
     ones = torch.ones(out["position_ids"].shape, dtype=torch.bool, device=tokens.device)

@@ -1,5 +1,7 @@
 """Models of transformers on two ranks: the losses and gradients of one."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -144,6 +146,36 @@ def undispatched_logits(mesh):
     return (logits - expected)[seen].abs().max().item()
 
 
+def embedded_before(mesh):
+    """Relative differences of gradients where tokens are embedded before the model."""
+    found = []
+    for ranks in (None, mesh):
+        model, batch = make_model("llama"), packed_batch()
+        outside = copy.deepcopy(model.get_input_embeddings())
+        batch["inputs_embeds"] = outside(batch.pop("input_ids"))
+        if ranks is not None:
+            context_parallel(model, ranks)
+        _, gradients = loss_and_gradients(model, batch)
+        gradients["outside"] = outside.weight.grad
+        if ranks is not None:
+            for gradient in gradients.values():
+                dist.all_reduce(gradient)
+                gradient /= mesh.size()
+        found.append(gradients)
+    assert found[1].keys() == found[0].keys()
+    return difference(found[1], found[0])
+
+
+def divided_by_a_number_of_tokens(mesh):
+    """Relative differences of the loss times the number of ranks, as the Trainer takes it, and its gradients."""
+    batch = {**packed_batch(), "num_items_in_batch": 70}  # those of other microbatches too
+    expected_loss, expected = loss_and_gradients(make_model("llama", "magi"), batch)
+    loss, gradients = loss_and_gradients(context_parallel(make_model("llama"), mesh), batch)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)  # the mean, times the number of ranks
+    return abs(mesh.size() * loss - expected_loss).item(), difference(gradients, expected)
+
+
 def policy_gradients(mesh):
     """Of rollouts that share prompts, on two ranks and on one, from a forward for each rollout."""
     draw = torch.Generator().manual_seed(4)
@@ -199,6 +231,8 @@ def on_two_ranks(_rank, num_ranks):
     out["refusals"] = refusals(mesh)
     out["tuple"] = as_tuple(mesh)
     out["logits"] = undispatched_logits(mesh)
+    out["number of tokens"] = divided_by_a_number_of_tokens(mesh)
+    out["embedded before"] = embedded_before(mesh)
     out["rollouts"] = policy_gradients(mesh)
     out["wrapped rollouts"] = wrapped_rollouts(mesh)
     return out
@@ -249,6 +283,14 @@ def test_a_result_may_be_a_tuple(results):
 
 def test_logits_come_back_in_the_order_of_the_batch(results):
     assert max(result["logits"] for result in results) < 1e-5
+
+
+def test_a_number_of_tokens_divides_the_losses_of_each_rank(results):
+    assert max(max(result["number of tokens"]) for result in results) < 1e-5
+
+
+def test_what_embeds_tokens_before_the_model_gets_the_gradient_of_one_rank(results):
+    assert max(result["embedded before"] for result in results) < 1e-5
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
