@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from weakref import ref
 
 
 class LruCache[K: Hashable, V]:
@@ -16,12 +17,13 @@ class LruCache[K: Hashable, V]:
         max_bytes: of all values together.
         max_items: number of values; no bound when None. May be changed; holds from the next `put`.
         num_bytes: of the values that are kept, as told to `put`.
+        num_puts: how often one was put.
     """
 
     def __init__(self, max_bytes: int, max_items: int | None = None) -> None:
         self.max_bytes = max_bytes
         self.max_items = max_items
-        self.num_bytes = 0
+        self.num_bytes = self.num_puts = 0
         self._items: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -47,6 +49,7 @@ class LruCache[K: Hashable, V]:
             self._forget(key)
             self._items[key] = value, num_bytes
             self.num_bytes += num_bytes
+            self.num_puts += 1
             while len(self._items) > 1 and self._is_full():
                 self._forget(next(iter(self._items)))
 
@@ -63,3 +66,21 @@ class LruCache[K: Hashable, V]:
     def _forget(self, key: K) -> None:
         if key in self._items:
             self.num_bytes -= self._items.pop(key)[1]
+
+
+class Use:
+    """Keeps the place of a value in a cache for those who use the value without asking for it by its key.
+
+    The key is looked up once between two values that are put, which takes a call no time worth counting. It does not
+    keep the value, nor the cache, of whose values it may be a part.
+    """
+
+    def __init__(self, cache: LruCache, key: Hashable) -> None:
+        self._cache, self._key, self._seen = ref(cache), key, -1
+
+    def note(self) -> None:
+        """The value is the one used last."""
+        cache = self._cache()
+        if cache is not None and self._seen != cache.num_puts:
+            self._seen = cache.num_puts
+            cache.get(self._key)

@@ -2,8 +2,9 @@
 
 import random
 import threading
+from weakref import ref
 
-from megatron_magi.lru import LruCache
+from megatron_magi.lru import LruCache, Use
 
 
 def test_the_value_used_longest_ago_goes_first():
@@ -50,3 +51,30 @@ def test_threads_may_share_a_cache():
     for thread in threads:
         thread.join()
     assert cache.num_bytes == 7 * len(cache) <= 50
+
+
+def test_a_value_in_use_stays_though_nobody_asks_for_it_by_its_key():
+    cache = LruCache(max_bytes=0, max_items=3)
+    for name in "abc":
+        cache.put(name, name, 0)
+    use = Use(cache, "a")
+    for number in range(10):
+        use.note()
+        use.note()
+        cache.put(number, number, 0)
+    assert [key for key, _ in cache.items()] == [8, "a", 9]
+    for number in range(3):
+        cache.put(number, number, 0)
+    use.note()  # of a value that is gone
+    assert cache.get("a") is None and len(cache) == 3
+
+
+def test_a_value_that_notes_its_use_does_not_keep_the_cache():
+    class Value:
+        use: Use
+
+    cache, value = LruCache(max_bytes=0), Value()
+    cache.put("a", value, 0)
+    value.use, known, kept = Use(cache, "a"), ref(value), ref(cache)
+    del cache, value
+    assert known() is None and kept() is None

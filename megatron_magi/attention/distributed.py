@@ -21,9 +21,10 @@ from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
 from megatron_magi.eager import outside_graphs
+from megatron_magi.lru import LruCache
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import require_finite
-from megatron_magi.ops.hopper.one_launch import backward_pays
+from megatron_magi.ops.hopper.one_launch import backward_pays, new_makers
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.operands import BackwardInputs
@@ -35,6 +36,8 @@ _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
 _MOST_CALLS = 64
 """Kinds of calls that are remembered with a plan; trainers have a few."""
+_MOST_MADE = 256
+"""Passes of stages that a kind remembers: of each stage a few, which differ in strides and streams."""
 
 
 @outside_graphs
@@ -162,7 +165,8 @@ def _make_kind(
     return Kind(
         (Layout.of(q), Layout.of(k), Layout.of(v)), _no_group if group is None else ref(group), config,
         resolve_impl(config.attend.impl, q, v), options.softmax_scale, options.softcap,
-        options.deterministic, sink_layout, return_max_logits, record, {}, ({}, {}), [],
+        options.deterministic, sink_layout, return_max_logits, record,
+        LruCache(0, _MOST_MADE), (new_makers(), new_makers()), [],
     )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from megatron_magi.attention.calls import AttentionCall
 from megatron_magi.comm.group_collective import Args
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.layout import Layout
-from megatron_magi.ops.hopper.one_launch import OneLaunch
+from megatron_magi.lru import LruCache
+from megatron_magi.ops.hopper.one_launch import Maker, OneLaunch
 from megatron_magi.ops.hopper.support import current_stream
 from megatron_magi.ops.options import AttnOptions
 from megatron_magi.plan import Schedule
@@ -56,8 +57,8 @@ class Kind(NamedTuple):
     sink_layout: str
     return_max_logits: bool
     record: AttentionCall
-    made: dict[tuple, Callable]
-    makers: tuple[dict[tuple, Callable], dict[tuple, Callable]]
+    made: LruCache[tuple, Callable]
+    makers: tuple[LruCache[tuple, Maker], LruCache[tuple, Maker]]
     room: list[int]
 
 
@@ -146,7 +147,7 @@ class Call:
         """Tells the kind what calls of this mask have found out."""
         for stage, which, memo, *_ in self._memos():
             for layout, known in memo.items():
-                self.kind.made[self.form, stage, which, layout] = known.make
+                self.kind.made.put((self.form, stage, which, layout), known.make, 0)
 
     def make_ready(self) -> None:
         """Makes what calls of other masks on the current stream have found out for this one.
@@ -154,13 +155,13 @@ class Call:
         Layouts begin with their stream. Calls on another one make theirs: there they wait for the tables, and keep
         the memory of these until it has used them.
         """
-        made, stream = list(self.kind.made.items()), current_stream(self.kind.layouts[0].device)
+        made, stream = self.kind.made.items(), current_stream(self.kind.layouts[0].device)
         for stage, which, memo, bands, count in self._memos():
             for (form, of, passes, layout), make in made:
                 if (of, passes, layout[0]) == (stage, which, stream) and form == self.form and count:
                     self.know_stages()
                     memo[layout] = make(bands, count)
         if self.one_launch is not None:
-            for layout, maker in list(self.one_launch.makers.items()):
+            for layout, maker in self.one_launch.makers.items():
                 if layout[0] == stream:
                     self.one_launch.make(layout, maker)

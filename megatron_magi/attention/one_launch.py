@@ -20,10 +20,11 @@ from megatron_magi.comm.row_memory import with_rows
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.lru import LruCache
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.hopper import gated
 from megatron_magi.ops.hopper.kernels import kernel_dims
-from megatron_magi.ops.hopper.one_launch import OneLaunch
+from megatron_magi.ops.hopper.one_launch import Maker, OneLaunch
 from megatron_magi.ops.hopper.plan import is_static
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.predict import MOST_FORWARD_BYTES
@@ -77,7 +78,11 @@ class Fetched:
 
 
 def one_launch_of(
-    plan: RankPlan, impl: str, device: torch.device, group: Callable[[], dist.ProcessGroup | None], makers: dict
+    plan: RankPlan,
+    impl: str,
+    device: torch.device,
+    group: Callable[[], dist.ProcessGroup | None],
+    makers: LruCache[tuple, Maker],
 ) -> OneLaunch:
     """For a plan. ``group`` as of `Fetched`, ``makers`` as of `OneLaunch`."""
     remote = Fetched(joined_cast(plan, device), group, impl) if plan.degree else None

@@ -11,14 +11,11 @@ from torch import Tensor
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import describe_by_bands, require_finite
-from megatron_magi.ops.hopper.one_launch import OneLaunch, backward_pays
-from megatron_magi.ops.impl import hopper
-from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.operands import BackwardInputs
 from megatron_magi.ops.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_operator import slice_attention_traced
-from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
+from megatron_magi.ops.slice_passes import attend as attend_forward
+from megatron_magi.ops.slice_passes import attend_back
 
 
 class _Call(NamedTuple):
@@ -33,7 +30,7 @@ class _Call(NamedTuple):
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, call: _Call):
-        (out, lse, max_logits), ctx.one_launch = _attend(q, k, v, sink, call)
+        (out, lse, max_logits), ctx.one_launch = attend_forward(q, k, v, sink, *call)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(*(t for t in (lse, max_logits) if t is not None))
@@ -49,17 +46,9 @@ class _SliceAttention(torch.autograd.Function):
         bands, options, impl, _ = ctx.call
         if options.sanity_check:
             require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
-        dsink = None
-        if ctx.one_launch is not None and backward_pays((q.shape[2], v.shape[2])):
-            wants_delta = ctx.needs_input_grad[3]
-            dq, dk, dv, delta = ctx.one_launch.backward(dout, (q, k, v), out, lse, options, q.dtype, wants_delta)
-        else:
-            delta = row_delta(dout, out, impl)
-            inputs, module = BackwardInputs(q, k, v, dout, lse, delta), resolve_impl(impl, q, v)
-            dq, dk, dv = backward_pass(inputs, bands, options, module, (None, None, None), q.dtype)
-        if ctx.needs_input_grad[3]:
-            dsink = sink_gradient(sink, lse, delta)
-        return dq, dk, dv, dsink, None
+        wanted = sink if ctx.needs_input_grad[3] else None
+        grads = attend_back(dout, (q, k, v), wanted, out, lse, bands, options, impl, ctx.one_launch)
+        return *grads, None
 
 
 def slice_attention(
@@ -153,16 +142,5 @@ def attend(
     if wanted and torch.is_grad_enabled():
         out, lse, max_logits = _SliceAttention.apply(q, k, v, sink, call)
     else:
-        (out, lse, max_logits), _ = _attend(q, k, v, sink, call)
+        (out, lse, max_logits), _ = attend_forward(q, k, v, sink, *call)
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
-
-
-def _attend(q, k, v, sink, call: _Call) -> tuple[tuple[Tensor, Tensor, Tensor | None], OneLaunch | None]:
-    """Output, lse and largest logits, and the prepared passes if there are any."""
-    bands, options, impl, return_max_logits = call
-    module = resolve_impl(impl, q, v)
-    if module is hopper:
-        one_launch = hopper.one_launch(q, k, v, sink, bands, options, return_max_logits)
-        if one_launch is not None:
-            return one_launch.forward(q, k, v, sink, options, return_max_logits), one_launch
-    return forward_pass((q, k, v), bands, options, module, sink, return_max_logits), None

@@ -9,18 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_magi.ops.finite import describe_by_bands, require_finite
 from megatron_magi.ops.mask_tensors import bands_of
-from megatron_magi.ops.merge import accumulate_dtype, sink_gradient
+from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.ops.meta import AttnForwardMeta
-from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
+from megatron_magi.ops.options import AttnOptions, check_bands, check_qkv, check_sink, make_options
+from megatron_magi.ops.slice_passes import attend, attend_back, prepared_passes
 
 # A captured CUDA graph would replay the launch of one mask for all.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 _OPTIONS = "float softmax_scale, float softcap, bool deterministic, int sm_margin, bool sanity_check, str impl"
+
+
+def _checked(q, k, v, sink, mask, *options) -> tuple[np.ndarray, AttnOptions]:
+    """Bands of the mask and options, of arguments that fit together."""
+    check_qkv(q, k, v)
+    if sink is not None:
+        check_sink(sink, q)
+    return check_bands(bands_of(mask, q.shape[0], k.shape[0]), q.shape[0], k.shape[0]), make_options(q, *options)
 
 
 @torch.library.custom_op(
@@ -33,14 +43,10 @@ _OPTIONS = "float softmax_scale, float softcap, bool deterministic, int sm_margi
 def _forward_operator(
     q, k, v, sink, mask, return_max_logits, softmax_scale, softcap, deterministic, sm_margin, sanity_check, impl
 ):
-    bands = bands_of(mask, q.shape[0], k.shape[0])
+    bands, options = _checked(q, k, v, sink, mask, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     if sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink}, describe_by_bands(bands))
-    out, lse, max_logits = slice_attention_forward(
-        q, k, v, bands,
-        softmax_scale=softmax_scale, softcap=softcap, sink=sink, return_max_logits=return_max_logits,
-        deterministic=deterministic, sm_margin=sm_margin, impl=impl,
-    )  # fmt: skip
+    (out, lse, max_logits), _ = attend(q, k, v, sink, bands, options, impl, return_max_logits)
     return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
@@ -62,15 +68,12 @@ def _(q, k, v, sink, mask, return_max_logits, *_options):
 def _backward_operator(
     dout, q, k, v, sink, out, lse, mask, softmax_scale, softcap, deterministic, sm_margin, sanity_check, impl
 ):
-    bands = bands_of(mask, q.shape[0], k.shape[0])
+    bands, options = _checked(q, k, v, sink, mask, softmax_scale, softcap, deterministic, sm_margin, sanity_check)
     if sanity_check:
         require_finite({"q": q, "k": k, "v": v, "sink": sink, "dout": dout}, describe_by_bands(bands))
-    delta = row_delta(dout, out, impl)
-    dq, dk, dv = slice_attention_backward(
-        dout, q, k, v, lse, delta, bands,
-        softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, impl=impl,
-    )  # fmt: skip
-    return dq, dk, dv, lse.new_empty(0) if sink is None else sink_gradient(sink, lse, delta)
+    one_launch = prepared_passes(q, k, v, sink, bands, options, impl)
+    *grads, dsink = attend_back(dout, (q, k, v), sink, out, lse, bands, options, impl, one_launch)
+    return *grads, lse.new_empty(0) if dsink is None else dsink
 
 
 @_backward_operator.register_fake

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.ops.hopper.one_launch import OneLaunch, backward_pays
 from megatron_magi.ops.impl import blocked, hopper, reference
-from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_lse
+from megatron_magi.ops.merge import accumulate_dtype, row_products, sink_gradient, sink_lse
 from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import (
     FLOAT_DTYPES,
@@ -158,6 +159,61 @@ def _no_autocast(q: Tensor):
     """Autocast would narrow the products; what is computed in which dtype is decided here."""
     casts = _has_autocast(device := q.device.type) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if casts else _NOTHING
+
+
+def prepared_passes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bands: np.ndarray,
+    options: AttnOptions,
+    impl: str,
+) -> OneLaunch | None:
+    """The prepared passes of a backward that does not know those of its forward, if the implementation has them."""
+    is_hopper = resolve_impl(impl, q, v) is hopper
+    return hopper.one_launch(q, k, v, sink, bands, options, max_logits=False) if is_hopper else None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bands: np.ndarray,
+    options: AttnOptions,
+    impl: str,
+    return_max_logits: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], OneLaunch | None]:
+    """`forward_pass` of a whole mask: output, lse and largest logits, and the prepared passes if there are any."""
+    module = resolve_impl(impl, q, v)
+    if module is hopper:
+        one_launch = hopper.one_launch(q, k, v, sink, bands, options, return_max_logits)
+        if one_launch is not None:
+            return one_launch.forward(q, k, v, sink, options, return_max_logits), one_launch
+    return forward_pass((q, k, v), bands, options, module, sink, return_max_logits), None
+
+
+def attend_back(
+    dout: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bands: np.ndarray,
+    options: AttnOptions,
+    impl: str,
+    one_launch: OneLaunch | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and of the sink, which is None where its gradient is not wanted; behind `attend`."""
+    q, k, v = qkv
+    if one_launch is not None and backward_pays((q.shape[2], v.shape[2])):
+        dq, dk, dv, delta = one_launch.backward(dout, qkv, out, lse, options, q.dtype, sink is not None)
+    else:
+        delta = row_delta(dout, out, impl)
+        inputs, module = BackwardInputs(q, k, v, dout, lse, delta), resolve_impl(impl, q, v)
+        dq, dk, dv = backward_pass(inputs, bands, options, module, (None, None, None), q.dtype)
+    return dq, dk, dv, None if sink is None else sink_gradient(sink, lse, delta)
 
 
 @torch.no_grad()

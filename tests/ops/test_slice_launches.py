@@ -13,6 +13,7 @@ from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import choices, gated, gated_backward, one_launch, plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.slice_attention import slice_attention
+from megatron_magi.ops.slice_operator import slice_attention_traced
 from tests.ops.fake_driver import fake_driver
 from tests.ops.ffa_cases import pack_heads
 
@@ -89,6 +90,47 @@ def test_calls_go_with_the_tables_that_they_read(launched):
     assert not launches.walks
     step(MASKS[0])
     assert len(launches.walks) == 2
+
+
+def test_a_mask_in_use_stays_prepared_however_many_others_come(launched, monkeypatch):
+    """Calls of a known mask do not ask the caches of passes, which keep those used last."""
+    for module in (gated, gated_backward):
+        monkeypatch.setattr(module, "_passes", LruCache(1 << 30, max_items=2))
+    others = [builders.varlen(doc_lengths=[i, N - i]) for i in range(1, 6)]
+    step(MASKS[0])
+    known = dict(hopper._one_launches.items()[-1][1].walks)
+    assert len(known) == 2
+    for other in others:
+        step(other)
+        step(MASKS[0])
+    assert dict(hopper._one_launches.items()[-1][1].walks) == known
+    assert not hopper._one_launches.items()[0][1].walks, "the others are forgotten"
+
+
+@pytest.mark.parametrize("sink", [None, torch.zeros(1, 8, requires_grad=True)])
+def test_a_compiled_function_queues_the_lists_of_eager_mode(launched, sink):
+    step(MASKS[0], sink=sink)
+    first, lists = list(launched), dict(hopper._one_launches.items()[-1][1].walks)
+    launched.clear()
+    q, k, v = tensors()
+    out, _ = slice_attention_traced(
+        q, k, v, [torch.from_numpy(MASKS[0].packed)], sink=sink, softmax_scale=None, softcap=0.0,
+        return_max_logits=False, deterministic=False, sm_margin=0, sanity_check=False, impl="ffa",
+    )  # fmt: skip
+    grads = torch.autograd.grad(out, (q, k, v, *(() if sink is None else (sink,))), torch.zeros_like(out))
+    assert launched == first and "row_delta" not in first
+    assert len(grads) == 3 + (sink is not None)
+    ((_, launches),) = hopper._one_launches.items()
+    assert dict(launches.walks) == lists
+
+
+def test_strides_that_change_from_call_to_call_take_bounded_memory(launched):
+    for width in range(128, 128 + 8 * 70, 8):
+        _, k, v = (t.detach() for t in tensors())
+        wide = torch.zeros(N, 8, width, dtype=torch.bfloat16)[..., :128]
+        slice_attention(wide, k, v, MASKS[0], impl="ffa")
+    ((_, launches),) = hopper._one_launches.items()
+    assert len(launches.makers) == 64
 
 
 def test_a_call_under_way_keeps_the_tables_that_it_reads(launched):

@@ -21,7 +21,7 @@ from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
 from megatron_magi.cuda.layout import Like
-from megatron_magi.lru import LruCache
+from megatron_magi.lru import LruCache, Use
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
 from megatron_magi.ops.hopper import plan as hopper_plan
@@ -235,6 +235,7 @@ class Pass:
         plans: the tables, by the prefix of the names of their addresses.
         num_bytes: device memory that this keeps.
         lists: prepared calls that use this pass, by the object that made them; dropped with either of the two.
+        use: of its place in the cache that keeps it; None where none does.
     """
 
     def __init__(self, of_mask: MaskNumbers, bands: np.ndarray, q: Like, stream: int) -> None:
@@ -242,6 +243,7 @@ class Pass:
         self.plans = {name: hopper_plan.device_plan(bands, t, q.device) for name, t in of_mask.tilings.items()}
         self.num_bytes = sum(plan.num_bytes for plan in self.plans.values())
         self.lists: WeakKeyDictionary[object, Any] = WeakKeyDictionary()
+        self.use: Use | None = None
         if of_mask.schedule is not None:
             first = next(iter(self.plans))
             items = hopper_plan.schedule_of(self.plans[first], *of_mask.schedule).items  # the plan keeps its schedules
@@ -272,6 +274,7 @@ def known_pass(
     known = passes.get(name)
     if known is None:
         known = make()
+        known.use = Use(passes, name)
         passes.put(name, known, known.num_bytes)
     return known
 

@@ -18,6 +18,7 @@ import torch
 from megatron_magi.cuda.arriving import Arriving, part_rows
 from megatron_magi.cuda.call_list import Place, Step
 from megatron_magi.cuda.layout import Layout
+from megatron_magi.lru import LruCache, Use
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS
 from megatron_magi.ops.hopper.plan import DevicePlan
@@ -80,15 +81,19 @@ class _Walk:
         num_scratch: bytes of memory that they take.
         later: where in them partial gradients of fetched keys and values are, which are left to be sent.
         tables: what the calls read, so that it stays while another thread has the pass forgotten.
+        use: of the pass; None where no cache keeps it.
     """
 
     def __init__(self, calls: StreamCalls, numbers: Mapping[str, int]) -> None:
         self.calls, self.num_scratch = calls, numbers["num_scratch"]
         self.later = (numbers["later.dk"], numbers["later.dv"]) if calls.form.left else None
         self.tables: Mapping[str, DevicePlan] = {}
+        self.use: Use | None = None
 
     def holds(self) -> bool:
         """Whether it can be queued still."""
+        if self.use is not None:
+            self.use.note()
         return self.calls.hold()
 
 
@@ -104,10 +109,17 @@ def _attend_back(queue: Callable[..., None], addresses: Sequence[int], q: torch.
     queue(*addresses)
 
 
+_MOST_LAYOUTS = 64
+
 type Maker = Callable[[OneLaunch], tuple[_Walk | None, Any]]
 """Makes the walk of a layout for any mask, and the pass that it is to be kept with. It refers to no walk, which is gone
 when the tables are that the calls read.
 """
+
+
+def new_makers() -> LruCache[tuple, Maker]:
+    """For `OneLaunch.makers`: those of the layouts used last, as strides and streams may be new in every call."""
+    return LruCache(0, _MOST_LAYOUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +141,7 @@ class OneLaunch:
 
     bands: np.ndarray
     num_keys: int
-    makers: dict[tuple, Maker]
+    makers: LruCache[tuple, Maker]
     remote: Remote | None = None
     is_prepared: bool = False
     numbers: tuple[gated.MaskNumbers | None, gated.MaskNumbers | None] = (None, None)
@@ -276,8 +288,9 @@ class OneLaunch:
         """The walk of a layout, kept for calls."""
         walk, keeper = maker(self)
         if walk is not None:
-            self.makers[key] = maker
-            walk.tables = {} if keeper is None else keeper.plans
+            self.makers.put(key, maker, 0)
+            if keeper is not None:
+                walk.tables, walk.use = keeper.plans, keeper.use
             if keeper is None or self.is_prepared:
                 self.kept[key] = walk, keeper
             else:

@@ -28,7 +28,7 @@ from megatron_magi.ops.hopper.backward_ends import row_delta
 from megatron_magi.ops.hopper.choices import forward_tiles
 from megatron_magi.ops.hopper.forward_kernel import make_launch
 from megatron_magi.ops.hopper.kernels import kernel_dims
-from megatron_magi.ops.hopper.one_launch import OneLaunch
+from megatron_magi.ops.hopper.one_launch import Maker, OneLaunch, new_makers
 from megatron_magi.ops.hopper.plan import Tiling
 from megatron_magi.ops.hopper.prepare import masks_meet
 from megatron_magi.ops.hopper.support import (
@@ -66,7 +66,7 @@ TAKES_MEMO = True
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _MAX_BANDS_BYTES = 256 << 20  # of host memory
 _one_launches: LruCache[tuple, OneLaunch] = LruCache(_MAX_BANDS_BYTES, MAX_LAUNCHES)
-_makers: LruCache[tuple, dict] = LruCache(MAX_BYTES, MAX_LAUNCHES)
+_makers: LruCache[tuple, LruCache[tuple, Maker]] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING_SEEN.setflags(write=False)
 
@@ -89,7 +89,7 @@ def one_launch(
             return None
         makers = _makers.get(kind)
         if makers is None:
-            makers = {}
+            makers = new_makers()
             _makers.put(kind, makers, 0)
         found = OneLaunch(_unchanging(bands), k.shape[0], makers)
         _one_launches.put(key, found, found.bands.nbytes)  # device memory is held, and counted, by its passes
