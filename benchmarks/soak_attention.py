@@ -210,11 +210,9 @@ class Soak:
         return results
 
 
-def bound_caches(most: int) -> None:
-    """Lets all caches of this process hold so many items."""
-    for cache in gc.get_objects():
-        if type(cache) is LruCache:
-            cache.max_items = most
+def all_caches() -> list[LruCache]:
+    """All bounded caches of this process."""
+    return [x for x in gc.get_objects() if type(x) is LruCache]
 
 
 def check(
@@ -231,7 +229,8 @@ def check(
         cached: items that each cache may hold; as many as always when None.
     """
     if cached is not None:
-        bound_caches(cached)
+        for cache in all_caches():
+            cache.max_items = cached
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     soak = Soak(rank, num_ranks, where, ways)
     wrong, compared, made = torch.zeros((), dtype=torch.int64, device=where), 0, Counter[str]()
