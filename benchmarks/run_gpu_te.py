@@ -134,6 +134,8 @@ JOBS = [
         legs=(DISTRIBUTED, (*MAGI, *DISTRIBUTED), DISTRIBUTED),
     ),
     Job("checkpoint_cp1_magi_cp2_cp1", "sink", legs=((), (*MAGI, *CP2), ())),
+    # The last of a launch, as torch stays deterministic.
+    Job("magi_cp1_deterministic", "dense", (*MAGI, "--deterministic-mode"), 1),
 ]  # fmt: skip
 
 
