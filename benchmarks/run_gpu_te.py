@@ -48,7 +48,7 @@ CP2 = ("--context-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2 = ("--pipeline-model-parallel-size", "2")
 EP2 = ("--expert-model-parallel-size", "2")
-DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "1e-2",
            "--moe-token-dispatcher-type", "alltoall")  # fmt: skip
 GROUPED = "--moe-grouped-gemm"
@@ -112,7 +112,7 @@ JOBS = [
     Job("magi_tp2_sp", "dense", (*MAGI, *TP2)),
     Job("magi_tp2_sp_overlapped", "dense", (*MAGI, *TP2, "--tp-comm-overlap"), te_only=True),
     Job("magi_pp2", "dense", (*MAGI, *PP2)),
-    Job("magi_dp2_distributed_optimizer", "dense", (*MAGI, *DP2)),
+    Job("magi_dp2_distributed_optimizer", "dense", (*MAGI, *DISTRIBUTED)),
     Job("magi_cp2_op_fuser", "dense", (*MAGI, *CP2, "--use-transformer-engine-op-fuser"), te_only=True),
     Job("magi_cp2", "packed", (*MAGI, *CP2), te_only=True),
     Job("magi_ep2", "experts", (*MAGI, *EP2)),
@@ -129,7 +129,13 @@ JOBS = [
         "checkpoint_te_cp1_magi_cp2_te_cp2", "sink", te_only=True,
         legs=((), (*MAGI, *CP2), (*CP2, "--cp-comm-type", "a2a")),
     ),
+    Job(
+        "checkpoint_te_magi_te_distributed_optimizer", "fp8", num_gpus=1, te_only=True,
+        legs=(DISTRIBUTED, (*MAGI, *DISTRIBUTED), DISTRIBUTED),
+    ),
     Job("checkpoint_cp1_magi_cp2_cp1", "sink", legs=((), (*MAGI, *CP2), ())),
+    # The last of a launch, as torch stays deterministic.
+    Job("magi_cp1_deterministic", "dense", (*MAGI, "--deterministic-mode"), 1),
 ]  # fmt: skip
 
 

@@ -210,6 +210,7 @@ def _forget_megatron(keeps_groups: bool) -> None:
     finally:
         training.destroy_model_parallel = stock
     _forget_graphs()
+    _forget_generators()
     if not keeps_groups:
         _forget_groups()
     attention = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
@@ -219,8 +220,19 @@ def _forget_megatron(keeps_groups: bool) -> None:
     _release_memory()
 
 
+def _forget_generators() -> None:
+    """Megatron keeps the first kind of random generators that a process asked for, whatever `--te-rng-tracker` says."""
+    from megatron.core.tensor_parallel import random
+
+    random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = None, False
+
+
 def _forget_graphs() -> None:
-    """Captured iterations, of a model that is gone."""
+    """Captured iterations, of a model that is gone, and captures that failed, in which gradients are left out."""
+    for name, end in (("megatron.core.transformer.cuda_graphs", "_set_capture_end"),
+                      ("transformer_engine.pytorch.graph", "set_capture_end")):  # fmt: skip
+        if name in sys.modules:
+            getattr(sys.modules[name], end)()
     graphs = sys.modules.get("megatron_magi.mcore.graphs")
     if graphs is not None:
         wrapper = graphs.GraphedIterations

@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from megatron_magi import envs
 from megatron_magi.checks import int_at_least
+from megatron_magi.plan.nodes import nodes_in_use
 
 _ROUTER = "moe_router", "moe_preprocess"
 _GRAPH_MODULES = {"local": _ROUTER, "transformer_engine": ("mlp", *_ROUTER)}
@@ -48,7 +49,7 @@ def settle_arguments(args: Namespace) -> list[str]:
     args.create_attention_mask_in_dataloader = False
     notices = []
     if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
-        notices.append("cp_comm_type: no effect with --attention-backend magi, which sends what its plan says")
+        notices.append(_cp_comm_type_notice(args))
     if args.flash_attention_version is not None:
         notices.append("flash_attention_version: no effect with --attention-backend magi, which has its own kernels")
     reason = None
@@ -60,6 +61,19 @@ def settle_arguments(args: Namespace) -> list[str]:
         args.apply_rope_fusion = False
         notices.append(f"apply_rope_fusion: off, the fused kernel cannot rotate dispatched tokens with {reason}")
     return notices
+
+
+def _cp_comm_type_notice(args: Namespace) -> str:
+    """What becomes of ways to communicate; of a2a+p2p the sizes remain, which need not be those of nodes there."""
+    notice = "cp_comm_type: no effect with --attention-backend magi, which sends what its plan says"
+    sizes = args.hierarchical_context_parallel_sizes
+    per_node = nodes_in_use(math.prod(sizes[:-1]), args.context_parallel_size) if sizes else None
+    if "a2a+p2p" not in args.cp_comm_type or per_node is None:
+        return notice
+    return (
+        f"{notice}; hierarchical_context_parallel_sizes {' '.join(map(str, sizes))} means {sizes[-1]} nodes of "
+        f"{per_node} ranks; drop both options if all context-parallel ranks are on one host"
+    )
 
 
 def chunk_notices(args: Namespace, padded: int) -> list[str]:

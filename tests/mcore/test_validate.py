@@ -200,6 +200,27 @@ def test_an_option_without_effect_is_said(monkeypatch: pytest.MonkeyPatch, extra
     assert settle_arguments(_parse(monkeypatch)) == []
 
 
+@pytest.mark.parametrize(("sizes", "nodes"), [("2 2", 2), ("2 1 2", 2), ("4 1", None), ("1 4", None)])
+def test_sizes_of_a2a_and_p2p_are_said_to_be_nodes(
+    monkeypatch: pytest.MonkeyPatch, sizes: str, nodes: int | None
+) -> None:
+    line = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", *sizes.split()]
+    args = _parse(monkeypatch, *line, "--context-parallel-size", "4")
+    validate_arguments(args)
+    (notice,) = settle_arguments(args)
+    assert notice.startswith("cp_comm_type: no effect")
+    said = f"hierarchical_context_parallel_sizes {sizes} means {nodes} nodes of {4 // (nodes or 1)} ranks"
+    assert (said in notice) == (nodes is not None)
+    assert ("hierarchical" in notice) == (nodes is not None)
+
+
+def test_megatrons_deterministic_mode_is_attentions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in ((), ("--deterministic-mode",)):
+        args = _parse(monkeypatch, *extra)
+        args.params_dtype, args.kv_channels = torch.bfloat16, 16
+        assert magi_config(args, MagiConfig()).attend.deterministic == bool(extra)
+
+
 @pytest.mark.parametrize("positions", ["yarn", "learned_absolute"])
 def test_rope_fusion_that_megatron_gives_up_by_itself_gets_no_notice(
     monkeypatch: pytest.MonkeyPatch, positions: str
