@@ -185,8 +185,15 @@ class MagiAttention(Provider):
         rows = case.mask.table[np.argsort(case.mask.table[:, 0], kind="stable"), :2]
         self._once = bool((rows[1:, 0] >= rows[:-1, 1]).all())
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._call(q, k, v, *self._ranges, disable_fwd_atomic_reduction=self._once)[0]
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **flags: bool) -> Tensor:
+        return self._call(q, k, v, *self._ranges, disable_fwd_atomic_reduction=self._once, **flags)[0]
+
+
+class MagiAttentionGQA(MagiAttention):
+    """The same with its flags for grouped queries, which exclude each other: `pack_gqa` forward, `cat_gqa` backward."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **flags: bool) -> Tensor:
+        return super()._attend(q, k, v, **{"cat_gqa" if torch.is_grad_enabled() else "pack_gqa": True})
 
 
 class CuDNNFlex(Provider):
@@ -245,6 +252,7 @@ PROVIDERS: dict[str, type[Provider]] = {
     "fa3": FlashAttention3,
     "fa4": FlashAttention4,
     "magi": MagiAttention,
+    "magi_gqa": MagiAttentionGQA,
 }
 """By name, in the order of tables and charts."""
 

@@ -135,7 +135,8 @@ def listed_blocks(keys: int, k_block: int) -> Case:
     def plan():
         lists_of_queries(pattern, lists_of(pattern), rows, keys)
 
-    return Case("blocks", (rows, keys), LIST_HEADS, (1, k_block), topk * k_block, attend, plan)
+    mask = torch.zeros((1, rows, keys // k_block), dtype=torch.bool, device="cuda").scatter_(-1, lists.long(), True)
+    return Case("blocks", (rows, keys), LIST_HEADS, (1, k_block), topk * k_block, attend, plan, mask)
 
 
 def listed_keys(keys: int, topk: int | None) -> Case:

@@ -79,5 +79,43 @@ def flashinfer(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, None]
     return attend, None
 
 
-PEERS = {"flex": flex, "flashinfer": flashinfer}
+def magi(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
+    """MagiAttention's kernels: a range for each visible block, merged in every call; heads are rows one after another.
+
+    Raises:
+        Unavailable: it is not installed, or does not take the mask.
+    """
+    try:
+        from magi_attention.functional import flex_flash_attn_func
+    except ImportError as error:
+        raise Unavailable(f"MagiAttention is not installed: {error}") from None
+    if case.mask is None or 0 in case.blocks:
+        raise Unavailable("not a mask of blocks of one size")
+    heads_kv, group = case.heads[1], case.heads[0] // case.heads[1]
+    head, *block = case.mask.expand(heads_kv, -1, -1).nonzero().int().unbind(-1)
+    starts = [head * tokens + b * size for b, tokens, size in zip(block, case.shape, case.blocks, strict=True)]
+    ranges = [torch.stack([s, s + size], dim=-1) for s, size in zip(starts, case.blocks, strict=True)]
+    rows_q = q.unflatten(1, (heads_kv, group)).transpose(0, 1).flatten(0, 1)
+    leaves = tuple(
+        t.detach().contiguous().requires_grad_()
+        for t in (rows_q, *(x.transpose(0, 1).reshape(-1, 1, x.shape[2]) for x in (k, v)))
+    )
+
+    def attend() -> Tensor:
+        return flex_flash_attn_func(
+            *leaves, *ranges, torch.zeros_like(starts[0]), pack_gqa=True, auto_range_merge=True,
+            disable_fwd_atomic_reduction=True, ref_block_size=(128, 128), max_seqlen_q=case.blocks[0],
+        )[0]  # fmt: skip
+
+    out = attend()
+    dout = torch.randn_like(out)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend().unflatten(0, (heads_kv, -1)).transpose(0, 1).flatten(1, 2)
+
+    return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+
+
+PEERS = {"flex": flex, "flashinfer": flashinfer, "magi": magi}
 """By name: forward, and backward where there is one."""
