@@ -52,6 +52,15 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(path), f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_the_site_shows_items_of_lists_as_items(page):
+    """python-markdown takes an item right after an indented paragraph for text, unlike GitHub."""
+    markdown = pytest.importorskip("markdown", reason="mkdocs is not installed: make setup")
+    html = markdown.markdown((ROOT / page).read_text(), extensions=["tables", "fenced_code"])
+    paragraphs = re.findall(r"<p>(.*?)</p>", html, flags=re.DOTALL)
+    assert [text for text in paragraphs if re.search(r"^[-*] ", text, flags=re.MULTILINE)] == []
+
+
 def script_of_documents(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     script = importlib.util.module_from_spec(spec)
