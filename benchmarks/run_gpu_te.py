@@ -322,10 +322,10 @@ def launch(
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_gpus)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", __file__, "--out", str(options.out)]
-    log = (options.out / f"log_{num_gpus}_{name}.txt").open("w")
     command += ["--work", str(options.work), "--layers", options.layers, "--worker", *keys]
     command += ["--as-drawn"] if options.as_drawn else []
-    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    with (options.out / f"log_{num_gpus}_{name}.txt").open("w") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
 def _devices() -> list[str]:

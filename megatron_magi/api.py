@@ -17,8 +17,10 @@ communication are no tensor programs.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -63,6 +65,8 @@ __all__ = [
 ]
 __all__ += exports.__all__
 
+# Where frames between a caller and a function here come from: this package, and torch, see `outside_graphs`.
+_OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 # The interface has keys without owners, so their plans live here: `clear_cache` empties it.
 _RUNTIMES = RuntimeCache()
 
@@ -433,7 +437,11 @@ def clear_cache(cp_group: Group = None) -> None:
 
 def _dispatched(x: torch.Tensor, make_key, args: tuple, kwargs: dict, cp_group: Group, is_partial_grad: bool):
     name = make_key.__name__
-    warnings.warn(f"{name.replace('_key', '_dispatch')}: use {name} and dispatch", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        f"{name.replace('_key', '_dispatch')}: use {name} and dispatch",
+        DeprecationWarning,
+        skip_file_prefixes=_OURS,  # the warning is about the caller's line, or Python's default filter hides it
+    )
     if cp_group is not None:
         if kwargs.get("cp_group_or_mesh") is not None:
             raise ValueError("cp_group: cp_group_or_mesh is given too")

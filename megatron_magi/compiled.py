@@ -7,7 +7,7 @@ import logging
 import sysconfig
 from pathlib import Path
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
@@ -30,7 +30,7 @@ def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
     found.restype = ctypes.c_int64
     if found() == version:
         return library
-    _log.warning("%s: built from other sources, so Python is used instead; rebuild it", path.name)
+    logger.warning("%s: built from other sources, so Python is used instead; rebuild it", path.name)
     return None
 
 

@@ -131,14 +131,18 @@ class CostModel:
             _check_count("head_dim_v", self.head_dim_v, 1)
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of queries and keys, and of values."""
+        return self.head_dim, self.head_dim_v or self.head_dim
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row of k and v."""
-        return self.num_heads_kv * (self.head_dim + (self.head_dim_v or self.head_dim)) * self.element_bytes
+        return self.num_heads_kv * sum(self.head_dims) * self.element_bytes
 
     def attend_us(self, area):
         """Microseconds of a forward pass over ``area`` (query, key) pairs, a number or an array of numbers."""
-        flops = 2.0 * area * self.num_heads_q * (self.head_dim + (self.head_dim_v or self.head_dim))
-        return flops / (self.tflops * 1e6)
+        return 2.0 * area * self.num_heads_q * sum(self.head_dims) / (self.tflops * 1e6)
 
     def fetch_us(self, num_rows):
         """Microseconds to receive ``num_rows`` rows of k and v, a number or an array of numbers."""

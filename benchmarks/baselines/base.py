@@ -109,11 +109,6 @@ def num_tokens(runs: np.ndarray) -> int:
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
-def token_index(runs: np.ndarray) -> np.ndarray:
-    """The tokens of runs one by one."""
-    return np.concatenate([np.arange(low, high) for low, high in runs])
-
-
 def bands_between(mask: AttnMask, rows: np.ndarray, keys: np.ndarray, key_place: int = 0) -> np.ndarray:
     """What the tokens of runs ``rows`` see of those of runs ``keys``, in the coordinates of where they are kept.
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,18 +110,18 @@ class _PreparedPlan:
         joined = () if self.joined is None else (joined_bands(self.plan, self.joined),)
         kept, bands = self.plan.runtime.setdefault("tables", []), self.plan.bands
 
-        def keep(masks: Sequence[np.ndarray], tables: Sequence[MaskTables], tensors: Sequence[Tensor]) -> None:
+        def keep_tables(masks: Sequence[np.ndarray], tables: Sequence[MaskTables], tensors: Sequence[Tensor]) -> None:
             left = iter(tensors)
             for mask, table in zip(masks, tables, strict=True):
                 kept.extend(table.keep(mask, list(islice(left, table.num_arrays)), ready, plan_bytes))
 
         stages, of_tables = self.stages, tensors[at:]
         if stages is None:
-            keep((*bands, *joined) if self.tables else (), self.tables, of_tables)
+            keep_tables((*bands, *joined) if self.tables else (), self.tables, of_tables)
             return
-        keep(joined, self.tables, of_tables)
+        keep_tables(joined, self.tables, of_tables)
         of_stages = of_tables[sum(table.num_arrays for table in self.tables) :]
-        self.plan.runtime["stage tables"] = cache(lambda: keep(bands, stages.parts, of_stages))
+        self.plan.runtime["stage tables"] = cache(lambda: keep_tables(bands, stages.parts, of_stages))
 
 
 class _Parts(NamedTuple):
@@ -148,7 +148,7 @@ class PreparedBatch(Sendable[_Parts]):
     def _pinned(self, parts: _Parts) -> _Parts:
         return parts._replace(packed=parts.packed.pin_memory())
 
-    def to(self, device: torch.device | str, like: Mapping[Hashable, RankPlan] | None = None) -> dict[str, Tensor]:
+    def to(self, device: torch.device | str, like: Mapping[Any, RankPlan] | None = None) -> dict[str, Tensor]:
         """Brings everything to ``device`` and makes the plans ready to run there.
 
         One copy, queued on the current stream; the host does not wait. Call it in the thread and on the stream in
@@ -209,13 +209,13 @@ class PreparedPlans:
 
 
 def prepare_batch(
-    plans: Mapping[Hashable, RankPlan],
+    plans: Mapping[Any, RankPlan],
     shape: AttnShape,
     config: MagiConfig,
     arrays: Mapping[str, np.ndarray] | None = None,
     *,
     needs_backward: bool = True,
-    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
+    like: Mapping[Any, Sequence[MaskFacts]] | None = None,
 ) -> PreparedBatch:
     """Prepares a microbatch on the CPU.
 
@@ -236,12 +236,12 @@ def prepare_batch(
 
 
 def prepare_plans(
-    plans: Mapping[Hashable, RankPlan],
+    plans: Mapping[Any, RankPlan],
     shape: AttnShape,
     config: MagiConfig,
     *,
     needs_backward: bool = True,
-    like: Mapping[Hashable, Sequence[MaskFacts]] | None = None,
+    like: Mapping[Any, Sequence[MaskFacts]] | None = None,
 ) -> PreparedPlans:
     """The part of `prepare_batch` that depends on masks alone, for microbatches of equal masks; arguments as there."""
     if not isinstance(plans, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,12 +53,12 @@ class StaticPlans:
 
     def __init__(
         self,
-        plans: Mapping[Hashable, RankPlan],
+        plans: Mapping[Any, RankPlan],
         device: torch.device | str,
         group: Group = None,
         *,
         headroom: float = 2.0,
-        samples: Sequence[Mapping[Hashable, RankPlan]] = (),
+        samples: Sequence[Mapping[Any, RankPlan]] = (),
     ) -> None:
         number(headroom, "headroom", 1)
         device = torch.device(device)
@@ -75,7 +76,7 @@ class StaticPlans:
         self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}
         self._load(plans)
 
-    def load(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
+    def load(self, plans: Mapping[Any, RankPlan]) -> str | None:
         """Makes the static plans those of another microbatch, for what is queued on the current stream from now on.
 
         Copies on the device of tables that are there, if the microbatch was prepared (`PreparedBatch.to`); the host
@@ -95,19 +96,19 @@ class StaticPlans:
         large = load_together([(self, plans)])
         return None if large is None else large[1]
 
-    def _why_not(self, plans: Mapping[Hashable, RankPlan]) -> str | None:
+    def _why_not(self, plans: Mapping[Any, RankPlan]) -> str | None:
         """The reason why plans do not fit on this rank; None if they fit."""
         hopper_static.refuse_capture(self._device)
         _check_names(self.plans, plans)
         return next(filter(None, (self._static[name].why_not(plan) for name, plan in plans.items())), None)
 
-    def _load(self, plans: Mapping[Hashable, RankPlan]) -> None:
+    def _load(self, plans: Mapping[Any, RankPlan]) -> None:
         tables = [table for name, plan in plans.items() for table in self._static[name].take(plan)]
         hopper_static.copy(tables)
         self._memory.send()
 
 
-def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Hashable, RankPlan]]]) -> tuple[int, str] | None:
+def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Any, RankPlan]]]) -> tuple[int, str] | None:
     """`StaticPlans.load` of several of one group, at least one, with what is to be loaded: all, or none.
 
     Returns:
@@ -158,10 +159,12 @@ class _StaticPlan:
                 raise ValueError(
                     f"plans: {name!r} has {plan.degree} remote stages, static plans of several ranks have one"
                 )
-            casts = [cast for sample in samples for cast in plan_casts(sample, device)]
-            if not all(isinstance(cast, GroupCastArgs) for cast in casts):
-                raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")
-            self._args = StaticArgs(casts, num_rows, cp_size, device, headroom)  # ty: ignore
+            casts = []
+            for cast in (cast for sample in samples for cast in plan_casts(sample, device)):
+                if not isinstance(cast, GroupCastArgs):
+                    raise ValueError(f"plans: {name!r} tells nodes apart (ranks_per_node), static plans do not")
+                casts.append(cast)
+            self._args = StaticArgs(casts, num_rows, cp_size, device, headroom)
             most_keys.append(self._args.args.num_recv)
             runtime = {"tail": self._args.tail, str(device): (self._args.args,)}
         stages = zip(*(_stages(sample, len(most_keys)) for sample in samples), strict=True)
@@ -198,12 +201,12 @@ class _StaticPlan:
 
     def _cast(self, plan: RankPlan) -> GroupCastArgs | None:
         """The cast of the remote stage; None if no rank fetches anything."""
-        casts = plan_casts(plan, self._device)
-        assert all(isinstance(cast, GroupCastArgs) for cast in casts)
-        return casts[0] if casts else None  # ty: ignore
+        cast = next(iter(plan_casts(plan, self._device)), None)
+        assert cast is None or isinstance(cast, GroupCastArgs)
+        return cast
 
 
-def _check_names(expected: Mapping[Hashable, RankPlan], plans: Mapping[Hashable, RankPlan]) -> None:
+def _check_names(expected: Mapping[Any, RankPlan], plans: Mapping[Any, RankPlan]) -> None:
     if plans.keys() != expected.keys():
         raise ValueError(f"plans: expected {', '.join(map(repr, expected))}, got {', '.join(map(repr, plans))}")
 

@@ -33,7 +33,7 @@ _BUSY = 20
 
 
 def calibrate() -> Rates:
-    """Measures the rates of the current GPU; in a process group of rank 0's, and of what connects the ranks.
+    """Measures the rates of the current GPU; in a process group those of rank 0's, and of what connects the ranks.
 
     Collective over the default group, if there is one.
 
@@ -153,15 +153,15 @@ def _transfers(rates: Rates) -> Rates:
         far = dist.new_group(first)
     if near is not None and near.size() > 1:
         latency, rate, hidden = _transfer(near)
-        host, one_way = (_host_us(near, algorithm) for algorithm in ("zigzag", "sequential"))
+        two_way, one_way = (_host_us(near, algorithm) for algorithm in ("zigzag", "sequential"))
         rates = replace(
             rates,
             collective_us=latency,
             gbytes_per_s=rate,
             hidden=hidden,
-            host_stage_forward_us=max(0.0, host[0] - rates.host_forward_us),
-            host_stage_backward_us=max(0.0, host[1] - rates.host_backward_us),
-            host_one_way_us=max(0.0, sum(host) - sum(one_way)) / 2,
+            host_stage_forward_us=max(0.0, two_way[0] - rates.host_forward_us),
+            host_stage_backward_us=max(0.0, two_way[1] - rates.host_backward_us),
+            host_one_way_us=max(0.0, sum(two_way) - sum(one_way)) / 2,
         )
     if len(first) > 1:
         rates = replace(rates, ranks_per_node=hosts.count(hosts[0]))

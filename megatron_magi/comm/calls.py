@@ -35,7 +35,7 @@ import torch.utils.checkpoint
 from megatron_magi.comm.board import Board
 from megatron_magi.comm.groups import abort, names_of, pause, timeout_s
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often the thread looks at the store; less often in jobs of more than a thousand ranks, which share one store."""
@@ -297,7 +297,7 @@ class CallLog:
 
     def _end(self, call: int, text: str) -> None:
         """Makes this rank raise a conclusion, wherever it is."""
-        _log.error(self.conclude(call, text, ends=True))
+        logger.error(self.conclude(call, text, ends=True))
         self._abort()
 
     def _guards(self) -> list[Guard]:
@@ -412,7 +412,7 @@ class _Inquiry:
             self._raise(f"{operation}: {names} did not come within {self._timeout_s:g} s")
         if waited >= WARN_S and not self._has_warned:
             self._has_warned = True
-            _log.warning("%s: waiting for %s for %.0f s", operation, names, waited)
+            logger.warning("%s: waiting for %s for %.0f s", operation, names, waited)
 
     def _raise(self, text: str) -> None:
         ends = any(answer.get("begun") for answer in self._answers.values())
@@ -483,7 +483,7 @@ def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: flo
         except RuntimeError:
             failures += 1
             if failures == _MOST_FAILURES:
-                _log.debug("the store is gone, as it is when a job ends", exc_info=True)
+                logger.debug("the store is gone, as it is when a job ends", exc_info=True)
                 return
         del log
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import Self, SupportsIndex, overload
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class AttnRanges(_AttnRanges):
     """
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Sequence[int], seq_len: int) -> AttnRanges:
+    def from_cu_seqlens(cls, cu_seqlens: Sequence[int], seq_len: int) -> Self:
         """The documents between cumulative lengths.
 
         Raises:
@@ -117,7 +118,11 @@ class AttnRanges(_AttnRanges):
         """
         return super().pop(idx)
 
-    def __getitem__(self, idx: int | slice) -> AttnRange | AttnRanges:
+    @overload
+    def __getitem__(self, idx: SupportsIndex) -> AttnRange: ...
+    @overload
+    def __getitem__(self, idx: slice) -> AttnRanges: ...
+    def __getitem__(self, idx: SupportsIndex | slice) -> AttnRange | AttnRanges:
         item = super().__getitem__(idx)
         return AttnRanges(item) if isinstance(idx, slice) else item
 

@@ -6,15 +6,17 @@ A rectangle is one band of `megatron_magi.mask.bands`: a query q of ``q_range`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
+from typing import Self, SupportsIndex, overload
 
 import numpy as np
 
 from megatron_magi.compat.ranges import AttnRanges
-from megatron_magi.compat.types import AnyMaskType, AttnMaskType, GeneralAttnMaskType, as_ranges, mask_types
+from megatron_magi.compat.types import AnyMaskType, AttnMaskType, GeneralAttnMaskType, as_ranges
+from megatron_magi.compat.types import mask_types as type_numbers
 from megatron_magi.mask import AttnRange, MaskType
 from megatron_magi.mask import bands as bd
 
@@ -48,7 +50,7 @@ class AttnRectangle:
         d_range: AttnRange | None = None,
         mask_type: AnyMaskType = AttnMaskType.FULL,
     ) -> None:
-        kind = MaskType(mask_types(mask_type, 1)[0])
+        kind = MaskType(type_numbers(mask_type, 1)[0])
         d_lo, d_hi = (-bd.NO_DIAGONAL, bd.NO_DIAGONAL) if d_range is None else (d_range.start, d_range.end + 1)
         if kind in _CUT_TOP_LEFT:
             d_lo = max(d_lo, k_range.start - q_range.start)
@@ -191,7 +193,7 @@ class AttnRectangles(list[AttnRectangle]):
     @classmethod
     def from_ranges(
         cls, q_ranges: Iterable, k_ranges: Iterable, mask_types: GeneralAttnMaskType, check: bool = False
-    ) -> AttnRectangles:
+    ) -> Self:
         """One rectangle for each slice; slices in which nothing is visible are left out.
 
         Args:
@@ -206,7 +208,7 @@ class AttnRectangles(list[AttnRectangle]):
         if len(queries) != len(keys):
             raise ValueError(f"k_ranges: {len(keys)} ranges for {len(queries)} of queries")
         rectangles = cls()
-        for q_range, k_range, kind in zip(queries, keys, _numbers(mask_types, len(queries)), strict=True):
+        for q_range, k_range, kind in zip(queries, keys, type_numbers(mask_types, len(queries)), strict=True):
             # Of a slice cut on both sides, with fewer keys than queries, nothing is left.
             hidden = kind == MaskType.BI_CAUSAL and len(q_range) > len(k_range)
             if len(q_range) and len(k_range) and not hidden:
@@ -237,7 +239,11 @@ class AttnRectangles(list[AttnRectangle]):
         """Puts rectangles at the end."""
         super().extend(attn_rects)
 
-    def __getitem__(self, idx: int | slice) -> AttnRectangle | AttnRectangles:
+    @overload
+    def __getitem__(self, idx: SupportsIndex) -> AttnRectangle: ...
+    @overload
+    def __getitem__(self, idx: slice) -> AttnRectangles: ...
+    def __getitem__(self, idx: SupportsIndex | slice) -> AttnRectangle | AttnRectangles:
         item = super().__getitem__(idx)
         return AttnRectangles(item) if isinstance(idx, slice) else item
 
@@ -259,11 +265,11 @@ class AttnRectangles(list[AttnRectangle]):
 
     def cut_q(self, cut_pos: int) -> tuple[AttnRectangles, AttnRectangles]:
         """The parts of the queries before ``cut_pos`` and from it on."""
-        return _halves(rect.cut_q(cut_pos) for rect in self)
+        return _halves([rect.cut_q(cut_pos) for rect in self])
 
     def cut_k(self, cut_pos: int) -> tuple[AttnRectangles, AttnRectangles]:
         """The parts of the keys before ``cut_pos`` and from it on."""
-        return _halves(rect.cut_k(cut_pos) for rect in self)
+        return _halves([rect.cut_k(cut_pos) for rect in self])
 
     def get_rects_within_q_segment(self, q_start: int, q_end: int) -> AttnRectangles:
         """The part of the queries ``[q_start, q_end)``."""
@@ -282,14 +288,11 @@ def _band(q_range: AttnRange, k_range: AttnRange, d_lo: int, d_hi: int) -> np.nd
     return np.array([(*q_range, *k_range, d_lo, d_hi)], dtype=np.int64)
 
 
-def _numbers(kinds: GeneralAttnMaskType, num_slices: int) -> list[int]:
-    return mask_types(kinds, num_slices)
-
-
 def _those_there(rects: Iterable[AttnRectangle | None]) -> AttnRectangles:
     return AttnRectangles(rect for rect in rects if rect is not None)
 
 
-def _halves(pairs: Iterable[tuple[AttnRectangle | None, AttnRectangle | None]]) -> tuple[AttnRectangles, ...]:
-    before, after = zip(*pairs, strict=True) if (pairs := list(pairs)) else ((), ())
-    return _those_there(before), _those_there(after)
+def _halves(
+    pairs: Sequence[tuple[AttnRectangle | None, AttnRectangle | None]],
+) -> tuple[AttnRectangles, AttnRectangles]:
+    return _those_there(before for before, _ in pairs), _those_there(after for _, after in pairs)

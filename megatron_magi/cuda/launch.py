@@ -22,7 +22,7 @@ from megatron_magi.lru import LruCache
 
 MAX_LAUNCHES = 1024
 MAX_BYTES = 512 << 20  # of device memory, of the plans that numbers keep
-_launches: LruCache[tuple, Launch] = LruCache(MAX_BYTES, MAX_LAUNCHES)
+_launches: LruCache[tuple, Launch] = LruCache(0, MAX_LAUNCHES)
 
 
 class Tables(Protocol):

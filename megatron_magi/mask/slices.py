@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -167,7 +168,7 @@ class AttnRanges(list[AttnRange]):
     @classmethod
     def from_ranges(
         cls, ranges: Iterable[Sequence[int] | AttnRange], check: bool = False, name: str = "ranges"
-    ) -> AttnRanges:
+    ) -> Self:
         """From pairs ``(start, end)``: a nested list, an ``[n, 2]`` array or tensor, or ranges.
 
         ``name`` is what a message calls the argument; ``check`` has no effect: ranges are always checked.

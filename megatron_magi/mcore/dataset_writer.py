@@ -31,11 +31,12 @@ def write_indexed_dataset(prefix: str | Path, documents: Iterable[np.ndarray], *
 
     builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=DType.optimal_dtype(eod + 1))
     lengths = []
-    for number, document in enumerate(documents):
-        if document.ndim != 1 or (document.size and not 0 <= document.min() <= document.max() < eod):
-            raise ValueError(f"documents: document {number} is not a row of tokens in [0, {eod})")
-        tokens = torch.from_numpy(np.append(document.astype(np.int64), eod))
-        builder.add_document(tokens, [len(tokens)])
-        lengths.append(len(tokens))
-    builder.finalize(get_idx_path(str(prefix)))
+    with builder.data_file:  # closed by `finalize`, and where a document is refused
+        for number, document in enumerate(documents):
+            if document.ndim != 1 or (document.size and not 0 <= document.min() <= document.max() < eod):
+                raise ValueError(f"documents: document {number} is not a row of tokens in [0, {eod})")
+            tokens = torch.from_numpy(np.append(document.astype(np.int64), eod))
+            builder.add_document(tokens, [len(tokens)])
+            lengths.append(len(tokens))
+        builder.finalize(get_idx_path(str(prefix)))
     return np.array(lengths, dtype=np.int64)

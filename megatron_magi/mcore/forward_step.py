@@ -127,8 +127,7 @@ def check_captures(args: Namespace, shape: AttnShape, impl: str, group: dist.Pro
 def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:
     """Heads and dtype of attention on this rank, and what computes it."""
     cost = config.overlap.cost
-    head_dim_v = cost.head_dim if cost.head_dim_v is None else cost.head_dim_v
-    shape = AttnShape(cost.num_heads_q, cost.num_heads_kv, cost.head_dim, head_dim_v, args.params_dtype)
+    shape = AttnShape(cost.num_heads_q, cost.num_heads_kv, *cost.head_dims, args.params_dtype)
     if not torch.cuda.is_available():
         return shape
     return shape.kernels_for(torch.device("cuda", torch.cuda.current_device()), config.attend.impl)

@@ -34,7 +34,7 @@ Plans = Mapping[str, RankPlan]
 _MOST_GROWTHS = 8
 """How often the graph of a stage gives way to one with more room."""
 _WRAPPER = "training.training:FullCudaGraphWrapper"
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ReadBatches(Iterator[LocalBatch]):
@@ -174,7 +174,7 @@ class GraphedIterations(FullCudaGraphWrapper):
             graph = self._capture(stage, static)
         self.next_iter(stage)
         if reason is not None:
-            _log.warning("an iteration runs without its CUDA graph: %s", reason)
+            logger.warning("an iteration runs without its CUDA graph: %s", reason)
             return self.forward_backward_func(**{**kwargs, "data_iterator": [ReadBatches(batches)]})
         if graph is None:
             for place in places:
@@ -202,7 +202,7 @@ class GraphedIterations(FullCudaGraphWrapper):
         if large is not None:
             self._samples[stage].append(StaticBatch.sample_of(large))
         if FullCudaGraphWrapper.cuda_graph[stage] is not None:
-            _log.warning("the graph of a %s iteration is captured again, with more room: %s", stage, reason)
+            logger.warning("the graph of a %s iteration is captured again, with more room: %s", stage, reason)
         self.reset_cuda_graph(stage)
         return True
 
@@ -230,7 +230,7 @@ class GraphedIterations(FullCudaGraphWrapper):
         FullCudaGraphWrapper.cuda_graph[stage] = graph
         torch.cuda.synchronize()
         dist.barrier()
-        _log.info("captured a %s iteration in a CUDA graph", stage)
+        logger.info("captured a %s iteration in a CUDA graph", stage)
         return graph
 
 

@@ -34,11 +34,14 @@ def reads_data(vp_stage: int | None) -> bool:
 
 
 def _uses_batch(vp_stage: int | None) -> bool:
-    args = get_args()
-    at_end = parallel_state.is_pipeline_first_stage(
-        ignore_virtual=vp_stage is None, vp_stage=vp_stage
-    ) or parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    args, chunk = get_args(), _chunk(vp_stage)
+    at_end = parallel_state.is_pipeline_first_stage(**chunk) or parallel_state.is_pipeline_last_stage(**chunk)
     return at_end or _has_cu_seqlens(args) or _has_mtp(args, vp_stage)
+
+
+def _chunk(vp_stage: int | None) -> dict[str, Any]:
+    """Arguments of Megatron's questions about a model chunk; about the rank where it has no chunks."""
+    return {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
 
 
 def _has_cu_seqlens(args: Any) -> bool:
@@ -47,9 +50,7 @@ def _has_cu_seqlens(args: Any) -> bool:
 
 def _has_mtp(args: Any, vp_stage: int | None) -> bool:
     layout = args.pipeline_model_parallel_layout
-    return mtp_on_this_rank(
-        layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=vp_stage is None, vp_stage=vp_stage
-    )
+    return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, **_chunk(vp_stage))
 
 
 def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]:
@@ -79,12 +80,8 @@ def _next_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, Any]
         seq_length=args.seq_length,
         mtp_on_this_rank=_has_mtp(args, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(
-            ignore_virtual=vp_stage is None, vp_stage=vp_stage
-        ),
-        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(
-            ignore_virtual=vp_stage is None, vp_stage=vp_stage
-        ),
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**_chunk(vp_stage)),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**_chunk(vp_stage)),
     )
     batch = flatten_batch_for_packed_sequences(batch)
     if batch["tokens"] is None and batch["labels"] is None:

@@ -19,6 +19,7 @@ from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.forward_step import MagiForwardStep, make_dispatcher
 from megatron_magi.mcore.loss import averages_reports, mean_report
 from megatron_magi.mcore.loss_log import LossLog
+from megatron_magi.mcore.planner import SEQUENCES
 from megatron_magi.mcore.stock_step import StockForwardStep
 
 _PRETRAIN = ("training.training:pretrain", "training:pretrain")
@@ -69,8 +70,7 @@ class UserForwardStep(MagiForwardStep):
 
 
 def _fields(batch: LocalBatch) -> dict[str, torch.Tensor]:
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    return {name: getattr(batch, name) for name in names}
+    return {name: getattr(batch, name) for name in SEQUENCES}
 
 
 def _chunk(model: torch.nn.Module) -> Any:
@@ -141,7 +141,7 @@ def make_loss_log(path: str | None) -> LossLog | None:
     """A log that Megatron's trainer writes to; None without a path.
 
     Raises:
-        ValueError: its folder does not exist and cannot be made.
+        ValueError: it cannot be written to.
     """
     if path is None:
         return None

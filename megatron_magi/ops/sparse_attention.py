@@ -6,7 +6,6 @@ device of q, may differ from call to call and are never copied to the host.
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,17 +17,15 @@ from torch import Tensor
 from megatron_magi.checks import flag
 from megatron_magi.ops.derivatives import refuse_tangents
 from megatron_magi.ops.finite import require_finite
+from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.merge import accumulate_dtype, sink_gradient, sink_lse
 from megatron_magi.ops.meta import AttnForwardMeta
 from megatron_magi.ops.options import check_qkv, check_sink, make_options
 from megatron_magi.ops.slice_passes import row_delta
 from megatron_magi.ops.sparse_pattern import SparsePattern, block_pattern, check_numbers, index_pattern
 
-IMPLS = {
-    "reference": "megatron_magi.ops.impl.sparse_reference",
-    "ffa": "megatron_magi.ops.impl.sparse_hopper",
-}
-"""Implementations by name: modules with `forward` and `backward`, imported when first used."""
+IMPLS: dict[str, ModuleType] = {"reference": sparse_reference, "ffa": sparse_hopper}
+"""Implementations by name: modules with `forward` and `backward`."""
 
 
 def block_sparse_attention(
@@ -167,11 +164,10 @@ def _module(impl: str, q: Tensor, v: Tensor) -> ModuleType:
     if impl == "auto":
         impl = "reference"
         if q.device.type == "cuda":
-            kernels = importlib.import_module(IMPLS["ffa"])
-            if kernels.is_supported(q, v):
-                return kernels
-            kernels.say_why_not(q, v)
-    return importlib.import_module(IMPLS[impl])
+            if sparse_hopper.is_supported(q, v):
+                return sparse_hopper
+            sparse_hopper.say_why_not(q, v)
+    return IMPLS[impl]
 
 
 def _describe(_name: str, _row: int) -> str:

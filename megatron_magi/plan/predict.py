@@ -115,10 +115,6 @@ class _Steps(NamedTuple):
     cost: CostModel
     is_staged: bool
 
-    @property
-    def _dims(self) -> tuple[int, int]:
-        return self.cost.head_dim, self.cost.head_dim_v or self.cost.head_dim
-
     def _packed(self, stage: _Stage) -> np.ndarray:
         """Query heads that share a tile, on each rank."""
         packed = float(math.gcd(max(1, self.cost.num_heads_q // self.cost.num_heads_kv), thresholds.MOST_PACKED_HEADS))
@@ -134,7 +130,7 @@ class _Steps(NamedTuple):
         is_tall = (packed > 1) | (stage.area >= _TALL_TILE_KEYS * self.num_rows)
         tile, block = np.where(is_tall, 192.0, 128.0) / packed, np.where(is_tall, 64.0, 128.0)
         columns = stage.row_edges * tile / 2 + stage.rows * (block / 2 + self.rates.tile_columns)
-        dk, dv = self._dims
+        dk, dv = self.cost.head_dims
         flops = (stage.area + columns) * (2.0 * self.cost.num_heads_q * (dk + dv))
         # Results of stages meet in fp32: written, and where there are some read as well.
         merged = self._memory_us((8.0 if adds else 2.0) * dv, stage.rows) if self.is_staged else 0.0
@@ -144,7 +140,7 @@ class _Steps(NamedTuple):
 
     def backward(self, stage: _Stage, adds: bool = False) -> np.ndarray:
         """Microseconds of the backward over a stage, all its parts together; ``adds`` to the dq of one before."""
-        rates, (dk, dv), packed = self.rates, self._dims, self._packed(stage)
+        rates, (dk, dv), packed = self.rates, self.cost.head_dims, self._packed(stage)
         separate = self._has_separate_dq(stage, packed)
         packed = np.where(separate, packed, 1.0)
         block = _QUERY_BLOCK / packed
@@ -169,7 +165,7 @@ class _Steps(NamedTuple):
 
     def _has_separate_dq(self, stage: _Stage, packed: np.ndarray) -> np.ndarray:
         """Whether dq has a kernel of its own, on each rank."""
-        keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self._dims[0]
+        keys, sum_bytes = stage.area / self.num_rows, 4 * self.num_rows * self.cost.num_heads_q * self.cost.head_dim
         some, single = (
             np.any([(sum_bytes >= many) & (keys < few) for many, few in limits], axis=0)
             for limits in (thresholds.SEPARATE_DQ_PACKED, thresholds.SEPARATE_DQ)
@@ -178,7 +174,7 @@ class _Steps(NamedTuple):
 
     def ends_us(self, is_backward: bool) -> float:
         """Microseconds of work done once a pass: casts of sums, and in the backward the statistics of rows."""
-        dk, dv = self._dims
+        dk, dv = self.cost.head_dims
         cast = 6.0 * (dk if is_backward else dv) if self.is_staged else 0.0
         return float(self._memory_us(cast + (4.0 * dv if is_backward else 0.0), self.num_rows))
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_magi.mask import AttnMask
+from megatron_magi.mask import bands as bd
 from megatron_magi.plan.chunks import needed_blocks
 
 
@@ -46,10 +47,8 @@ class Traffic:
 
     def needs_of(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``(i, block)``: the blocks that each of ``chunks`` needs, one after the other."""
-        counts = self.first[chunks + 1] - self.first[chunks]
-        i = np.repeat(np.arange(len(chunks)), counts)
-        offset = self.first[chunks] - (np.cumsum(counts) - counts)
-        return i, self.needed[np.arange(len(i)) + offset[i]]
+        i, at = bd.expand(self.first[chunks], self.first[chunks + 1] - self.first[chunks])
+        return i, self.needed[at]
 
 
 class Holdings:

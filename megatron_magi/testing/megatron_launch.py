@@ -258,10 +258,12 @@ class Zygote:
 
     def close(self) -> None:
         """End the process, ranks that it may have, and all they have started."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait(timeout=40)
+        self._process.stdout.close()
+        self._errors.close()
 
     def _expect_line(self) -> str:
         assert self._process.stdout is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_cases import MASKS, Case
 from baselines import BASELINES, Cluster, Unsupported
-from baselines.base import num_tokens, split, token_index, zigzag
+from baselines.base import num_tokens, split, zigzag
 
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
@@ -32,6 +32,11 @@ def small_case(name: str) -> Case:
 
 
 CASES = {n: small_case(n) for n in ("full", "causal", "documents_causal", "documents_full", "window", "block_causal")}
+
+
+def token_index(runs: np.ndarray) -> np.ndarray:
+    """The tokens of runs one by one."""
+    return np.concatenate([np.arange(low, high) for low, high in runs])
 
 
 def draw() -> list[torch.Tensor]:

@@ -112,3 +112,16 @@ def key_of_an_unnamed_mesh(rank, num_ranks):
 
 def test_a_mesh_of_two_dimensions_needs_names_and_tells_nodes_unless_the_environment_says_otherwise(ranks):
     assert ranks(2, key_of_an_unnamed_mesh) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "deprecated",
+    [
+        lambda x: api.magi_attn_flex_dispatch(x, [[0, 8]], [[0, 8]], "full", 8, 8),
+        lambda x: api.magi_attn_varlen_dispatch(x, [0, 8], [0, 8]),
+    ],
+)
+def test_a_deprecation_is_reported_in_the_code_that_calls_so_that_python_shows_it(deprecated):
+    with pytest.warns(DeprecationWarning, match="and dispatch$") as found:
+        deprecated(torch.zeros(8))
+    assert [warning.filename for warning in found] == [__file__]

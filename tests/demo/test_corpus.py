@@ -83,6 +83,7 @@ def test_vocabulary_size_out_of_range_is_refused(vocab_size: int, tmp_path: Path
         build_corpus(tmp_path, vocab_size=vocab_size)
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("document", [np.array([256]), np.array([-1]), np.zeros((2, 2), dtype=np.int64)])
 def test_documents_that_are_no_rows_of_tokens_are_refused(document: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="documents: document 1"):

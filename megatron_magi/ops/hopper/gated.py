@@ -349,9 +349,7 @@ def forward_step(
         "gated forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
         v.shape[1:], q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),
     )  # fmt: skip
-    launch = prepared(
-        key, lambda: make_launch(inputs, output, use.options, use.stream, form.tiles, arriving=later)
-    )  # fmt: skip
+    launch = prepared(key, lambda: make_launch(inputs, output, use.options, use.stream, form.tiles, arriving=later))
     return launch.step(
         fields, (("q", 0), ("k", 0), ("v", 0), *places, ("out", 0)),
         mapped=((q, "seen.rows"), (k, "seen.keys"), (v, "seen.keys"), *((t, "seen.later") for t in later)),

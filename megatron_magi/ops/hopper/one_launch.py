@@ -40,13 +40,11 @@ _new_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_f
 
 
 class Remote(Protocol):
-    """Keys and values of other ranks. Collective: what is asked of one rank is asked of all.
+    """Keys and values of other ranks. Collective: what is asked of one rank is asked of all."""
 
-    Attributes:
-        num_recv: rows that arrive.
-    """
-
-    num_recv: int
+    @property
+    def num_recv(self) -> int:
+        """Rows that arrive."""
 
     def forward_pays(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether the forward is one launch where the backward is; the same on all ranks."""

@@ -29,7 +29,7 @@ _MAX_BYTES = 256 << 20  # of device memory
 _plans: LruCache[tuple, DevicePlan] = LruCache(_MAX_BYTES, _MAX_PLANS)
 _prepared: WeakValueDictionary[tuple, DevicePlan] = WeakValueDictionary()  # what was made ahead, while its batch lives
 _digests: FrozenMemo[bytes] = FrozenMemo()
-_facts: LruCache[bytes, MaskFacts] = LruCache(_MAX_BYTES, _MAX_PLANS)
+_facts: LruCache[bytes, MaskFacts] = LruCache(0, _MAX_PLANS)
 
 
 class ChangingMask(Protocol):

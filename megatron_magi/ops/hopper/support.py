@@ -45,18 +45,18 @@ def check_support(q: Tensor, dims: tuple[int, int]) -> None:
         raise ValueError(why_not(q.device, q.dtype, dims))
 
 
-def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
-    """The reason why there are no kernels for such tensors, and what would work."""
+def why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], instead: str = "'torch'") -> str:
+    """The reason why there are no kernels for such tensors, and ``instead``, the implementation that would work."""
     if not _is_hopper(device):
         there = device.type == "cuda" and torch.cuda.is_available()  # a fake tensor may be on a device that is not
         where = torch.cuda.get_device_name(device) if there else device.type
-        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use 'torch'"
+        return f"impl: 'ffa' needs a Hopper GPU (compute capability 9.0), q is on {where}; use {instead}"
     if dtype not in _DTYPES:
-        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use impl 'torch'"
+        return f"q: impl 'ffa' takes bf16 and fp16, got {dtype}; use {instead}"
     most = max(map(max, BACKWARD_DIMS))
     return (
         f"q, v: impl 'ffa' takes head dims that are multiples of {DIM_UNIT} up to {most}, got {dims[0]} (q, k) and "
-        f"{dims[1]} (v); use impl 'torch'"
+        f"{dims[1]} (v); use {instead}"
     )
 
 

@@ -66,7 +66,7 @@ TAKES_MEMO = True
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _MAX_BANDS_BYTES = 256 << 20  # of host memory
 _one_launches: LruCache[tuple, OneLaunch] = LruCache(_MAX_BANDS_BYTES, MAX_LAUNCHES)
-_makers: LruCache[tuple, LruCache[tuple, Maker]] = LruCache(MAX_BYTES, MAX_LAUNCHES)
+_makers: LruCache[tuple, LruCache[tuple, Maker]] = LruCache(0, MAX_LAUNCHES)
 _NOTHING_SEEN = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING_SEEN.setflags(write=False)
 

@@ -48,10 +48,7 @@ def _warn_once(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) 
 
 def _why_not(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str:
     if not kernels_exist(device, dtype, kernels.DIMS[0]):
-        return (
-            why_not(device, dtype, kernels.DIMS[0]).rsplit(";", 1)[0]
-            + "; use 'reference', which takes the memory of dense logits"
-        )
+        return why_not(device, dtype, kernels.DIMS[0], "'reference', which takes the memory of dense logits")
     known = " and ".join(str(dim) for dim, _ in kernels.DIMS)
     return f"q, v: sparse impl 'ffa' takes head dims {known}, got {dims[0]} (q, k) and {dims[1]} (v); use 'reference'"
 
