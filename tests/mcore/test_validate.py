@@ -89,6 +89,14 @@ def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: l
         _validate(monkeypatch, *extra)
 
 
+def test_dropout_of_a_checkpoint_cannot_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _parse(monkeypatch, "--use-checkpoint-args")
+    validate_arguments(args)
+    args.attention_dropout = 0.1  # as Megatron reads it from the checkpoint, whatever the command line says
+    with pytest.raises(ValueError, match=r"^attention_dropout: .* leave out --use-checkpoint-args"):
+        validate_arguments(args)
+
+
 @pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
 def test_choice_of_another_attention_kernel_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
