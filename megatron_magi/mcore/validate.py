@@ -152,12 +152,10 @@ def _check_precision(args: Namespace) -> None:
 
 
 def _check_layers(args: Namespace) -> None:
-    cp_size = args.context_parallel_size
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
-    if pattern and cp_size > 1:
+    if getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None):
         raise ValueError(
-            f"hybrid_layer_pattern: Mamba layers need the tokens in their order, which context_parallel_size={cp_size} "
-            "with --attention-backend magi does not keep"
+            "hybrid_layer_pattern: HybridModel does not work with --attention-backend magi, which dispatches tokens of "
+            "GPTModel; Mamba layers need them in their order"
         )
     variant = getattr(args, "experimental_attention_variant", None)
     if variant is not None:

@@ -70,6 +70,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
+        (["--hybrid-layer-pattern", "*-*-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
         (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
