@@ -78,11 +78,16 @@ def is_magi() -> bool:
     return bool(args is not None and getattr(args, "magi_attention", False))
 
 
-def buffer_length(args: Namespace) -> int:
-    """Tokens a sequence in Megatron's tensors, all context-parallel ranks together; data has ``args.seq_length``."""
+def buffer_length(args: Namespace, num_sequences: int | None = None) -> int:
+    """Tokens a sequence in Megatron's tensors, all context-parallel ranks together; data has ``args.seq_length``.
+
+    Args:
+        args: a validated command line.
+        num_sequences: of a microbatch; ``args.micro_batch_size`` when None.
+    """
     from megatron_magi.mcore.settings import magi_config, padded_seq_length
 
-    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch)
+    return padded_seq_length(args, magi_config(args, envs.load().default_config()).dispatch, num_sequences)
 
 
 def _validate_stock(stock: Callable, args: Namespace, defaults: Mapping[str, Any]) -> Any:
@@ -99,7 +104,12 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
 
     from megatron_magi.mcore.settings import layer_masks
     from megatron_magi.mcore.trainer import check_padding
-    from megatron_magi.mcore.validate import chunk_notices, settle_arguments, validate_arguments
+    from megatron_magi.mcore.validate import (
+        check_full_validation,
+        chunk_notices,
+        settle_arguments,
+        validate_arguments,
+    )
 
     validate_arguments(args)
     for notice in settle_arguments(args):
@@ -119,6 +129,8 @@ def _validate_for_magi(stock: Callable, args: Namespace, defaults: Mapping[str, 
     for notice in chunk_notices(args, padded):
         arguments.warn_rank_0(notice)
     layer_masks(args)
+    if args.full_validation:
+        check_full_validation(args, padded, buffer_length(args, num_sequences=1))
     if getattr(args, "eval_micro_batch_size", args.micro_batch_size) != args.micro_batch_size:
         raise ValueError(
             f"eval_micro_batch_size: must be micro_batch_size={args.micro_batch_size}, got {args.eval_micro_batch_size}"

@@ -90,15 +90,20 @@ def _dispatch_config(args: Namespace, default: DispatchConfig) -> DispatchConfig
     return replace(default, alignment=args.micro_batch_size * per_sequence, chunk_size=chunk_size)
 
 
-def padded_seq_length(args: Namespace, config: DispatchConfig) -> int:
+def padded_seq_length(args: Namespace, config: DispatchConfig, num_sequences: int | None = None) -> int:
     """Tokens a sequence in Megatron's tensors, all context-parallel ranks together.
 
     The padding depends on the number of tokens alone, so one mask speaks for all.
+
+    Args:
+        args: a validated command line.
+        config: made of it.
+        num_sequences: of a microbatch; ``args.micro_batch_size`` when None.
     """
-    total = args.seq_length * args.micro_batch_size
+    num_sequences = args.micro_batch_size if num_sequences is None else num_sequences
     chunk_size = "chunk_size" if args.magi_chunk_size is None else "magi_chunk_size"
     with renamed("chunk_size", chunk_size):
-        return _padded_length(total, config, args.context_parallel_size) // args.micro_batch_size
+        return _padded_length(args.seq_length * num_sequences, config, args.context_parallel_size) // num_sequences
 
 
 @lru_cache(maxsize=8)

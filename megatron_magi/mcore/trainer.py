@@ -57,7 +57,8 @@ def _skip_step(data_iterator: Any) -> None:
 
 def _with_length(schedule: Callable, length: int) -> Callable:
     @functools.wraps(schedule)
-    def run(*, seq_length: int, **kwargs: Any) -> Any:
+    def run(*, seq_length: int, decoder_seq_length: int | None = None, **kwargs: Any) -> Any:
+        # Stages exchange tensors of the other length, if there is one.
         return schedule(seq_length=length, **kwargs)
 
     return run

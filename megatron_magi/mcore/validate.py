@@ -92,6 +92,30 @@ def chunk_notices(args: Namespace, padded: int) -> list[str]:
     ]
 
 
+def check_full_validation(args: Namespace, padded: int, padded_alone: int) -> None:
+    """Refuses validation on whole sets where its microbatches, of one sequence each in Megatron, have another length.
+
+    Args:
+        args: a validated command line.
+        padded: tokens a sequence with its padding, in training.
+        padded_alone: likewise, of a sequence that is a microbatch by itself.
+
+    Raises:
+        ValueError: they do not have the length of training, or a pipeline expects as many sequences as in training.
+    """
+    if args.micro_batch_size == 1:
+        return
+    if args.pipeline_model_parallel_size > 1:
+        found = f"pipeline stages expect micro_batch_size={args.micro_batch_size}"
+    elif padded != padded_alone:
+        found = f"which is padded from {args.seq_length} to {padded_alone} tokens, in training to {padded}"
+    else:
+        return
+    raise ValueError(
+        f"full_validation: Megatron takes one sequence a microbatch there, {found}; give --micro-batch-size 1"
+    )
+
+
 def _is_rotary(args: Namespace) -> bool:
     """Megatron gives up the fusion by itself for other embeddings of positions."""
     return args.use_rotary_position_embeddings or args.position_embedding_type == "rope"
@@ -106,7 +130,10 @@ def _check_own(args: Namespace) -> None:
 
 def _check_attention(args: Namespace) -> None:
     if args.attention_dropout:
-        raise ValueError(f"attention_dropout: must be 0, got {args.attention_dropout}; give --attention-dropout 0")
+        advice = "give --attention-dropout 0"
+        if args.use_checkpoint_args:
+            advice += " and leave out --use-checkpoint-args, which takes the checkpoint's"
+        raise ValueError(f"attention_dropout: must be 0, got {args.attention_dropout}; {advice}")
     tp_size = args.tensor_model_parallel_size
     if args.num_attention_heads and args.num_attention_heads % tp_size:
         raise ValueError(
@@ -125,12 +152,10 @@ def _check_precision(args: Namespace) -> None:
 
 
 def _check_layers(args: Namespace) -> None:
-    cp_size = args.context_parallel_size
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
-    if pattern and cp_size > 1:
+    if getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None):
         raise ValueError(
-            f"hybrid_layer_pattern: Mamba layers need the tokens in their order, which context_parallel_size={cp_size} "
-            "with --attention-backend magi does not keep"
+            "hybrid_layer_pattern: HybridModel does not work with --attention-backend magi, which dispatches tokens of "
+            "GPTModel; Mamba layers need them in their order"
         )
     variant = getattr(args, "experimental_attention_variant", None)
     if variant is not None:

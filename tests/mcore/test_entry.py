@@ -125,6 +125,19 @@ def test_buffers_that_do_not_know_the_padding_are_refused_by_name(name: str, val
         check_padding(args, 126)
 
 
+FULL_VALIDATION = ("--full-validation", "--multiple-validation-sets", "--micro-batch-size", "2")
+
+
+def test_validation_of_whole_sets_may_take_one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _parse(monkeypatch, *FULL_VALIDATION)
+    _parse(monkeypatch, *FULL_VALIDATION, "--micro-batch-size", "1", seq_length=125)
+    with pytest.raises(ValueError, match=r"^full_validation: .* from 125 to 128 tokens, in training to 126; give"):
+        _parse(monkeypatch, *FULL_VALIDATION, seq_length=125)
+    pipeline = ("--pipeline-model-parallel-size", "2", "--attention-backend", "magi", "--context-parallel-size", "1")
+    with pytest.raises(ValueError, match=r"^full_validation: .* expect micro_batch_size=2; give"):
+        _parse(monkeypatch, *FULL_VALIDATION, *pipeline)
+
+
 def _with_experts(**given: object) -> SimpleNamespace:
     """Arguments of a model with experts whose sequences are padded from 125 to 126; ``given`` in place of defaults."""
     usual = {

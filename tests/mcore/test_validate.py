@@ -70,6 +70,7 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
         ([*FULL_ITERATION, *EXPERTS], "cuda_graph_impl"),
         (["--enable-cuda-graph"], "cuda_graph_modules"),
         (["--hybrid-layer-pattern", "M*M*"], "hybrid_layer_pattern"),
+        (["--hybrid-layer-pattern", "*-*-", "--context-parallel-size", "1"], "hybrid_layer_pattern"),
         (["--experimental-attention-variant", "gated_delta_net"], "experimental_attention_variant"),
         (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--moe-router-load-balancing-type", "seq_aux_loss", *EXPERTS], "moe_router_load_balancing_type"),
@@ -87,6 +88,14 @@ def test_supported_arguments_pass(monkeypatch: pytest.MonkeyPatch, extra: list[s
 def test_unsupported_argument_is_named(monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         _validate(monkeypatch, *extra)
+
+
+def test_dropout_of_a_checkpoint_cannot_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _parse(monkeypatch, "--use-checkpoint-args")
+    validate_arguments(args)
+    args.attention_dropout = 0.1  # as Megatron reads it from the checkpoint, whatever the command line says
+    with pytest.raises(ValueError, match=r"^attention_dropout: .* leave out --use-checkpoint-args"):
+        validate_arguments(args)
 
 
 @pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
