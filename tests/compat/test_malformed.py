@@ -71,6 +71,18 @@ def dispatch_half(**options):
     return dispatch(torch.zeros(8, dtype=torch.float16), **options)
 
 
+def dispatch_fp8(**options):
+    return dispatch(torch.zeros(8).to(torch.float8_e4m3fn), **options)
+
+
+def dispatch_exponents(**options):
+    return dispatch(torch.ones(8).to(torch.float8_e8m0fnu), **options)
+
+
+def dispatch_fp4(**options):
+    return dispatch(torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), **options)
+
+
 def deprecated_dispatch(**options):
     with pytest.warns(DeprecationWarning, match="use magi_attn_varlen_key"):
         return api.magi_attn_varlen_dispatch(
@@ -168,6 +180,9 @@ MALFORMED = [
     (dispatch_bytes, "pad_value", [-100, 256]),
     (dispatch_flags, "pad_value", [2, -1, 0.5, NAN]),
     (dispatch_half, "pad_value", [1e5, NAN]),
+    (dispatch_fp8, "pad_value", [500, math.inf, -math.inf, NAN, BEYOND]),
+    (dispatch_exponents, "pad_value", [-1, math.inf]),
+    (dispatch_fp4, "pad_value", [1, -1.0]),
     (roll, "shift", [None, 1.5, "1", True, NAN, PAIR]),
     (roll, "dim", [None, 2, -3, 0.0, "0", True, HUGE]),
     *((make, name, NO_TENSOR) for make in (calc_attn, flex_attn, slice_attn) for name in ("q", "k", "v")),
