@@ -9,13 +9,15 @@ import torch
 
 
 def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
-    """``x``, which must be a tensor of at least one dimension.
+    """``x``, which must be a dense tensor of at least one dimension.
 
     Raises:
         ValueError: it is not; ``shape`` says what was expected.
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor {shape}, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name}: expected a dense tensor {shape}, got a sparse or nested one")
     if x.dim() == 0:
         raise ValueError(f"{name}: expected a tensor {shape}, got one without dimensions")
     return x

@@ -135,7 +135,8 @@ NOT_CUMULATIVE = [None, 8, "08", [], [1, 8], [0, 5, 3], [0, -8], [0.0, 8.0], [[0
 NO_COUNT = [0, -1, 2.0, 2.5, True, "4", [4], NAN, HUGE, BEYOND, torch.tensor(2.0), torch.tensor(True), PAIR]
 NO_FLAG = [None, "no", 0, 1, 2.0, [], [True], torch.tensor(True), PAIR]
 NO_KEY = [None, "key", 3, [], object()]
-NO_TENSOR = [None, "x", 3, 2.0, True, [1.0] * 8, [[0.0, 0.0]] * 8, np.zeros((8, 2)), torch.tensor(1.0)]
+NO_TENSOR = [None, "x", 3, 2.0, True, [1.0] * 8, [[0.0, 0.0]] * 8, np.zeros((8, 2)), torch.tensor(1.0),
+             torch.zeros(8, 2).to_sparse()]  # fmt: skip
 NO_NUMBER = [None, "auto", b"1", [1.0], True, PAIR, BEYOND, 1j, torch.tensor(True), NAN, -1.0, math.inf]
 NO_TYPE = [None, "diagonal", 4, -1, True, 1.5, NAN, HUGE, {}, [True], ["full", "full"], [[1]], [None],
            torch.tensor(True), torch.tensor(1.5), torch.tensor([4])]  # fmt: skip
@@ -191,7 +192,8 @@ MALFORMED = [
       for make in (calc_attn, flex_attn, slice_attn)),
     *((make, "softcap", NO_NUMBER) for make in (calc_attn, flex_attn, slice_attn)),
     *((make, "return_max_logits", NO_FLAG) for make in (calc_attn, flex_attn)),
-    (flex_attn, "deterministic", NO_FLAG),
+    *((make, name, NO_FLAG) for make in (flex_attn, slice_attn) for name in ("deterministic", "sanity_check")),
+    (slice_attn, "return_max_logits", NO_FLAG),
     *((make, "sm_margin", [None, *NO_COUNT[1:]]) for make in (flex_attn, slice_attn)),
     *((make, "impl", [None, "fast", 3, ["torch"], {}]) for make in (flex_attn, slice_attn)),
     (flex_attn, "sink_layout", [None, "hs", 3, ["sh"]]),
