@@ -39,9 +39,9 @@ from megatron_magi.compat.exports import (
     GeneralAttnMaskType,
     MagiConfig,
 )
-from megatron_magi.compat.keys import new_key, new_mask_key
+from megatron_magi.compat.keys import made_on_all_ranks, new_key, new_mask_key
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
-from megatron_magi.compat.runtime import RuntimeCache, default_device
+from megatron_magi.compat.runtime import RuntimeCache, default_device, told
 from megatron_magi.compat.static_keys import StaticKey
 from megatron_magi.eager import outside_graphs
 
@@ -116,12 +116,14 @@ def magi_attn_flex_key(
         ValueError: an argument, named in the message, is wrong; two slices overlap (both are named).
     """
     flags = {"is_same_source": is_same_source, "is_q_permutable": is_q_permutable, "is_k_permutable": is_k_permutable}
-    for name, value in flags.items():
-        if value is not True:
-            raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
-    mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
-    shape = (num_heads_q, num_heads_kv, head_dim)
-    return new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+    with made_on_all_ranks(cp_group_or_mesh, dist_attn_config):
+        for name, value in flags.items():
+            if value is not True:
+                raise ValueError(f"{name}: only True is supported, queries and keys are the same tokens")
+        mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
+        shape = (num_heads_q, num_heads_kv, head_dim)
+        key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+    return _RUNTIMES.compared(key)
 
 
 @outside_graphs
@@ -148,9 +150,11 @@ def magi_attn_varlen_key(
     Raises:
         ValueError: an argument, named in the message, is wrong.
     """
-    mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size)
-    shape = (num_heads_q, num_heads_kv, head_dim)
-    return new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+    with made_on_all_ranks(cp_group_or_mesh, dist_attn_config):
+        mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size)
+        shape = (num_heads_q, num_heads_kv, head_dim)
+        key = new_key(_RUNTIMES, mask, shape, pad_size, chunk_size, cp_group_or_mesh, dist_attn_config)
+    return _RUNTIMES.compared(key)
 
 
 @outside_graphs
@@ -211,8 +215,11 @@ def make_flex_key_for_new_mask_after_dispatch(
     """
     instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
-    mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
-    return new_mask_key(_RUNTIMES, mask, (num_heads_q, num_heads_kv, head_dim), key_for_dispatch, dist_attn_config)
+    with made_on_all_ranks(key_for_dispatch.cp_group, dist_attn_config or key_for_dispatch.config):
+        mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen, total_seqlen)
+        shape = (num_heads_q, num_heads_kv, head_dim)
+        key = new_mask_key(_RUNTIMES, mask, shape, key_for_dispatch, dist_attn_config)
+    return _RUNTIMES.compared(key)
 
 
 @outside_graphs
@@ -232,8 +239,10 @@ def make_varlen_key_for_new_mask_after_dispatch(
     """
     instance(key_for_dispatch, "key_for_dispatch", DistAttnRuntimeKey)
     total_seqlen = key_for_dispatch.mask.total_seqlen_q
-    mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size, total_seqlen)
-    return new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
+    with made_on_all_ranks(key_for_dispatch.cp_group, dist_attn_config or key_for_dispatch.config):
+        mask = mask_of_key(cu_seqlens_q, cu_seqlens_k, causal, window_size, total_seqlen)
+        key = new_mask_key(_RUNTIMES, mask, (None, None, None), key_for_dispatch, dist_attn_config)
+    return _RUNTIMES.compared(key)
 
 
 @outside_graphs
@@ -260,14 +269,15 @@ def dispatch(
         RuntimeError: the ranks' keys disagree, noticed here only where the gradient is to be gathered.
     """
     runtime = _RUNTIMES.get(key)
-    total_seqlen = key.mask.total_seqlen_q
-    arguments.rows(x, "x", total_seqlen, f"the sequence has {total_seqlen} tokens")
-    arguments.check_pad_value(pad_value, x.dtype)
-    flag(is_partial_grad, "is_partial_grad")
-    if is_partial_grad or not (x.requires_grad and torch.is_grad_enabled()):
+    total_seqlen, verify = key.mask.total_seqlen_q, key.config.comm.verify
+    gathers = is_partial_grad is not True and getattr(x, "requires_grad", False) and torch.is_grad_enabled()
+    with told(runtime.agreed().group if gathers else None, verify):
+        arguments.rows(x, "x", total_seqlen, f"the sequence has {total_seqlen} tokens")
+        arguments.check_pad_value(pad_value, x.dtype)
+        flag(is_partial_grad, "is_partial_grad")
+    if not gathers:
         return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
-    runtime.agreed()
-    args, verify = runtime.shard.undispatch_args(x.device), key.config.comm.verify
+    args = runtime.shard.undispatch_args(x.device)
     return _dispatch.dispatch_replicated(x, args, runtime.group, pad_value=pad_value, verify=verify)
 
 
@@ -289,12 +299,13 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
         ValueError: ``x`` has another number of rows than this rank's shard.
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
-    arguments.tensor(x, "x", "[num_rows, ...]")
-    flag(is_partial_grad, "is_partial_grad")
     runtime = _RUNTIMES.get(key).agreed()
+    verify = key.config.comm.verify
+    with told(runtime.group, verify):
+        arguments.tensor(x, "x", "[num_rows, ...]")
+        flag(is_partial_grad, "is_partial_grad")
     args = runtime.shard.undispatch_args(x.device)
     with renamed("x_local", "x"):
-        verify = key.config.comm.verify
         return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
 
 
@@ -316,12 +327,13 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
         ValueError: ``x`` has no dimension ``dim``, or another number of rows than this rank's shard.
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
-    arguments.tensor(x, "x", "of this rank's rows")
     runtime = _RUNTIMES.get(key).agreed()
-    # Shifts by whole sequences are none, and one shift has one plan.
-    shift = integer(shift, "shift") % max(key.mask.total_seqlen_q, 1)
-    args = runtime.shard.roll_args(shift, x.device)
     comm = key.config.comm
+    with told(runtime.group, comm.verify):
+        arguments.tensor(x, "x", "of this rank's rows")
+        # Shifts by whole sequences are none, and one shift has one plan.
+        shift = integer(shift, "shift") % max(key.mask.total_seqlen_q, 1)
+    args = runtime.shard.roll_args(shift, x.device)
     with renamed("x_local", "x"):
         return _roll.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 
@@ -366,7 +378,6 @@ def calc_attn(
         RuntimeError: the ranks' keys or calls disagree, or another rank raised an error in this call.
     """
     runtime = key if isinstance(key, StaticKey) else _RUNTIMES.get(key).agreed()
-    flag(return_max_logits, "return_max_logits")
     out, meta = distributed_attention(
         q,
         k,

@@ -14,6 +14,7 @@ from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sin
 from megatron_magi.attention.kinds import Call, Kind, living
 from megatron_magi.attention.one_launch import is_alone, one_launch_of, pays
 from megatron_magi.attention.runtime import cleared, joined_cast, plan_casts
+from megatron_magi.checks import flag
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
@@ -95,6 +96,7 @@ def distributed_attention(
     group = group_of(group)
     with _calls(group, rank_plan.cp_size, config) as calls:
         refuse_tangents(q, k, v, sink)
+        flag(return_max_logits, "return_max_logits")
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
         known = rank_plan.runtime.setdefault("calls", {})
         call = known.get(key)

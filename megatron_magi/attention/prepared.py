@@ -61,8 +61,9 @@ class AttnShape(NamedTuple):
     dtype: torch.dtype
     num_sms: int | None = None
 
-    def kernels_for(self, device: torch.device, impl: str = "auto") -> AttnShape:
+    def kernels_for(self, device: torch.device | str, impl: str = "auto") -> AttnShape:
         """The shape with `num_sms` of a device, or None where ``impl`` does not mean the Hopper kernels there."""
+        device = torch.device(device)
         takes = impl in ("auto", "ffa") and hopper.takes(device, self.dtype, (self.head_dim, self.head_dim_v))
         return self._replace(num_sms=hopper.sm_count(device) if takes else None)
 

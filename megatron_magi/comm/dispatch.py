@@ -19,23 +19,32 @@ from megatron_magi.comm.groups import Group, all_gather_single, group_of, reduce
 from megatron_magi.eager import refuse_transforms
 from megatron_magi.upload import upload
 
-_MOVED_AS_BYTES = {getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_"))}
-"""Dtypes of a byte of which torch neither selects nor sends rows."""
+_STANDS_FOR = {
+    **{getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith(("float8_", "float4_"))},
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+"""Dtypes of which torch neither fills nor sends rows, with one of the same width of which it does."""
 
 
-def as_moved(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a view of it in another dtype of its width where torch does not move rows of its own.
+def _as_filled(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a view of it in another dtype of its width where torch does not fill rows of its own.
 
     Raises:
         ValueError: the view would drop the gradient of ``x``.
     """
-    if x.dtype == torch.int16:  # which backends do not send
-        return x.view(torch.bfloat16)
-    if x.dtype not in _MOVED_AS_BYTES:
+    if x.dtype not in _STANDS_FOR:
         return x
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"x: rows of {x.dtype} are moved without gradients; give a tensor that requires none")
-    return x.view(torch.uint8)
+    return x.view(_STANDS_FOR[x.dtype])
+
+
+def as_moved(x: torch.Tensor) -> torch.Tensor:
+    """`_as_filled` in a dtype that backends send too."""
+    x = _as_filled(x)
+    return x.view(torch.bfloat16) if x.dtype == torch.int16 else x
 
 
 def along_rows(move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -84,19 +93,17 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
     Raises:
         ValueError: ``x`` has no dimension ``dim``, or is of 8 or 4 bits an element and requires a gradient.
     """
-    if x.dtype in _MOVED_AS_BYTES:
-        moved = as_moved(x)
+    if x.dtype in _STANDS_FOR:
         # The bits of 0 are 0 in all of these dtypes but float8_e8m0fnu, which has no 0.
-        pad = (
-            as_moved(torch.tensor([pad_value], dtype=torch.float32, device="cpu").to(x.dtype)).item()
-            if pad_value
-            else 0
-        )
-        return dispatch(moved, index, dim=dim, pad_value=pad).view(x.dtype)
+        if pad_value:
+            value = pad_value if x.dtype.is_floating_point else int(pad_value)
+            pad_value = _as_filled(torch.tensor([value], dtype=x.dtype, device="cpu")).item()
+        return dispatch(_as_filled(x), index, dim=dim, pad_value=pad_value).view(x.dtype)
     dim = sequence_dimension(dim, x)
     total_seqlen = x.shape[dim]
     if total_seqlen == 0:
-        return x.new_full((*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]), pad_value)
+        padding = x.new_full((*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]), pad_value)
+        return torch.cat([x, padding], dim)  # as different from the padding alone, differentiable
     out = x.index_select(dim, index.clamp(max=total_seqlen - 1))
     is_pad = (index >= total_seqlen).view(-1, *([1] * (x.dim() - dim - 1)))
     return out.masked_fill(is_pad, pad_value)

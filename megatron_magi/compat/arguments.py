@@ -9,13 +9,15 @@ import torch
 
 
 def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
-    """``x``, which must be a tensor of at least one dimension.
+    """``x``, which must be a dense tensor of at least one dimension.
 
     Raises:
         ValueError: it is not; ``shape`` says what was expected.
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor {shape}, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name}: expected a dense tensor {shape}, got a sparse or nested one")
     if x.dim() == 0:
         raise ValueError(f"{name}: expected a tensor {shape}, got one without dimensions")
     return x
@@ -51,6 +53,19 @@ def check_pad_value(value: Any, dtype: torch.dtype) -> None:
 def _check_float(value: Any, dtype: torch.dtype) -> None:
     if value != value:
         raise ValueError("pad_value: NaN in padding rows would reach others, as attention multiplies hidden rows by 0")
+    if dtype.itemsize == 1:
+        _check_byte(value, dtype)
+        return
     largest = torch.finfo(dtype).max
     if abs(value) > largest and abs(value) != float("inf"):
         raise ValueError(f"pad_value: expected at most {largest:g} for {dtype}, got {value!r}")
+
+
+def _check_byte(value: Any, dtype: torch.dtype) -> None:
+    """`_check_float` of FP8 and FP4: some have no infinity or no sign, and some nothing that torch fills in."""
+    try:
+        held = torch.tensor([value], dtype=dtype, device="cpu").float().item()
+    except (RuntimeError, OverflowError):
+        held = float("nan")
+    if held != held or abs(held) == float("inf") != abs(value) or held * value < 0:
+        raise ValueError(f"pad_value: expected a number that fits {dtype}, got {value!r}")

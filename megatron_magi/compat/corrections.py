@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_magi.ops.merge import merge, sink_lse
+from megatron_magi.ops.options import check_tensor
 
 
 def correct_attn_lse(lse1: Tensor, lse2: Tensor, inplace: bool = False) -> Tensor:
@@ -21,6 +22,7 @@ def correct_attn_lse(lse1: Tensor, lse2: Tensor, inplace: bool = False) -> Tenso
     Raises:
         ValueError: shapes disagree.
     """
+    _check_tensors(lse1=lse1, lse2=lse2)
     _check_shape("lse2", lse2, lse1)
     nothing = lse1.new_zeros(*lse1.shape, 0)
     return _written(merge(nothing, lse1, nothing, lse2)[1], lse1, inplace)
@@ -37,7 +39,9 @@ def correct_attn_out(
     Raises:
         ValueError: shapes disagree.
     """
+    _check_tensors(out1=out1, lse1=lse1, out2=out2, lse2=lse2, lse=lse)
     _check_shape("out2", out2, out1)
+    _check_lse("lse", lse, "out1", out1)
     parts = [_scaled(out, part, lse, name) for out, part, name in ((out1, lse1, "lse1"), (out2, lse2, "lse2"))]
     return _written(parts[0] + parts[1], out1, inplace)
 
@@ -50,6 +54,10 @@ def correct_attn_out_lse(
     Raises:
         ValueError: shapes disagree.
     """
+    _check_tensors(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
+    _check_shape("out2", out2, out1)
+    _check_lse("lse1", lse1, "out1", out1)
+    _check_lse("lse2", lse2, "out2", out2)
     out, lse = merge(out1, lse1, out2, lse2)
     return _written(out, out1, inplace), _written(lse, lse1, inplace)
 
@@ -74,6 +82,7 @@ def correct_attn_out_with_sink(
     Raises:
         ValueError: shapes do not fit.
     """
+    _check_tensors(lse=lse)
     return correct_attn_out_lse_with_sink(out, lse.clone(), sink, sink_layout, inplace)[0]
 
 
@@ -85,12 +94,17 @@ def correct_attn_out_lse_with_sink(
     Raises:
         ValueError: shapes do not fit.
     """
+    _check_tensors(out=out, lse=lse)
+    _check_lse("lse", lse, "out", out)
     return correct_attn_out_lse(out, lse, torch.zeros_like(out), _lse_of_sink(sink, lse, sink_layout), inplace)
 
 
 def _lse_of_sink(sink: Tensor, lse: Tensor, sink_layout: str) -> Tensor:
     if sink_layout not in ("sh", "ssh"):
         raise ValueError(f"sink_layout: expected 'sh' or 'ssh', got {sink_layout!r}")
+    _check_tensors(lse=lse, sink=sink)
+    if lse.ndim != 2:
+        raise ValueError(f"lse: expected shape [num_rows, num_heads_q], got {list(lse.shape)}")
     num_rows, num_heads = lse.shape
     fits = (-1, num_heads) if sink_layout == "sh" else (num_rows, -1, num_heads)
     if sink.ndim != len(fits) or any(n not in (-1, have) for n, have in zip(fits, sink.shape, strict=True)):
@@ -109,6 +123,19 @@ def _scaled(out: Tensor, part: Tensor, total: Tensor, name: str) -> Tensor:
 
 def _written(result: Tensor, target: Tensor, inplace: bool) -> Tensor:
     return target.copy_(result) if inplace else result.to(target.dtype)
+
+
+def _check_tensors(**tensors: Tensor) -> None:
+    for name, t in tensors.items():
+        check_tensor(name, t)
+
+
+def _check_lse(name: str, lse: Tensor, of: str, out: Tensor) -> None:
+    if lse.shape != out.shape[:-1]:
+        expected = list(out.shape[:-1])
+        raise ValueError(
+            f"{name}: expected the shape of {of} without its last dimension, {expected}, got {list(lse.shape)}"
+        )
 
 
 def _check_shape(name: str, x: Tensor, like: Tensor) -> None:

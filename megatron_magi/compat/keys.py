@@ -1,15 +1,25 @@
-"""Keys from what users pass: configuration resolved, plan made, ranks compared."""
+"""Keys from what users pass: configuration resolved, plan made."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from megatron_magi import envs
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, ranks_per_node_of
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, ranks_per_node_of, told
 from megatron_magi.compat.types import DistAttnConfig, HeadShape, head_shape_of, magi_config, with_head_shape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask
+
+
+@contextmanager
+def made_on_all_ranks(cp_group_or_mesh: Group, given: DistAttnConfig | MagiConfig | None) -> Iterator[None]:
+    """Around the making of a key: an error on one rank is one of the comparison in which the others wait for it."""
+    verify = not isinstance(given, MagiConfig) or given.comm.verify
+    with told(group_of(cp_group_or_mesh, "cp_group_or_mesh"), verify):
+        yield
 
 
 def new_key(
@@ -66,12 +76,9 @@ def new_mask_key(
 
 
 def _registered(runtimes: RuntimeCache, key: DistAttnRuntimeKey, environment: envs.Environment) -> DistAttnRuntimeKey:
-    """``key`` with its lengths filled in, planned, and being compared over its group."""
+    """``key`` with its lengths filled in, planned; to be compared over its group by `RuntimeCache.compared`."""
     dispatch = runtimes.get(key).plan.dispatch
     padding = dispatch.padded_seqlen - dispatch.total_seqlen
     key = replace(key, total_seqlen=dispatch.padded_seqlen, pad_size=padding)
-    runtime: KeyRuntime = runtimes.register(key, environment.plan_cache_size)
-    # Also when the plan was there already: on another rank the same call may bring a new one.
-    if key.config.comm.verify and runtime.plan.cp_size > 1:
-        runtime.compare()
+    runtimes.register(key, environment.plan_cache_size)
     return key

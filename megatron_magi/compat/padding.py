@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_magi.checks import int_at_least, integer
+from megatron_magi.compat.arguments import tensor
 from megatron_magi.compat.ranges import AttnRanges
 from megatron_magi.compat.types import AttnMaskType, GeneralAttnMaskType, as_ranges, mask_types
 from megatron_magi.mask import AttnRange
@@ -30,6 +31,7 @@ def pad_at_dim(x: torch.Tensor, dim: int, pad_size: int, value: float = 0.0, sid
     """
     if side not in ("left", "right"):
         raise ValueError(f"side: expected 'left' or 'right', got {side!r}")
+    tensor(x, "x", "with a dimension that can grow")
     shape = list(x.shape)
     shape[_dimension(x, dim)] = int_at_least(pad_size, "pad_size", 0)
     padding = x.new_full(shape, value)
@@ -42,6 +44,7 @@ def unpad_at_dim(x: torch.Tensor, dim: int, pad_size: int) -> torch.Tensor:
     Raises:
         ValueError: ``x`` has no such dimension, or fewer entries than ``pad_size``.
     """
+    tensor(x, "x", "with a dimension that can shrink")
     length = x.shape[_dimension(x, dim)] - int_at_least(pad_size, "pad_size", 0)
     if length < 0:
         raise ValueError(f"pad_size: {pad_size}, but x has {x.shape[dim]} entries along dimension {dim}")

@@ -50,6 +50,9 @@ class AttnRectangle:
         d_range: AttnRange | None = None,
         mask_type: AnyMaskType = AttnMaskType.FULL,
     ) -> None:
+        q_range, k_range = AttnRange.from_range(q_range, name="q_range"), AttnRange.from_range(k_range, name="k_range")
+        if d_range is not None:
+            d_range = AttnRange.from_range(d_range, name="d_range")
         kind = MaskType(type_numbers(mask_type, 1)[0])
         d_lo, d_hi = (-bd.NO_DIAGONAL, bd.NO_DIAGONAL) if d_range is None else (d_range.start, d_range.end + 1)
         if kind in _CUT_TOP_LEFT:

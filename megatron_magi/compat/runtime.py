@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.comm.agreement import Agreement, start_agreement
+from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.roll import RollArgs, make_roll_args
@@ -122,6 +125,18 @@ def default_device(group: dist.ProcessGroup | None) -> torch.device:
     if device.type == "cuda" and group is not None and "nccl" not in dist.get_backend_config(group):
         return torch.device("cpu")
     return device
+
+
+@contextmanager
+def told(group: dist.ProcessGroup | None, verify: bool) -> Iterator[None]:
+    """Around what comes before a call on ``group``: other ranks, which wait in the call, hear of an error in it."""
+    try:
+        yield
+    except Exception:
+        if group is None:
+            raise
+        with calls_of(group, group.size(), verify):
+            raise
 
 
 class ShardIndex:
@@ -241,6 +256,14 @@ class RuntimeCache:
         self._runtimes.put(key, runtime, runtime.num_bytes)
         self._most_recent[key.cp_group] = key
         return runtime
+
+    def compared(self, key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
+        """``key``, which was just registered, while its plan is being compared with the other ranks'; collective."""
+        runtime = self.get(key)
+        # Also when the plan was there already: on another rank the same call may bring a new one.
+        if key.config.comm.verify and runtime.plan.cp_size > 1:
+            runtime.compare()
+        return key
 
     def most_recent(self, group: dist.ProcessGroup | None) -> DistAttnRuntimeKey:
         """The key made last for ``group``.

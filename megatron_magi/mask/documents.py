@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_magi.checks import MAX_TOKENS, IntArrayLike, int_array, int_at_least
+from megatron_magi.checks import MAX_TOKENS, IntArrayLike, int_array, int_at_least, integer
 from megatron_magi.mask.bands import IntArray
 
 
@@ -132,6 +132,7 @@ def cu_seqlens_from_eod(
     if tokens is not None:
         if eod is None:
             raise ValueError("eod: needed to find documents in tokens")
+        eod = integer(eod, "eod")
         ids = int_array(tokens, "tokens", ndim=getattr(tokens, "ndim", 0) or np.ndim(tokens))
         if ids.ndim not in (1, 2):
             raise ValueError(f"tokens: expected [seqlen] or [batch_size, seqlen], got shape {list(ids.shape)}")

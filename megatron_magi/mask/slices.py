@@ -271,6 +271,8 @@ class AttnMask:
         q, k = (AttnRanges.from_ranges(r, name=n) for r, n in ((q_ranges, "q_ranges"), (k_ranges, "k_ranges")))
         if isinstance(mask_types, int):
             mask_types = [mask_types] * len(q)
+        if not isinstance(mask_types, Iterable):
+            raise ValueError(f"mask_types: expected a mask type or a list of them, got {mask_types!r}")
         types = int_array(mask_types if hasattr(mask_types, "tolist") else list(mask_types), "mask_types").tolist()
         if not len(q) == len(k) == len(types):
             raise ValueError(f"q_ranges, k_ranges, mask_types: lengths disagree: {len(q)}, {len(k)}, {len(types)}")

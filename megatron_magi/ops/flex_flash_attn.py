@@ -133,7 +133,11 @@ def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
         return values
     if isinstance(values, np.ndarray):
         return torch.from_numpy(values)
-    items = [list(item) if isinstance(item, Iterable) else int(item) for item in values]
+    items = [list(item) if isinstance(item, Iterable) else item for item in values]
+    for item in items:
+        for number in item if isinstance(item, list) else [item]:
+            if isinstance(number, bool | float):  # which the tensor would round
+                raise ValueError(f"q_ranges, k_ranges, attn_type_map: expected integers, got {number!r}")
     return torch.tensor(items, dtype=torch.int64, device="cpu")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.checks import int_at_least
+from megatron_magi.checks import flag, int_at_least
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
 
@@ -62,9 +62,9 @@ def make_options(
     """
     softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else _number(softmax_scale, "softmax_scale")
     softcap = _number(softcap, "softcap")
-    deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+    deterministic = flag(deterministic, "deterministic") or torch.are_deterministic_algorithms_enabled()
     sm_margin = int_at_least(sm_margin, "sm_margin", 0)
-    return _options(softmax_scale, softcap, deterministic, sm_margin, bool(sanity_check))
+    return _options(softmax_scale, softcap, deterministic, sm_margin, flag(sanity_check, "sanity_check"))
 
 
 def _number(value: Any, name: str) -> float:

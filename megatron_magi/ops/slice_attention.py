@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_magi.checks import flag
 from megatron_magi.mask import AttnMask
 from megatron_magi.ops.derivatives import once_differentiable, refuse_tangents
 from megatron_magi.ops.finite import describe_by_bands, require_finite
@@ -96,6 +97,7 @@ def slice_attention(
         ValueError: an argument, named in the message, has a wrong shape, dtype or value; with ``sanity_check`` a row
             is not finite, in the backward too.
     """
+    flag(return_max_logits, "return_max_logits")
     if torch.compiler.is_compiling():
         table = mask_or_bands.packed if isinstance(mask_or_bands, AttnMask) else mask_or_bands
         return slice_attention_traced(

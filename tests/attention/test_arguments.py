@@ -87,3 +87,10 @@ def test_what_cannot_be_prepared_is_named(changed, message):
     given = {"plans": {"mask": plan}, "shape": AttnShape(4, 2, 8, 8, torch.bfloat16), "config": MagiConfig(), **changed}
     with pytest.raises(ValueError, match=f"^{message}"):
         prepare_batch(**given)
+
+
+def test_the_device_of_a_shape_may_be_named_by_text(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr("megatron_magi.attention.prepared.hopper.takes", lambda device, *_: asked.append(device))
+    assert AttnShape(4, 2, 8, 8, torch.bfloat16).kernels_for("cuda").num_sms is None
+    assert asked == [torch.device("cuda")]

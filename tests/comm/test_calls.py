@@ -48,8 +48,8 @@ def undispatch(key, width=3, **more):
     return api.undispatch(torch.ones(len(api.get_position_ids(key)), width), key, **more)
 
 
-def dispatch(key, grad=False):
-    return api.dispatch(torch.ones(TOTAL, 3, requires_grad=grad), key)
+def dispatch(key, grad=False, **more):
+    return api.dispatch(torch.ones(TOTAL, 3, requires_grad=grad), key, **more)
 
 
 def roll(key, shift=-1):
@@ -72,6 +72,9 @@ CASES = {
     "width": (undispatch, {"width": 4}, r"undispatch: .* has row_shape \(4,\) instead of \(3,\)"),
     "partial": (undispatch, {"is_partial_grad": True}, "has is_partial_grad True instead of False"),
     "shift": (roll, {"shift": 2}, r"roll: .* has shift 2 instead of \d+"),
+    "no flag": (attend, {"return_max_logits": 1}, "attention: .* raised ValueError: return_max_logits: expected True"),
+    "no flag of rows": (undispatch, {"is_partial_grad": 0}, "undispatch: .* raised ValueError: is_partial_grad: expec"),
+    "no shift": (roll, {"shift": 0.5}, "roll: .* raised ValueError: shift: expected an integer"),
 }
 
 
@@ -108,13 +111,44 @@ def test_a_call_that_differs_on_one_rank_is_a_message_on_all(ranks, num_ranks, n
             assert seconds < 10, where
             # Where no rank had begun to send the next call is as good as any.
             assert (then == "no error") == (num_before == 0), f"{where}; then {then}"
-            if name == "rows" and rank == ODD:
-                assert message.startswith("ValueError: q: expected"), where
+            if "raised ValueError" in expected and rank == ODD:
+                assert re.search(expected.split("raised ")[1], message), where
                 continue
             names = "rank 1 of the group (global rank 1) "
             # Of two ranks neither is in the majority: the lower one is taken to be right.
             assert message.startswith("RuntimeError: ") and names in message, where
             assert re.search(expected, message), where
+
+
+def key_refused(rank, num_ranks, is_wrong):
+    be_quick()
+    first = new_key(dist.group.WORLD)
+    masks = [
+        lambda ends: api.magi_attn_varlen_key([0, ends], [0, ends], cp_group_or_mesh=dist.group.WORLD),
+        lambda ends: api.magi_attn_flex_key([[0, ends]], [[0, 9]], "full", 9, 9, cp_group_or_mesh=dist.group.WORLD),
+        lambda ends: api.make_varlen_key_for_new_mask_after_dispatch([0, ends], [0, ends], first),
+        lambda ends: api.make_flex_key_for_new_mask_after_dispatch([[0, ends]], [[0, TOTAL]], "full", first),
+    ]
+    make_key = masks[is_wrong["mask"]]
+    right = 9 if is_wrong["mask"] < 2 else TOTAL
+    found = outcome(lambda: attend(make_key(-1 if rank in is_wrong["ranks"] else right)))
+    return found, outcome(lambda: attend(make_key(right)))[0]
+
+
+@pytest.mark.parametrize("mask", range(4))
+def test_a_key_that_one_rank_cannot_make_is_a_message_on_all(ranks, mask):
+    results = ranks(3, key_refused, {"mask": mask, "ranks": [ODD]})
+    own = results[ODD][0][0]
+    assert re.match(r"(ValueError: cu_seqlens_q|RangeError: q_ranges)", own)
+    for rank, ((message, seconds), _) in enumerate(results):
+        assert seconds < 10
+        told = f"RuntimeError: plan: rank {ODD} of the group (global rank {ODD}) raised {own}"
+        assert message == (own if rank == ODD else told)
+
+
+def test_a_key_that_no_rank_can_make_leaves_the_group_as_it_is(ranks):
+    for (message, _), then in ranks(2, key_refused, {"mask": 0, "ranks": [0, 1]}):
+        assert message.startswith("ValueError: cu_seqlens_q") and then == "no error"
 
 
 def raise_inside(rank, num_ranks, fails_on):
@@ -255,6 +289,21 @@ def come_late(rank, num_ranks):
 
 def test_a_rank_that_is_late_is_waited_for(ranks):
     assert ranks(3, come_late) == ["no error"] * 3
+
+
+def pad_with_text(rank, num_ranks):
+    be_quick()
+    key = new_key(dist.group.WORLD)
+    without = outcome(dispatch, key, pad_value="0")[0] if rank == ODD else ""  # no call: nobody else is told
+    attend(key)
+    return without, outcome(dispatch, key, grad=True, pad_value="0" if rank == ODD else 0)
+
+
+def test_what_is_wrong_with_a_dispatch_is_told_where_its_gradient_will_be_gathered(ranks):
+    own = "ValueError: pad_value: expected a number, got '0'"
+    (_, theirs), (without, mine) = ranks(2, pad_with_text)
+    assert without == mine[0] == own and mine[1] < 10
+    assert theirs[0] == f"RuntimeError: dispatch: rank 1 of the group (global rank 1) raised {own}" and theirs[1] < 10
 
 
 def want_gradient_alone(rank, num_ranks):

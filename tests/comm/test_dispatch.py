@@ -37,7 +37,11 @@ def test_dispatch_fills_padding_and_keeps_the_dtype():
     assert flags.dtype == torch.bool and flags.tolist() == [True, False, True, False]
     wide = dispatch(torch.arange(8.0).view(2, 4, 1), index, dim=1, pad_value=0.5)
     assert wide.shape == (2, 4, 1) and wide[1, :, 0].tolist() == [5.0, 0.5, 7.0, 0.5]
-    assert dispatch(torch.zeros(0, 2), torch.tensor([0, 1]), pad_value=3).tolist() == [[3.0, 3.0]] * 2
+    empty = torch.zeros(0, 2, requires_grad=True)
+    padding = dispatch(empty, torch.tensor([0, 1]), pad_value=3)
+    assert padding.tolist() == [[3.0, 3.0]] * 2
+    padding.sum().backward()  # as with any other length
+    assert empty.grad.shape == empty.shape
 
 
 def quantized(rank, num_ranks, device="cpu"):
@@ -56,6 +60,13 @@ def quantized(rank, num_ranks, device="cpu"):
     local = dispatch(short, mine, pad_value=2)
     assert torch.equal(undispatch(local, args), short)
     assert torch.equal(roll(local, rolling), dispatch(short.roll(1, 0), mine, pad_value=2))
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        most = torch.iinfo(dtype).max
+        x = torch.tensor([[0, most], *[[i, most - i] for i in range(6)]], dtype=dtype).to(device)
+        local = dispatch(x, mine, pad_value=most)
+        assert local.dtype == dtype and all(row == [most, most] for row in local[mine == 7].tolist())
+        assert undispatch(local, args).tolist() == x.tolist()
+        assert undispatch(roll(local, rolling), args).tolist() == [x[-1].tolist(), *x[:-1].tolist()]
     packed = torch.arange(14, dtype=torch.uint8, device=device).view(7, 2).view(torch.float4_e2m1fn_x2)
     back = undispatch(dispatch(packed, mine), args)
     assert back.dtype == packed.dtype and torch.equal(back.view(torch.uint8), packed.view(torch.uint8))

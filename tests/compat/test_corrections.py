@@ -78,6 +78,15 @@ def test_gradients_flow_through_joined_results():
         (lambda out, lse: api.correct_attn_lse_with_sink(lse, lse[:2], "shd"), "sink_layout: expected 'sh' or 'ssh'"),
         (lambda out, lse: api.correct_attn_lse_with_sink(lse, lse[:2, :1]), "sink: expected shape"),
         (lambda out, lse: api.correct_attn_lse_with_sink(lse, lse[None], "ssh"), "sink: expected shape"),
+        (lambda out, lse: api.correct_attn_out(out, lse, out, lse, lse[1:]), "lse: expected the shape of out1"),
+        (lambda out, lse: api.correct_attn_out_lse(out, lse[1:], out, lse), "lse1: expected the shape of out1"),
+        (lambda out, lse: api.correct_attn_out_lse(out, lse, out, lse[1:]), "lse2: expected the shape of out2"),
+        (lambda out, lse: api.correct_attn_out_lse(out, lse, out[1:], lse), "out2"),
+        (lambda out, lse: api.correct_attn_out_lse_with_sink(out[1:], lse, lse[:1]), "lse: expected the shape of out"),
+        (lambda out, lse: api.correct_attn_lse_with_sink(lse[0], lse[:1]), r"lse: expected shape \[num_rows"),
+        (lambda out, lse: api.correct_attn_lse(None, lse), "lse1: expected a tensor, got NoneType"),
+        (lambda out, lse: api.correct_attn_out_lse(out, lse, out, 0.0), "lse2: expected a tensor, got float"),
+        (lambda out, lse: api.correct_attn_out_with_sink(out, lse, None), "sink: expected a tensor, got NoneType"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(call, message):

@@ -71,6 +71,18 @@ def dispatch_half(**options):
     return dispatch(torch.zeros(8, dtype=torch.float16), **options)
 
 
+def dispatch_fp8(**options):
+    return dispatch(torch.zeros(8).to(torch.float8_e4m3fn), **options)
+
+
+def dispatch_exponents(**options):
+    return dispatch(torch.ones(8).to(torch.float8_e8m0fnu), **options)
+
+
+def dispatch_fp4(**options):
+    return dispatch(torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), **options)
+
+
 def deprecated_dispatch(**options):
     with pytest.warns(DeprecationWarning, match="use magi_attn_varlen_key"):
         return api.magi_attn_varlen_dispatch(
@@ -123,7 +135,8 @@ NOT_CUMULATIVE = [None, 8, "08", [], [1, 8], [0, 5, 3], [0, -8], [0.0, 8.0], [[0
 NO_COUNT = [0, -1, 2.0, 2.5, True, "4", [4], NAN, HUGE, BEYOND, torch.tensor(2.0), torch.tensor(True), PAIR]
 NO_FLAG = [None, "no", 0, 1, 2.0, [], [True], torch.tensor(True), PAIR]
 NO_KEY = [None, "key", 3, [], object()]
-NO_TENSOR = [None, "x", 3, 2.0, True, [1.0] * 8, [[0.0, 0.0]] * 8, np.zeros((8, 2)), torch.tensor(1.0)]
+NO_TENSOR = [None, "x", 3, 2.0, True, [1.0] * 8, [[0.0, 0.0]] * 8, np.zeros((8, 2)), torch.tensor(1.0),
+             torch.zeros(8, 2).to_sparse()]  # fmt: skip
 NO_NUMBER = [None, "auto", b"1", [1.0], True, PAIR, BEYOND, 1j, torch.tensor(True), NAN, -1.0, math.inf]
 NO_TYPE = [None, "diagonal", 4, -1, True, 1.5, NAN, HUGE, {}, [True], ["full", "full"], [[1]], [None],
            torch.tensor(True), torch.tensor(1.5), torch.tensor([4])]  # fmt: skip
@@ -168,6 +181,9 @@ MALFORMED = [
     (dispatch_bytes, "pad_value", [-100, 256]),
     (dispatch_flags, "pad_value", [2, -1, 0.5, NAN]),
     (dispatch_half, "pad_value", [1e5, NAN]),
+    (dispatch_fp8, "pad_value", [500, math.inf, -math.inf, NAN, BEYOND]),
+    (dispatch_exponents, "pad_value", [-1, math.inf]),
+    (dispatch_fp4, "pad_value", [1, -1.0]),
     (roll, "shift", [None, 1.5, "1", True, NAN, PAIR]),
     (roll, "dim", [None, 2, -3, 0.0, "0", True, HUGE]),
     *((make, name, NO_TENSOR) for make in (calc_attn, flex_attn, slice_attn) for name in ("q", "k", "v")),
@@ -176,7 +192,8 @@ MALFORMED = [
       for make in (calc_attn, flex_attn, slice_attn)),
     *((make, "softcap", NO_NUMBER) for make in (calc_attn, flex_attn, slice_attn)),
     *((make, "return_max_logits", NO_FLAG) for make in (calc_attn, flex_attn)),
-    (flex_attn, "deterministic", NO_FLAG),
+    *((make, name, NO_FLAG) for make in (flex_attn, slice_attn) for name in ("deterministic", "sanity_check")),
+    (slice_attn, "return_max_logits", NO_FLAG),
     *((make, "sm_margin", [None, *NO_COUNT[1:]]) for make in (flex_attn, slice_attn)),
     *((make, "impl", [None, "fast", 3, ["torch"], {}]) for make in (flex_attn, slice_attn)),
     (flex_attn, "sink_layout", [None, "hs", 3, ["sh"]]),

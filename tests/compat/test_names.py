@@ -37,7 +37,7 @@ METHODS_REPLACED = quoted(cells(section("Methods and attributes"), 0))
 def with_new_imports(text):
     """As the command of the page changes it."""
     rules = re.findall(r" -e 's/(.*)/(.*)/'", PAGE)
-    assert len(rules) == 4
+    assert len(rules) == 5
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
     return text
@@ -104,6 +104,11 @@ from magi_attention.utils import clearup_dist_env, setup_dist_env
     names = {}
     exec(changed, names)
     assert names["calc_attn"] is api.calc_attn and names["AttnRange"] is api.AttnRange
+    for line in ("import magi_attention.api as magi", "if True:\n    import magi_attention.common as magi"):
+        exec(with_new_imports(line), names)
+        assert names.pop("magi") is api
+    exec(with_new_imports("try:\n    import magi_attention\nexcept ImportError:\n    magi_attention = None"), names)
+    assert names["magi_attention"] is api
 
 
 def test_every_extension_is_here_with_its_arguments_or_the_page_says_so():

@@ -67,6 +67,14 @@ def test_a_rectangle_without_pairs_is_refused(q_range, k_range, d_range, kind):
         AttnRectangle(q_range, k_range, d_range, kind)
 
 
+def test_ranges_of_a_rectangle_may_be_pairs_and_what_is_none_is_named():
+    rect = AttnRectangle((2, 6), [0, 5], (-4, 0), "causal")
+    assert rect == AttnRectangle(AttnRange(2, 6), AttnRange(0, 5), AttnRange(-4, 0), "causal")
+    for name in ("q_range", "k_range", "d_range"):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            AttnRectangle(**{"q_range": (2, 6), "k_range": (0, 5), name: 3})
+
+
 @settings(deadline=None)
 @given(rectangles(), cut, cut)
 def test_cutting_shares_the_pairs(case, a, b):

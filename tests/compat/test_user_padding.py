@@ -47,6 +47,8 @@ def test_a_padded_mask_is_the_mask_with_rows_that_see_nothing():
     [
         (lambda: api.pad_at_dim(torch.zeros(2, 2), 2, 1), "dim: 2, but x has 2 dimensions"),
         (lambda: api.pad_at_dim(torch.zeros(2, 2), 0, -1), "pad_size"),
+        (lambda: api.pad_at_dim([0, 0], 0, 1), "x: expected a tensor"),
+        (lambda: api.unpad_at_dim(None, 0, 1), "x: expected a tensor"),
         (lambda: api.pad_at_dim(torch.zeros(2, 2), 0, 1, side="top"), "side: expected 'left' or 'right'"),
         (lambda: api.unpad_at_dim(torch.zeros(2, 2), 0, 3), "pad_size: 3, but x has 2 entries"),
         (lambda: api.unpad_at_dim(torch.zeros(2, 2), -3, 1), "dim: -3"),

@@ -163,6 +163,8 @@ def test_lists_arrays_and_tensors_give_the_same_mask(convert):
         (lambda: builders.from_eod_positions([6], 6), "positions"),
         (lambda: builders.from_eod_positions([1]), "seqlen"),
         (lambda: builders.from_eod_positions(tokens=[1, 2]), "eod"),
+        (lambda: builders.from_eod_positions(tokens=[1, 2], eod="</s>"), "^eod: expected an integer, got '</s>'"),
+        (lambda: builders.from_eod_positions(tokens=[1, 2], eod=[1, 2]), "^eod: expected an integer"),
         (lambda: builders.from_eod_positions(), "positions, tokens"),
         (lambda: builders.from_eod_positions(tokens=np.zeros((1, 1, 1), int), eod=0), "tokens"),
         (lambda: builders.varlen([0, 8], causal="no"), "^causal: expected True or False, got 'no'"),

@@ -146,6 +146,7 @@ def test_the_table_given_can_be_reused_by_its_owner():
         (lambda: AttnMask.from_ranges([(0, 2.5)], [(0, 4)], 0, 4), r"q_ranges\[0\]: expected integers"),
         (lambda: AttnMask.from_ranges([(0, 2)], torch.tensor([[0, 2.5]]), 0, 4), "k_ranges: expected integers"),
         (lambda: AttnMask.from_ranges([(0, 2)], [(0, 2)], [1.5], 4), "mask_types: expected integers"),
+        (lambda: AttnMask.from_ranges([(0, 2)], [(0, 2)], None, 4), "mask_types: expected a mask type or a list"),
         (lambda: AttnRange(0, 2.5), "range: end: expected an integer, got 2.5"),
         (lambda: AttnRange.from_range([0, 2, 4]), r"attn_range: expected \(start, end\), got \[0, 2, 4\]"),
         (lambda: AttnRange.from_range(4), "attn_range: expected 1 dimension"),

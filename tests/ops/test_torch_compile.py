@@ -105,6 +105,13 @@ def test_lists_of_ranges_and_arrays_can_be_compiled_too(types):
     assert_same(flex, compiled, tensors(), None, None, None)
 
 
+@pytest.mark.parametrize("ranges, types", [([[0, 7.5]], [0]), ([[False, True]], [0]), ([[0, 9]], [0.5])])
+@pytest.mark.parametrize("fullgraph, error", [(False, ValueError), (True, torch._dynamo.exc.Unsupported)])
+def test_numbers_that_are_no_integers_are_not_rounded_in_a_graph(ranges, types, fullgraph, error):
+    with pytest.raises(error, match="expected integers, got"):
+        torch.compile(flex, backend="aot_eager", fullgraph=fullgraph)(*tensors(), ranges, ranges, types)
+
+
 @pytest.mark.parametrize("layout", ["sh", "ssh"])
 def test_a_sink_gets_its_gradient(layout):
     sink = torch.randn((24, 3, 4) if layout == "ssh" else (3, 4), dtype=torch.float32, requires_grad=True)
