@@ -115,6 +115,24 @@ def test_failure_after_a_new_checkpoint_is_requeued_once(lab: Lab) -> None:
     assert not lab.is_requeued
 
 
+@pytest.mark.parametrize("tracker", ["", "release", "2"])
+def test_training_that_stopped_without_an_error_and_without_progress_fails(lab: Lab, tracker: str) -> None:
+    """Megatron ends with 0 where the file that names its last checkpoint is empty: it would come back for ever."""
+    checkpoints = lab.work / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(tracker)
+    status, output = lab.run("exit 0")
+    assert (status, lab.is_requeued) == (1, False), output
+    assert "stopped with status 0 and no new checkpoint" in output
+
+
+def test_steps_have_one_task_a_node_and_all_variables_whatever_the_job_was_given(lab: Lab) -> None:
+    """srun follows the variables that sbatch sets for `--ntasks-per-node=8` and `--export=NAME`."""
+    lab.run('echo "$SLURM_EXPORT_ENV" >"$WORK/said"; touch "$COMPLETE_FILE"')
+    assert (lab.work / "srun").read_text().startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+    assert (lab.work / "said").read_text() == "ALL\n"
+
+
 def test_dead_node_is_requeued_without_progress(lab: Lab) -> None:
     status, output = lab.run("exit 3", nodes_answer=1)
     assert (status, lab.is_requeued) == (0, True), output
