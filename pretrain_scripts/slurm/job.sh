@@ -89,7 +89,7 @@ echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELI
 first=$(latest)
 # --wait: a node whose ranks have ended does not wait longer for others that hang.
 "${step[@]}" --kill-on-bad-exit=1 --wait=300 \
-  ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "${container[@]}" \
+  ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * ${SLURM_NTASKS_PER_NODE:-1}))} "${container[@]}" \
   bash pretrain_scripts/slurm/node.sh "$@" ${CP:+--context-parallel-size "$CP"} \
   --save "$checkpoints" --load "$checkpoints" --magi-loss-log "$RUN_DIR/losses.jsonl" &
 running=$!

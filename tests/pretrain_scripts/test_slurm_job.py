@@ -133,6 +133,14 @@ def test_steps_have_one_task_a_node_and_all_variables_whatever_the_job_was_given
     assert (lab.work / "said").read_text() == "ALL\n"
 
 
+def test_the_task_of_a_node_has_the_processors_of_all_its_ranks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job with one task a GPU."""
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
+    lab.run('touch "$COMPLETE_FILE"')
+    assert " --cpus-per-task=96 " in (lab.work / "srun").read_text()
+
+
 def test_dead_node_is_requeued_without_progress(lab: Lab) -> None:
     status, output = lab.run("exit 3", nodes_answer=1)
     assert (status, lab.is_requeued) == (0, True), output
