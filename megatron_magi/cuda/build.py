@@ -160,7 +160,10 @@ def _compile_once(
     """Compiles into ``target``, or waits for the process that does."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # some mounts of network file systems have no locks
+            logger.info("%s: no lock (%s), other processes may compile %s too", target.parent, error, source)
         if (image := _read(target, notice=False)) is not None:
             return image
         # By default a warning, so that it is seen: a step of a training run stands still for it.

@@ -332,6 +332,14 @@ def test_a_full_disk_leaves_no_part_of_a_kernel(tmp_path, compiled, monkeypatch,
     assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
 
 
+def test_on_a_file_system_without_locks_kernels_are_kept_too(tmp_path, compiled, monkeypatch):
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(hopper_build.fcntl, "flock", no_locks)
+    assert hopper_build.build(*PREPARE, tmp_path) == hopper_build.build(*PREPARE, tmp_path) and len(compiled) == 1
+
+
 def test_an_error_in_a_source_is_shown_with_its_macros():
     with pytest.raises(RuntimeError, match="HEAD_DIM=96"):
         hopper_build.compile_kernel("attention/sm90/finish_dq.cu", ("HEAD_DIM=96", "DTYPE=NoSuchType"))
