@@ -59,16 +59,20 @@ latest() {
   echo "$iteration"
 }
 
+# The number of one job of an array may stand for all of them.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+
 requeue() {
   local state
   # A job that is cancelled, or requeued by Slurm itself, is no longer running. Where squeue fails, requeueing may still work.
-  state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T) || state=RUNNING
+  state=$(squeue --noheader --jobs "$job" --format %T) || state=RUNNING
   if [ "$state" != RUNNING ]; then
     echo "job $SLURM_JOB_ID: $1; Slurm is ending it"
     exit 0
   fi
   echo "job $SLURM_JOB_ID: $1; requeued"
-  scontrol requeue "$SLURM_JOB_ID"
+  scontrol requeue "$job"
   exit 0
 }
 
@@ -82,7 +86,7 @@ nodes_answer() {
 
 stopping=
 # URG goes to the steps, not to this script; node.sh says why it is this signal.
-trap 'stopping="time limit"; scancel --signal=URG "$SLURM_JOB_ID" || echo "scancel failed"' USR1
+trap 'stopping="time limit"; scancel --signal=URG "$job" || echo "scancel failed"' USR1
 trap 'stopping="ended by Slurm"' TERM
 
 echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELIST, $NPROC_PER_NODE ranks each, from iteration $(latest)"

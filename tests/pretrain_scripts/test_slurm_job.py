@@ -171,6 +171,13 @@ def test_time_limit_tells_the_steps_and_waits_until_they_have_saved(lab: Lab) ->
     assert lab.is_requeued
 
 
+def test_a_job_of_an_array_requeues_itself_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert lab.run(SAVE + "exit 3")[0] == 0
+    assert (lab.work / "requeued").read_text() == "requeue 7_3\n"
+
+
 @pytest.mark.parametrize("argument", ["--load", "--load=x", "--save", "--save=x"])
 def test_folders_of_checkpoints_are_the_jobs_own(lab: Lab, argument: str) -> None:
     status, output = lab.run("exit 0", argument)
