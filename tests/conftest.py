@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import types
 
 import pytest
@@ -9,6 +10,13 @@ import torch
 
 from megatron_magi.testing.spawn import run_ranks
 from tests.gpu_memory import free_memory
+
+if importlib.util.find_spec("hypothesis"):  # files without such tests run without it
+    from hypothesis import HealthCheck, settings
+
+    # Examples may take long where other processes compute too; pytest-timeout ends tests that hang.
+    settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any_machine")
 
 
 def _why_not(item: pytest.Item) -> str | None:

@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_magi import envs
+from megatron_magi.variables import WORKSPACE
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,16 @@ def source_root() -> Path:
 
 
 def default_cache_dir() -> Path:
-    """The default folder of cubins."""
+    """The default folder of cubins.
+
+    Raises:
+        ValueError: a variable of the environment is malformed, or the user has no home directory.
+    """
     workspace = envs.load_build().workspace
-    return (Path.home() if workspace is None else Path(workspace).expanduser()) / ".cache" / "megatron_magi"
+    try:
+        return Path("~" if workspace is None else workspace).expanduser() / ".cache" / "megatron_magi"
+    except RuntimeError as error:
+        raise ValueError(f"{WORKSPACE}: {error} Set it to a folder in which compiled kernels can be kept") from None
 
 
 def prebuilt_dir() -> Path:
@@ -152,7 +160,10 @@ def _compile_once(
     """Compiles into ``target``, or waits for the process that does."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # some mounts of network file systems have no locks
+            logger.info("%s: no lock (%s), other processes may compile %s too", target.parent, error, source)
         if (image := _read(target, notice=False)) is not None:
             return image
         # By default a warning, so that it is seen: a step of a training run stands still for it.
@@ -242,12 +253,21 @@ def compile_into(folder: Path, kernels: Iterable[tuple[str, tuple[str, ...]]], j
     folder.mkdir(parents=True, exist_ok=True)
     targets = {folder / cubin_name(source, defines): (source, defines) for source, defines in kernels}
     missing = {target: kernel for target, kernel in targets.items() if _read(target) is None}
+
+    def make(target: Path) -> str:
+        source, defines = missing[target]
+        _write_cubin(target, compile_kernel(source, defines)[0])
+        return f"{source} ({' '.join(defines)})"
+
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        futures = {pool.submit(compile_kernel, *kernel): target for target, kernel in missing.items()}
-        for number, future in enumerate(as_completed(futures), start=1):
-            _write_cubin(futures[future], future.result()[0])
-            source, defines = targets[futures[future]]
-            logger.warning("compiled %d of %d: %s (%s)", number, len(futures), source, " ".join(defines))
+        futures = [pool.submit(make, target) for target in missing]
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                logger.warning("compiled %d of %d: %s", number, len(futures), future.result())
+        except BaseException:
+            # An error, or Ctrl-C: those that are being compiled are finished and kept, no other begins.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return list(targets)
 
 

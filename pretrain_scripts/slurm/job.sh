@@ -52,44 +52,56 @@ export RENDEZVOUS=$head_address:$((10000 + SLURM_JOB_ID % 20000))
 export RENDEZVOUS_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 
 latest() {
-  cat "$checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+  local iteration=
+  # A job or a disk may end while the file is written.
+  { read -r iteration <"$checkpoints/latest_checkpointed_iteration.txt"; } 2>/dev/null || true
+  [[ $iteration =~ ^[0-9]+$ ]] || iteration=0
+  echo "$iteration"
 }
+
+# The number of one job of an array may stand for all of them.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 
 requeue() {
   local state
   # A job that is cancelled, or requeued by Slurm itself, is no longer running. Where squeue fails, requeueing may still work.
-  state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T) || state=RUNNING
+  state=$(squeue --noheader --jobs "$job" --format %T) || state=RUNNING
   if [ "$state" != RUNNING ]; then
     echo "job $SLURM_JOB_ID: $1; Slurm is ending it"
     exit 0
   fi
   echo "job $SLURM_JOB_ID: $1; requeued"
-  scontrol requeue "$SLURM_JOB_ID"
+  scontrol requeue "$job"
   exit 0
 }
 
+# Of one task on each node, whatever the job was given, and with the variables of this script also after `sbatch --export`.
+export SLURM_EXPORT_ENV=ALL
+step=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
+
 nodes_answer() {
-  timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
+  timeout 60 "${step[@]}" --overlap true
 }
 
 stopping=
 # URG goes to the steps, not to this script; node.sh says why it is this signal.
-trap 'stopping="time limit"; scancel --signal=URG "$SLURM_JOB_ID" || echo "scancel failed"' USR1
+trap 'stopping="time limit"; scancel --signal=URG "$job" || echo "scancel failed"' USR1
 trap 'stopping="ended by Slurm"' TERM
 
 echo "job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0}: nodes $SLURM_JOB_NODELIST, $NPROC_PER_NODE ranks each, from iteration $(latest)"
 first=$(latest)
 # --wait: a node whose ranks have ended does not wait longer for others that hang.
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 \
-  ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "${container[@]}" \
+"${step[@]}" --kill-on-bad-exit=1 --wait=300 \
+  ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * ${SLURM_NTASKS_PER_NODE:-1}))} "${container[@]}" \
   bash pretrain_scripts/slurm/node.sh "$@" ${CP:+--context-parallel-size "$CP"} \
   --save "$checkpoints" --load "$checkpoints" --magi-loss-log "$RUN_DIR/losses.jsonl" &
-step=$!
+running=$!
 status=0
 # A trapped signal interrupts `wait`.
 while :; do
-  wait "$step" && status=0 || status=$?
-  kill -0 "$step" 2>/dev/null || break
+  wait "$running" && status=0 || status=$?
+  kill -0 "$running" 2>/dev/null || break
 done
 
 if [ -f "$COMPLETE_FILE" ]; then
@@ -97,8 +109,8 @@ if [ -f "$COMPLETE_FILE" ]; then
   exit 0
 fi
 [ -z "$stopping" ] || requeue "$stopping, last checkpoint at iteration $(latest)"
-[ "$status" != 0 ] || requeue "stopped early, last checkpoint at iteration $(latest)"
 nodes_answer || requeue "a node does not answer"
-[ "$(latest)" -le "$first" ] || requeue "failed with status $status after iteration $(latest)"
-echo "job $SLURM_JOB_ID: failed with status $status and no new checkpoint" >&2
-exit "$status"
+[ "$(latest)" -le "$first" ] || requeue "stopped with status $status, last checkpoint at iteration $(latest)"
+echo "job $SLURM_JOB_ID: stopped with status $status and no new checkpoint" >&2
+# Megatron ends with 0 where it cannot read what it resumes from.
+exit $((status == 0 ? 1 : status))

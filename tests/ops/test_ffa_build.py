@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -229,6 +230,35 @@ def test_a_kernel_of_many_that_does_not_compile_is_an_error(tmp_path):
         hopper_build.build_all([("attention/sm90/prepare.cu", ("void=3",))], 2, tmp_path)
 
 
+@pytest.mark.parametrize("ending", [RuntimeError, KeyboardInterrupt])
+def test_kernels_compiled_ahead_end_at_an_error_or_ctrl_c_and_those_that_are_done_are_kept(
+    tmp_path, monkeypatch, ending
+):
+    made = []
+
+    def compile_kernel(_source, defines):
+        time.sleep(0.1)
+        if defines == ("A=2",):
+            raise ending
+        made.append(defines)
+        return b"\x7fELF kernel", ""
+
+    monkeypatch.setattr(hopper_build, "compile_kernel", compile_kernel)
+    kernels = [(PREPARE[0], (f"A={i}",)) for i in range(60)]
+    with pytest.raises(ending):
+        hopper_build.compile_into(tmp_path, kernels, jobs=1)
+    assert 2 <= len(made) < 30 and len(list(tmp_path.glob("*.cubin"))) == len(made)
+
+
+def test_a_user_without_a_home_directory_is_told_which_variable_to_set(tmp_path, monkeypatch, compiled):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    with pytest.raises(ValueError, match="MAGI_ATTENTION_WORKSPACE_BASE: Could not determine home directory"):
+        hopper_build.build(*PREPARE)
+    monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path))
+    hopper_build.build(*PREPARE)
+
+
 def test_a_malformed_variable_is_named_before_anything_is_compiled(tmp_path, monkeypatch, compiled):
     monkeypatch.setenv("MAGI_ATTENTION_BUILD_DEBUG", "yes")
     with pytest.raises(ValueError, match="MAGI_ATTENTION_BUILD_DEBUG: expected 0 or 1"):
@@ -300,6 +330,14 @@ def test_a_full_disk_leaves_no_part_of_a_kernel(tmp_path, compiled, monkeypatch,
         assert hopper_build.build(*PREPARE, tmp_path) == b"\x7fELF 1" and len(compiled) == 1
     assert "No space left on device" in caplog.text
     assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_on_a_file_system_without_locks_kernels_are_kept_too(tmp_path, compiled, monkeypatch):
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(hopper_build.fcntl, "flock", no_locks)
+    assert hopper_build.build(*PREPARE, tmp_path) == hopper_build.build(*PREPARE, tmp_path) and len(compiled) == 1
 
 
 def test_an_error_in_a_source_is_shown_with_its_macros():

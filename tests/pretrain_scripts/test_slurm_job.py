@@ -115,6 +115,32 @@ def test_failure_after_a_new_checkpoint_is_requeued_once(lab: Lab) -> None:
     assert not lab.is_requeued
 
 
+@pytest.mark.parametrize("tracker", ["", "release", "2"])
+def test_training_that_stopped_without_an_error_and_without_progress_fails(lab: Lab, tracker: str) -> None:
+    """Megatron ends with 0 where the file that names its last checkpoint is empty: it would come back for ever."""
+    checkpoints = lab.work / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(tracker)
+    status, output = lab.run("exit 0")
+    assert (status, lab.is_requeued) == (1, False), output
+    assert "stopped with status 0 and no new checkpoint" in output
+
+
+def test_steps_have_one_task_a_node_and_all_variables_whatever_the_job_was_given(lab: Lab) -> None:
+    """srun follows the variables that sbatch sets for `--ntasks-per-node=8` and `--export=NAME`."""
+    lab.run('echo "$SLURM_EXPORT_ENV" >"$WORK/said"; touch "$COMPLETE_FILE"')
+    assert (lab.work / "srun").read_text().startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+    assert (lab.work / "said").read_text() == "ALL\n"
+
+
+def test_the_task_of_a_node_has_the_processors_of_all_its_ranks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job with one task a GPU."""
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
+    lab.run('touch "$COMPLETE_FILE"')
+    assert " --cpus-per-task=96 " in (lab.work / "srun").read_text()
+
+
 def test_dead_node_is_requeued_without_progress(lab: Lab) -> None:
     status, output = lab.run("exit 3", nodes_answer=1)
     assert (status, lab.is_requeued) == (0, True), output
@@ -143,6 +169,13 @@ def test_time_limit_tells_the_steps_and_waits_until_they_have_saved(lab: Lab) ->
     assert (lab.work / "scancel").read_text() == "--signal=URG 7\n"
     assert "time limit, last checkpoint at iteration 20; requeued" in output
     assert lab.is_requeued
+
+
+def test_a_job_of_an_array_requeues_itself_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert lab.run(SAVE + "exit 3")[0] == 0
+    assert (lab.work / "requeued").read_text() == "requeue 7_3\n"
 
 
 @pytest.mark.parametrize("argument", ["--load", "--load=x", "--save", "--save=x"])
