@@ -6,9 +6,14 @@ import types
 
 import pytest
 import torch
+from hypothesis import settings
 
 from megatron_magi.testing.spawn import run_ranks
 from tests.gpu_memory import free_memory
+
+# A busy machine makes no example wrong.
+settings.register_profile("any_speed", deadline=None)
+settings.load_profile("any_speed")
 
 
 def _why_not(item: pytest.Item) -> str | None:

@@ -208,7 +208,15 @@ def test_sinks_beside_te_start_at_zero_and_draw_nothing() -> None:
     module = _module(MagiTECoreAttention, softmax_type="learnable")
     assert module.softmax_offset.tolist() == [0.0] * NUM_HEADS
     assert torch.equal(torch.get_rng_state(), state)
-    assert _module(softmax_type="learnable").softmax_offset.any()
+
+
+def test_sinks_of_local_attention_are_drawn_by_the_init_method_unless_none_is_wanted() -> None:
+    drawn = _module(softmax_type="learnable", init_method=lambda x: torch.nn.init.constant_(x, 0.25)).softmax_offset
+    assert drawn.tolist() == [0.25] * NUM_HEADS
+    never = _module(
+        softmax_type="learnable", init_method=lambda x: pytest.fail("drawn"), perform_initialization=False
+    ).softmax_offset
+    assert (never.shape, never.dtype) == (drawn.shape, drawn.dtype)
 
 
 @pytest.mark.parametrize("softmax_type", ["learnable", "vanilla"])
