@@ -235,6 +235,17 @@ def test_checkpoint_beside_te_has_the_keys_of_tes_attention(softmax_type: str, m
     assert set(of_te) == (learnt | {"_extra_state"} if learnt else set())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_has_the_sinks_of_all_tensor_parallel_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # else Megatron knows no ranks
+    module = _module(tp_group=dist.ProcessGroup(rank, 2), softmax_type="learnable")
+    saved = module.sharded_state_dict("layer.", metadata={"dp_cp_group": dist.ProcessGroup(1, 3)})
+    tensor = saved.pop("layer.softmax_offset")
+    assert not saved and tensor.key == "layer.softmax_offset"
+    assert (tensor.global_shape, tensor.global_offset) == ((NUM_HEADS,), (rank * NUM_HEADS // 2,))
+    assert tensor.replica_id[-1] == 1, "data-parallel rank 0 saves it"
+
+
 def test_extra_state_of_tes_attention_is_dropped_when_it_is_loaded() -> None:
     module = _module(MagiTECoreAttention, softmax_type="learnable")
     saved = {"softmax_offset": torch.ones(NUM_HEADS), "_extra_state": torch.empty(0, dtype=torch.uint8)}
