@@ -141,6 +141,8 @@ def test_images_stay_on_one_rank():
     model = make_model("llama")
     batch = {"input_ids": torch.arange(9)[None]}
     assert MagiState(enabled=True).prepare_vlm_batch(model, batch)[1] is batch
+    state = MagiState(enabled=True, domain="vlm", key="of a batch of text before")
+    assert state.make_cp_batch(None, batch, model=model, return_local_indices=True) == (batch, None)
     with pytest.raises(ValueError, match=r"^attn_implementation"):
         automodel.magi_prepare_vlm(make_model("llama", "sdpa"), batch, None)
 

@@ -44,6 +44,7 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         FULL_ITERATION,
         ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
         ["--bf16", "--qk-clip"],
+        ["--fp16", "--log-max-attention-logit"],
         ["--fp8-format", "hybrid"],
     ],
     ids=lambda extra: extra[0] if extra else "plain",
