@@ -65,8 +65,9 @@ def test_rows_that_share_their_positions_are_documents_each(kind):
 def test_bounds_of_documents_confine_every_layer_where_positions_do_not_tell_them():
     bounds = torch.tensor([0, 9, 10, 24, 48, 53, 72], dtype=torch.int32)
     batch = batch_of([(24,)] * 3, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
-    _, shard = shard_batch(batch, None, CONFIGS["llama"])
+    local, shard = shard_batch(batch, None, CONFIGS["llama"])
     np.testing.assert_array_equal(dense_mask(shard.key.mask), expected(lambda i, j: j <= i))
+    assert not any(name.startswith("cu_") for name in local), "bounds of the whole batch are none of its rows'"
 
 
 @pytest.mark.parametrize(
