@@ -169,6 +169,7 @@ def test_what_is_wrong_is_named(name, changed):
         torch.zeros(10, 2, dtype=torch.int64),
         torch.zeros(10, 2, 2),
         torch.full((10, 2, 2), 100),
+        torch.zeros(10, 2, 2, dtype=torch.int64, device="meta"),
         None,
     ],
 )
