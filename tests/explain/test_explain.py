@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.__main__ import main
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
+from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.explain import command
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.report import dispatch_figures, explain_text
@@ -48,8 +48,11 @@ def test_figures_are_those_of_the_plans():
     assert predicted["auto"] <= 1.01 * min(us for name, us in predicted.items() if name != "sorted_sequential")
 
 
-def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
-    plan = next(f.plan for f in dispatch_figures(MASK, 4) if f.algorithm == "min_heap")
+@pytest.mark.parametrize("gbytes_per_s", [200.0, 2.0])
+def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time(gbytes_per_s):
+    """With transfers that are hidden, and with some that are waited for."""
+    overlap = OverlapConfig(degree=2, cost=CostModel(gbytes_per_s=gbytes_per_s))
+    plan = make_plan(MASK, MagiConfig(DispatchConfig("min_heap"), overlap), 4)
     assert plan.degree > 0
     for timeline in (forward_timeline(plan), backward_timeline(plan)):
         for spans in timeline:
@@ -71,6 +74,8 @@ def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
         fetching = sum(s.end - s.start for s in spans if s.step.kind is StepKind.FETCH)
         assert fetching == pytest.approx(cost.fetch_us(plan.stats().received_rows[rank]))
     for rank, spans in enumerate(backward_timeline(plan)):
+        reducing = sum(s.end - s.start for s in spans if s.step.kind is StepKind.REDUCE)
+        assert reducing == pytest.approx(cost.fetch_us(sum(t.num_send for t in plan.for_rank(rank).transfers)))
         busy = sum(s.end - s.start - cost.stage_latency_us for s in spans if s.step.kind is StepKind.ATTEND)
         assert busy == pytest.approx(BACKWARD_WORK * cost.attend_us(plan.stats().areas[rank]))
 
