@@ -29,6 +29,12 @@ class Case:
     sink_layout: str = "sh"
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    softmax_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """Of logits: the one that is given, or the default."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
 
 def random_mask(seqlen: int, num_slices: int, seed: int) -> AttnMask:
@@ -70,10 +76,10 @@ def variants() -> list[Case]:
         Case(documents([3, 0, 17, 1, 1, 30, 9]), _config(degree=2)),
         Case(documents([64]), _config(degree=3, hide_tail_reduce=True), num_heads_kv=1),
         Case(documents([64]), _config(degree=1, hide_tail_reduce=True), num_heads_kv=4),
-        Case(window(50, 7), _config(degree=2), head_dim_v=5),
+        Case(window(50, 7), _config(degree=2), head_dim_v=5, softmax_scale=0.8),
         Case(window(50, 7), _config(degree=0), softcap=1.5),
         Case(documents([20, 31]), _config(degree=2), num_sinks=1),
-        Case(documents([20, 31]), _config(degree=1), num_sinks=3, softcap=2.0),
+        Case(documents([20, 31]), _config(degree=1), num_sinks=3, softcap=2.0, softmax_scale=0.8),
         Case(random_mask(41, 3, 99), _config(degree=2), num_sinks=2, sink_layout="ssh"),
         Case(documents([40, 2, 9]), _config(degree=2, uneven=True)),
         Case(documents([2, 1]), _config(degree=None)),
@@ -133,7 +139,7 @@ def dense_attention(case: Case, x: dict[str, torch.Tensor]) -> dict[str, torch.T
     leaves = {name: t.clone().requires_grad_(True) for name, t in x.items() if name != "dout"}
     group = case.num_heads_q // case.num_heads_kv
     k, v = leaves["k"].repeat_interleave(group, dim=1), leaves["v"].repeat_interleave(group, dim=1)
-    logits = torch.einsum("qhd,khd->hqk", leaves["q"], k) * case.head_dim**-0.5
+    logits = torch.einsum("qhd,khd->hqk", leaves["q"], k) * case.scale
     if case.softcap:
         logits = case.softcap * torch.tanh(logits / case.softcap)
     visible = torch.from_numpy(dense_mask(case.mask)).to(x["q"].device)

@@ -48,6 +48,7 @@ def run_case(case: cs.Case, cp_rank: int, plan: Plan, device: str = "cpu") -> di
         config=case.config,
         sink=leaves.get("sink"),
         sink_layout=case.sink_layout,
+        softmax_scale=case.softmax_scale,
         softcap=case.softcap,
         return_max_logits=True,
     )
@@ -159,7 +160,7 @@ def test_hopper_kernels_on_several_ranks_err_at_most_twice_as_much_as_plain_torc
         found = gather(case, [r[i] for r in results])
         x = {name: t.to("cuda", case.dtype) for name, t in cs.inputs(case).items()}
         exact = cs.dense_attention(case, {name: t.double() for name, t in x.items()})
-        options = AttnOptions(case.head_dim**-0.5, case.softcap)
+        options = AttnOptions(case.scale, case.softcap)
         plain = plain_attention(Inputs(x["q"], x["k"], x["v"], x["dout"], case.mask.bands, options), x.get("sink"))
         for name, value in zip(("out", "dq", "dk", "dv", "dsink"), plain, strict=False):
             assert_as_good(f"case {i} {name}", found[name].to("cuda"), value, exact[name])

@@ -45,7 +45,9 @@ def test_cost_factors_are_the_times_of_a_pair_and_of_a_row():
     overlap = api.OverlapConfig(
         mode=api.AttnOverlapMode.DYNAMIC, degree=None, calc_cost_factor=2.5e-6, comm_cost_factor=0.03
     )
-    cost = key(config=api.DistAttnConfig(overlap_config=overlap)).config.overlap.cost
+    made = key(config=api.DistAttnConfig(overlap_config=overlap))
+    shown, cost = made.dist_attn_config.overlap_config, made.config.overlap.cost
+    assert (shown.calc_cost_factor, shown.comm_cost_factor) == (pytest.approx(2.5e-6), pytest.approx(0.03))
     assert cost.attend_us(1000) == pytest.approx(2.5e-3) and cost.fetch_us(100) == pytest.approx(3.0)
     assert (cost.num_heads_q, cost.num_heads_kv, cost.head_dim) == (6, 3, 40)
     default = key().config.overlap.cost

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.__main__ import main
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig
+from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.explain import command
 from megatron_magi.explain.arguments import add_arguments
 from megatron_magi.explain.report import dispatch_figures, explain_text
@@ -48,8 +48,11 @@ def test_figures_are_those_of_the_plans():
     assert predicted["auto"] <= 1.01 * min(us for name, us in predicted.items() if name != "sorted_sequential")
 
 
-def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
-    plan = next(f.plan for f in dispatch_figures(MASK, 4) if f.algorithm == "min_heap")
+@pytest.mark.parametrize("gbytes_per_s", [200.0, 2.0])
+def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time(gbytes_per_s):
+    """With transfers that are hidden, and with some that are waited for."""
+    overlap = OverlapConfig(degree=2, cost=CostModel(gbytes_per_s=gbytes_per_s))
+    plan = make_plan(MASK, MagiConfig(DispatchConfig("min_heap"), overlap), 4)
     assert plan.degree > 0
     for timeline in (forward_timeline(plan), backward_timeline(plan)):
         for spans in timeline:
@@ -57,11 +60,22 @@ def test_the_timeline_computes_what_it_has_fetched_and_one_thing_at_a_time():
             attends = [s for s in spans if s.step.kind is StepKind.ATTEND]
             transfers = [s for s in spans if s.step.kind is not StepKind.ATTEND]
             assert {s.step.stage for s in attends} == {0, *fetched}
-            assert all(s.start >= fetched.get(s.step.stage, 0.0) for s in attends)
+            # Each step starts as soon as what it waits for has ended.
             for row in (attends, transfers):
-                assert all(a.end <= b.start for a, b in pairwise(row))
+                for before, s in pairwise([None, *row]):
+                    waits = [0.0 if before is None else before.end]
+                    if s.step.kind is StepKind.ATTEND:
+                        waits.append(fetched.get(s.step.stage, 0.0))
+                    else:
+                        waits += [a.end for a in attends if spans.index(a) < spans.index(s)]
+                    assert s.start == max(waits)
     cost = plan.config.overlap.cost
+    for rank, spans in enumerate(forward_timeline(plan)):
+        fetching = sum(s.end - s.start for s in spans if s.step.kind is StepKind.FETCH)
+        assert fetching == pytest.approx(cost.fetch_us(plan.stats().received_rows[rank]))
     for rank, spans in enumerate(backward_timeline(plan)):
+        reducing = sum(s.end - s.start for s in spans if s.step.kind is StepKind.REDUCE)
+        assert reducing == pytest.approx(cost.fetch_us(sum(t.num_send for t in plan.for_rank(rank).transfers)))
         busy = sum(s.end - s.start - cost.stage_latency_us for s in spans if s.step.kind is StepKind.ATTEND)
         assert busy == pytest.approx(BACKWARD_WORK * cost.attend_us(plan.stats().areas[rank]))
 
@@ -85,7 +99,12 @@ def test_the_report_lists_dispatches_and_ranks():
     assert f"{MASK.area:,} visible pairs" in text and "affinity *" in text
     ranks = text.split("ranks of affinity")[1].splitlines()[2:]
     assert [int(line.split()[0]) for line in ranks] == [0, 1, 2, 3]
-    assert sum(int(line.split()[2].replace(",", "")) for line in ranks) == MASK.area
+    chosen = next(f.plan for f in figures if f.algorithm == "affinity")
+    stats, row_bytes = chosen.stats(), chosen.config.overlap.cost.row_bytes
+    for line, rows, area, received in zip(ranks, stats.num_rows, stats.areas, stats.received_rows, strict=True):
+        _, *numbers, memory = line.replace(",", "").split()
+        assert numbers == [str(rows), str(area), f"{area / MASK.area:.2%}", str(received)]
+        assert float(memory) == pytest.approx((rows + received) * row_bytes / 1e6, abs=0.05)
 
 
 def options(*args):
@@ -140,7 +159,9 @@ def test_wrong_options_are_one_message(args, message, capsys):
 
 
 def test_pictures_are_written_where_they_are_asked_for(tmp_path, capsys):
-    assert main(["explain", "--seqlen", "3000", "--cp-size", "3", "--out", str(tmp_path / "out")]) == 0
+    heads = ("--num-heads-q", "6", "--num-heads-kv", "2", "--head-dim", "40")
+    assert main(["explain", "--seqlen", "3000", "--cp-size", "3", *heads, "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
+    assert "\n6 query, 2 key heads of 40, 16 bits, rates of an " in shown
     for name in ("mask.png", "timeline.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") and name in shown

@@ -1,5 +1,6 @@
 """Sinks for FlashAttention, by fakes of its modules: the attention with a sink in the matrix, both passes."""
 
+import inspect
 import sys
 
 import pytest
@@ -126,6 +127,72 @@ def test_without_sink_it_is_the_kernel(version):
     assert_equal(grads(out[0], [q, k, v]), grads(want, [q, k, v]))
 
 
+SCALE, SLOPES, DESCALES = 0.3, torch.ones(HEADS_Q), [torch.full((1, HEADS_KV), 1.0 + i) for i in range(3)]
+OPTIONS = {
+    "fa2": {"dropout_p": 0.25, "window_size": (3, 2), "alibi_slopes": SLOPES},
+    "fa3": {
+        **dict(zip(("q_descale", "k_descale", "v_descale"), DESCALES, strict=True)),
+        "window_size": (3, 2),
+        "num_splits": 4,
+        "pack_gqa": True,
+        "sm_margin": 8,
+    },
+    "fa4": {"num_splits": 4, "pack_gqa": True},
+}
+"""What one version has besides what all have, none of it a default."""
+OF_ONE_PASS = {"deterministic", "num_splits", "pack_gqa", "q_descale", "k_descale", "v_descale"}
+KERNELS = {
+    "fa2": ("flash_attn.flash_attn_interface", "_wrapped_flash_attn{}_forward", "_wrapped_flash_attn{}_backward"),
+    "fa3": ("flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
+    "fa4": ("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
+}
+
+
+def given_to_kernels(version, form, monkeypatch, options):
+    """Arguments by name of the forward and of the backward kernel that a function calls with ``options``."""
+    module, *names = KERNELS[version]
+    given = []
+    for name in (name.format("_varlen" if form == "varlen" else "") for name in names):
+        fake = getattr(sys.modules[module], name)
+
+        def spy(*args, fake=fake, **kwargs):
+            bound = inspect.signature(fake).bind(*args, **kwargs)
+            given.append({name.removeprefix("is_"): x for name, x in bound.arguments.items()})
+            bound.arguments |= {"alibi_slopes": None} if "alibi_slopes" in bound.arguments else {}
+            return fake(*bound.args, **bound.kwargs)
+
+        monkeypatch.setattr(sys.modules[module], name, spy)
+    q, k, v, sink = tensors((1,), 6, 6, 1, "sh", heads_kv=HEADS_Q)
+    lengths = (torch.tensor([0, 6], dtype=torch.int32),) * 2 + (6, 7)
+    calls = {
+        "": lambda f: f(q, k, v, sink, "sh", **options),
+        "varlen": lambda f: f(*(x[0] for x in (q, k, v)), *lengths, sink, "sh", **options),
+        "qkvpacked": lambda f: f(torch.stack([q, k, v], dim=2), sink, "sh", **options),
+    }
+    calls[form](getattr(extensions, "_".join(filter(None, (version, form, "func_with_sink"))))).sum().backward()
+    if form == "varlen":
+        assert all((x["max_seqlen_q"], x["max_seqlen_k"]) == (6, 7) for x in given)
+    return given
+
+
+FORMS = [(version, form) for version in VERSIONS for form in ("", "varlen", "qkvpacked")]
+
+
+@pytest.mark.parametrize("version, form", FORMS[:-1], ids="-".join)  # version 4 has no packed tensors
+def test_every_option_reaches_the_kernels_by_its_name(version, form, monkeypatch):
+    options = {"softmax_scale": SCALE, "causal": True, "softcap": 1.5, "deterministic": True, **OPTIONS[version]}
+    if form == "qkvpacked":  # FlashAttention's own does without these
+        options = {name: x for name, x in options.items() if name not in ("num_splits", "pack_gqa")}
+    given = given_to_kernels(version, form, monkeypatch, options)
+    assert len(given) == 2, "a forward and a backward"
+    left, right = options.pop("window_size", (None, None))
+    options |= {} if left is None else {"window_size_left": left, "window_size_right": right}
+    for name, value in options.items():
+        found = [x[name] for x in given if name in x]
+        assert len(found) == (1 if name in OF_ONE_PASS else 2), name
+        assert all(x is value or x == value for x in found), name
+
+
 def test_arguments_are_checked():
     q, k, v, sink = tensors((1,), 5, 5, 1, "sh")
     lengths = (torch.tensor([0, 5]),) * 2 + (5, 5)
@@ -133,6 +200,8 @@ def test_arguments_are_checked():
         (lambda: extensions.fa2_func_with_sink(q, k, v, sink[:, :2]), "sink: expected shape"),
         (lambda: extensions.fa3_func_with_sink(q, k, v, sink, "ssh"), "sink: expected shape"),
         (lambda: extensions.fa4_func_with_sink(q, k, v, sink, "hs"), "sink_layout: expected"),
+        (lambda: extensions.fa2_func_with_sink(q, k, v, sink.long()), "sink: expected floats on .* got torch.int64"),
+        (lambda: extensions.fa2_func_with_sink(q, k, v, sink.to("meta")), "sink: expected floats on .* on meta"),
         (lambda: extensions.fa2_func_with_sink(q, k, v, dropout_p=0.1, return_attn_probs=True), "return_attn_probs:"),
         (lambda: extensions.fa2_varlen_func_with_sink(q, k, v, *lengths, block_table=q), "block_table: not"),
         (lambda: extensions.fa3_func_with_sink(q, k, v, qv=q), "qv: not supported"),

@@ -115,6 +115,17 @@ def test_a_packed_batch_for_one_rank_is_flat():
         assert flat["input_ids"].tolist() == list(range(12)) and flat["cu_seqlens"].tolist() == [0, 4, 6, 12]
     assert state.attn_spec == AttnMaskSpec.prefix_tree(*TREE)[0] and state.key is None
     assert state.make_cp_batch(None, batch, return_local_indices=True)[1] is None and state.attn_spec is None
+    without = {name: x for name, x in batch.items() if name != "seq_lens_padded"}
+    for name, numbers in (
+        ("cu_seqlens_padded", [0, 4, 6, 12, -1000]),
+        ("cu_seqlens", [0, 4, 6, 12]),
+        ("seq_lens", [4, 2, 6, -1000]),
+    ):
+        _, flat = state.prepare_llm_batch(None, {**without, name: torch.tensor(numbers)}, is_thd=True)
+        assert flat["cu_seqlens"].tolist() == [0, 4, 6, 12]
+        assert flat.keys() == {*without, "cu_seqlens", "qkv_format"}
+    with pytest.raises(ValueError, match=r"^cu_seqlens: a packed batch needs the bounds"):
+        state.prepare_llm_batch(None, without, is_thd=True)
     with pytest.raises(ValueError, match=r"^seq_lens_padded: expected documents of 12 tokens"):
         state.prepare_llm_batch(None, {**batch, "seq_lens_padded": lengths[:1]}, is_thd=True)
     with pytest.raises(ValueError, match=r"^is_thd"):
@@ -141,6 +152,8 @@ def test_images_stay_on_one_rank():
     model = make_model("llama")
     batch = {"input_ids": torch.arange(9)[None]}
     assert MagiState(enabled=True).prepare_vlm_batch(model, batch)[1] is batch
+    state = MagiState(enabled=True, domain="vlm", key="of a batch of text before")
+    assert state.make_cp_batch(None, batch, model=model, return_local_indices=True) == (batch, None)
     with pytest.raises(ValueError, match=r"^attn_implementation"):
         automodel.magi_prepare_vlm(make_model("llama", "sdpa"), batch, None)
 

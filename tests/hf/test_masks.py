@@ -229,6 +229,16 @@ def test_a_function_of_a_users_over_many_tokens_is_an_error():
         layer_mask(1, 20000, 20000, mask_function=lambda _b, _h, q, k: q >= k)
 
 
+def test_what_transformers_composes_is_read_off_at_any_length(monkeypatch):
+    monkeypatch.setattr("megatron_magi.hf.attention.MAX_DENSE", 0)
+    for name, function in FUNCTIONS.items():
+        if name in ("blocks in two pieces", "a user's", "prefix"):
+            with pytest.raises(ValueError, match=r"^mask_function: "):
+                layer_mask(2, 20, 20, mask_function=function)
+        else:
+            assert layer_mask(2, 20, 20, mask_function=function).mask.area > 0, name
+
+
 def test_a_mask_has_the_documents_of_the_positions_that_it_is_asked_with():
     mask = layer_mask(1, 8, 8)
     for lengths in ([8], [3, 5], [6, 1, 1], [3, 5]):

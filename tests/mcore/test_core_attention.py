@@ -208,7 +208,15 @@ def test_sinks_beside_te_start_at_zero_and_draw_nothing() -> None:
     module = _module(MagiTECoreAttention, softmax_type="learnable")
     assert module.softmax_offset.tolist() == [0.0] * NUM_HEADS
     assert torch.equal(torch.get_rng_state(), state)
-    assert _module(softmax_type="learnable").softmax_offset.any()
+
+
+def test_sinks_of_local_attention_are_drawn_by_the_init_method_unless_none_is_wanted() -> None:
+    drawn = _module(softmax_type="learnable", init_method=lambda x: torch.nn.init.constant_(x, 0.25)).softmax_offset
+    assert drawn.tolist() == [0.25] * NUM_HEADS
+    never = _module(
+        softmax_type="learnable", init_method=lambda x: pytest.fail("drawn"), perform_initialization=False
+    ).softmax_offset
+    assert (never.shape, never.dtype) == (drawn.shape, drawn.dtype)
 
 
 @pytest.mark.parametrize("softmax_type", ["learnable", "vanilla"])
@@ -225,6 +233,17 @@ def test_checkpoint_beside_te_has_the_keys_of_tes_attention(softmax_type: str, m
     learnt = {"softmax_offset"} if softmax_type == "learnable" else set()
     assert set(of_local) == learnt
     assert set(of_te) == (learnt | {"_extra_state"} if learnt else set())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_has_the_sinks_of_all_tensor_parallel_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # else Megatron knows no ranks
+    module = _module(tp_group=dist.ProcessGroup(rank, 2), softmax_type="learnable")
+    saved = module.sharded_state_dict("layer.", metadata={"dp_cp_group": dist.ProcessGroup(1, 3)})
+    tensor = saved.pop("layer.softmax_offset")
+    assert not saved and tensor.key == "layer.softmax_offset"
+    assert (tensor.global_shape, tensor.global_offset) == ((NUM_HEADS,), (rank * NUM_HEADS // 2,))
+    assert tensor.replica_id[-1] == 1, "data-parallel rank 0 saves it"
 
 
 def test_extra_state_of_tes_attention_is_dropped_when_it_is_loaded() -> None:

@@ -58,6 +58,12 @@ def test_yaml_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, cp_size: int) 
         _parse(monkeypatch, "--yaml-cfg", "a.yaml", cp_size=cp_size)
 
 
+def test_yaml_is_refused_in_a_users_script_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--attention-backend", "magi", "--yaml-cfg=a.yaml"])
+    with pytest.raises(ValueError, match=r"^yaml_cfg: "):
+        install()
+
+
 @pytest.mark.parametrize(
     ("name", "extra"),
     [

@@ -30,6 +30,7 @@ def test_local_attention_is_replaced_in_a_copy() -> None:
     out = replace_core_attention(spec)
     assert _core(out) is MagiCoreAttention
     assert _core(spec) is DotProductAttention
+    assert out.submodules.self_attention.params == spec.submodules.self_attention.params != {}
 
 
 @pytest.mark.parametrize(

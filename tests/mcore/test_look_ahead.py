@@ -64,6 +64,8 @@ def test_items_are_the_same_and_fetched_once() -> None:
     ahead.look(_ignore)
     with pytest.raises(StopIteration):
         next(ahead)
+    source._items.extend(_planned(1))  # as a source that begins again
+    assert next(ahead) is source._items[-1]
 
 
 def test_an_error_of_the_data_loader_is_raised_when_the_item_is_due() -> None:

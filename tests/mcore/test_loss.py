@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from megatron_magi.mcore import loss as loss_module
 from megatron_magi.mcore import user_step
@@ -53,6 +54,36 @@ def test_a_loss_that_does_not_count_may_be_anything(args) -> None:
         total.backward()
         assert total.item() == pytest.approx(MEAN * float(MASK.sum()))
         assert torch.equal(losses.grad, MASK)
+
+
+@pytest.fixture
+def machine(monkeypatch) -> RerunStateMachine:
+    """Megatron's, without reruns."""
+    made = RerunStateMachine(mode=RerunMode.DISABLED)
+    monkeypatch.setattr(loss_module, "get_rerun_state_machine", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize(("bad", "name"), [(torch.nan, "NaN"), (torch.inf, "infinity"), (-torch.inf, "infinity")])
+def test_a_loss_that_is_no_number_ends_a_training_that_looks_for_it(args, machine, bad: float, name: str) -> None:
+    losses = LOSSES.index_fill(1, torch.tensor([4]), bad)
+    microbatch_loss(MASK, losses)
+    args.check_for_nan_in_loss_and_grad = True
+    microbatch_loss(MASK, LOSSES)
+    with pytest.raises(RuntimeError, match=f"{name} in the loss of a rank"):
+        microbatch_loss(MASK, losses)
+
+
+def test_a_loss_ten_times_the_largest_is_told_and_training_goes_on(args, machine, caplog) -> None:
+    def told(factor: float) -> bool:
+        caplog.clear()
+        microbatch_loss(MASK, factor * LOSSES)
+        return "spiky loss" in caplog.text
+
+    assert not any(told(factor) for factor in (1.0, 100.0))
+    args.check_for_spiky_loss = True
+    assert not any(told(1.0) for _ in range(101)), "by so many Megatron knows what is large"
+    assert not told(9.0) and told(11.0)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])

@@ -44,6 +44,7 @@ def _validate(monkeypatch: pytest.MonkeyPatch, *extra: str) -> None:
         FULL_ITERATION,
         ["--moe-router-load-balancing-type", "aux_loss", *EXPERTS],
         ["--bf16", "--qk-clip"],
+        ["--fp16", "--log-max-attention-logit"],
         ["--fp8-format", "hybrid"],
     ],
     ids=lambda extra: extra[0] if extra else "plain",
@@ -114,6 +115,30 @@ def test_captured_attention_of_several_ranks_has_one_stage(monkeypatch: pytest.M
     args.params_dtype, args.kv_channels = torch.bfloat16, 16
     overlap = magi_config(args, default).overlap
     assert (overlap.degree, overlap.one_launch) == ((1, False) if cp_size > 1 else (3, True))
+
+
+MLA = ["--multi-latent-attention", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "without", "shape"),
+    [
+        ([], (), (4, 2, 16, None)),
+        (["--tensor-model-parallel-size", "2"], (), (2, 1, 16, None)),
+        (["--tensor-model-parallel-size", "4"], (), (1, 1, 16, None)),  # two ranks have the same keys
+        ([], ("--group-query-attention",), (4, 4, 16, None)),
+        (MLA, (), (4, 4, 24, 12)),
+        ([*MLA, "--tensor-model-parallel-size", "2"], ("--group-query-attention",), (2, 2, 24, 12)),
+    ],
+)
+def test_plans_are_for_the_heads_of_one_tensor_parallel_rank(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], without: tuple[str, ...], shape: tuple
+) -> None:
+    args = _parse(monkeypatch, *extra, without=without)
+    args.params_dtype, args.kv_channels = torch.bfloat16, 16
+    cost = magi_config(args, MagiConfig()).overlap.cost
+    assert (cost.num_heads_q, cost.num_heads_kv, cost.head_dim, cost.head_dim_v) == shape
+    assert cost.element_bytes == 2
 
 
 WINDOW = ["--window-size", "8,0"]
@@ -308,9 +333,9 @@ def test_two_levels_that_only_the_environment_asks_for_are_an_error(monkeypatch)
         ([], ("--reset-attention-mask",), SEQUENCES),
         (["--magi-mask", "block_causal:block_size=16"], (), "block_causal:block_size=16"),
         (
-            ["--window-size", "8,0", "--window-attn-skip-freq", "2"],
+            ["--window-size", "8,0", "--window-attn-skip-freq", "2", "--num-layers", "3"],
             (),
-            "causal inside documents, which end at EOD tokens; in 1 of 2 layers the window 8,0",
+            "causal inside documents, which end at EOD tokens; in 2 of 3 layers the window 8,0",
         ),
         (
             ["--magi-mask", "causal", "--magi-layer-masks", "my_masks.py:of_layer"],

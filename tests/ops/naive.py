@@ -49,6 +49,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     seed: int = 0
+    softmax_scale: float | None = None
     tensors: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -88,8 +89,8 @@ class Case:
 
     def expected(self, dtype=None):
         """The naive result, computed in ``dtype``."""
-        visible = self.visible
-        return self.run(lambda q, k, v, s: naive_attention(q, k, v, visible, softcap=self.softcap, sink=s), dtype)
+        visible, options = self.visible, {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
+        return self.run(lambda q, k, v, s: naive_attention(q, k, v, visible, **options, sink=s), dtype)
 
     def dsink_terms(self):
         """Sums of the absolute values of what the gradient of the sinks is a sum of, in fp64: rows cancel in it."""

@@ -55,9 +55,10 @@ def test_no_range_means_that_nothing_is_seen():
 
 
 @pytest.mark.parametrize("layout", ["sh", "ssh"])
-def test_both_sink_layouts(layout):
-    case = make_case(sink=layout)
-    assert_close(call(case, Q_RANGES, K_RANGES, TYPES, sink_layout=layout), case.expected())
+def test_both_sink_layouts_with_a_scale_and_a_cap_of_logits(layout):
+    case = make_case(sink=layout, softmax_scale=0.8, softcap=1.5)
+    options = {"sink_layout": layout, "softmax_scale": 0.8, "softcap": 1.5}
+    assert_close(call(case, Q_RANGES, K_RANGES, TYPES, **options), case.expected())
 
 
 def test_the_flags_of_other_kernels_change_no_bit():

@@ -39,9 +39,8 @@ def only_keys(bands, first, last):
 
 def attend(case, impl):
     def call(q, k, v, sink):
-        out, meta = slice_attention(
-            q, k, v, case.mask, sink=sink, softcap=case.softcap, return_max_logits=True, impl=impl
-        )
+        options = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+        out, meta = slice_attention(q, k, v, case.mask, sink=sink, **options, return_max_logits=True, impl=impl)
         return out, meta.lse, meta.max_logits
 
     return call
@@ -55,9 +54,10 @@ def attend(case, impl):
     softcap=st.sampled_from([0.0, 1.5]),
     sink=st.sampled_from([None, "sh", "ssh"]),
     seed=st.integers(0, 99),
+    scale=st.sampled_from([None, 0.8]),
 )
-def test_every_implementation_equals_the_naive_formula_in_fp64(mask, heads, head_dim_v, softcap, sink, seed):
-    case = Case(mask, *heads, head_dim_v=head_dim_v, softcap=softcap, sink=sink, seed=seed)
+def test_every_implementation_equals_the_naive_formula_in_fp64(mask, heads, head_dim_v, softcap, sink, seed, scale):
+    case = Case(mask, *heads, head_dim_v=head_dim_v, softcap=softcap, sink=sink, seed=seed, softmax_scale=scale)
     expected = case.expected()
     for impl in ("reference", "torch"):
         assert_close(case.run(attend(case, impl)), expected)
@@ -77,20 +77,20 @@ def test_gradients_pass_gradcheck(impl, sink, tiny_blocks):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_keys_given_in_parts_add_up_to_one_pass(impl, softcap, tiny_blocks):
-    case = Case(packed_causal([7, 1, 19, 5]), 2, 2, softcap=softcap, sink="sh")
+    case = Case(packed_causal([7, 1, 19, 5]), 2, 2, softcap=softcap, sink="sh", softmax_scale=0.8)
     whole = case.expected()
     parts = [only_keys(case.mask.bands, first, last) for first, last in ((0, 6), (6, 17), (17, 32))]
     out = lse = dq = dk = dv = None
     for i, bands in enumerate(parts):
         out, lse, _ = slice_attention_forward(
             case.q, case.k, case.v, bands,
-            softcap=softcap, sink=case.sinks if i == 1 else None, out=out, lse=lse, impl=impl,
+            softmax_scale=0.8, softcap=softcap, sink=case.sinks if i == 1 else None, out=out, lse=lse, impl=impl,
         )  # fmt: skip
     delta = row_delta(case.dout, out)
     for bands in parts:
         dq, dk, dv = slice_attention_backward(
             case.dout, case.q, case.k, case.v, lse, delta, bands,
-            softcap=softcap, dq=dq, dk=dk, dv=dv, impl=impl,
+            softmax_scale=0.8, softcap=softcap, dq=dq, dk=dk, dv=dv, impl=impl,
         )  # fmt: skip
     result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     assert_close(result, {name: whole[name] for name in result})

@@ -17,12 +17,12 @@ def tensors(num_rows, num_keys, heads=(4, 2), dim=8, seed=0):
     return [torch.randn(shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-def dense_attention(q, k, v, visible, sink=None):
+def dense_attention(q, k, v, visible, sink=None, softmax_scale=None):
     """``(out, lse)`` of a mask ``[num_heads_kv or 1, num_rows, num_keys]``, head by head."""
     outs, lses = [], []
     for head in range(q.shape[1]):
         head_kv = head // (q.shape[1] // k.shape[1])
-        logits = q[:, head] @ k[:, head_kv].t() / q.shape[2] ** 0.5
+        logits = q[:, head] @ k[:, head_kv].t() * (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale)
         logits = logits.masked_fill(~visible[head_kv if len(visible) > 1 else 0], -torch.inf)
         if sink is not None:
             logits = torch.cat([logits, sink[:, head].expand(len(q), -1)], 1)
@@ -54,9 +54,10 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 200))
 @given(
     sizes, st.integers(1, 20), st.sampled_from([64, 128]), st.sampled_from([(4, 2), (3, 1), (2, 2)]),
     st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["mask", "csr", "lists"]), st.integers(0, 999),
+    st.sampled_from([None, 0.8]),
 )  # fmt: skip
 def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
-    shape, q_block, k_block, heads, causal, per_head, has_sink, form, seed
+    shape, q_block, k_block, heads, causal, per_head, has_sink, form, seed, scale
 ):
     num_rows, num_keys = shape
     gen = torch.Generator().manual_seed(seed)
@@ -66,10 +67,11 @@ def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
     ]()
     inputs = tensors(num_rows, num_keys, heads, seed=seed)
     sink = torch.randn(2, heads[0], dtype=torch.float64, generator=gen).requires_grad_() if has_sink else None
-    got = block_sparse_attention(*inputs, blocks, q_block_size=q_block, k_block_size=k_block, causal=causal, sink=sink)
+    options = {"q_block_size": q_block, "k_block_size": k_block, "causal": causal, "sink": sink}
+    got = block_sparse_attention(*inputs, blocks, **options, softmax_scale=scale)
     visible = expanded(mask, q_block, k_block, num_rows, num_keys, causal)
     if bool(visible.any()):
-        assert_same(got, dense_attention(*inputs, visible, sink), [*inputs, *([sink] if has_sink else [])])
+        assert_same(got, dense_attention(*inputs, visible, sink, scale), [*inputs, *([sink] if has_sink else [])])
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,11 +83,11 @@ def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, top
     indices = torch.rand(num_rows, lists, num_keys, generator=gen).argsort(-1)[..., :topk]
     indices = indices.masked_fill(torch.rand(indices.shape, generator=gen) < 0.3, -1)
     inputs = tensors(num_rows, num_keys, heads, seed=seed)
-    got = index_sparse_attention(*inputs, indices.to(torch.int32))
+    got = index_sparse_attention(*inputs, indices.to(torch.int32), softmax_scale=0.8)
     visible = torch.zeros(lists, num_rows, num_keys + 1, dtype=torch.bool)
     visible.scatter_(2, indices.transpose(0, 1).where(indices.transpose(0, 1) >= 0, num_keys), True)
     if bool(visible[..., :-1].any()):
-        assert_same(got, dense_attention(*inputs, visible[..., :-1]), inputs)
+        assert_same(got, dense_attention(*inputs, visible[..., :-1], softmax_scale=0.8), inputs)
 
 
 def test_a_key_that_is_listed_twice_counts_twice():
@@ -131,6 +133,11 @@ MASK = torch.ones(3, 2, dtype=torch.bool)
         ("blocks", {"blocks": (torch.tensor([0, 2, 1, 2]), torch.tensor([0, 1]))}),
         ("blocks", {"blocks": (torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1]))}),
         ("blocks", {"blocks": (torch.tensor([0, 1, 2, 2]), torch.tensor([0.0, 1.0]))}),
+        ("blocks", {"blocks": (torch.tensor([[0, 1, 2, 2]] * 4), torch.tensor([0, 1]))}),
+        ("blocks", {"blocks": (torch.tensor([0, 1, 2, 2]), torch.tensor([[0, 1]]))}),
+        ("blocks", {"blocks": (torch.tensor([0, 1, 2, 2], device="meta"), torch.tensor([0, 1]))}),
+        ("blocks", {"blocks": (torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1], device="meta"))}),
+        ("blocks", {"blocks": MASK.to("meta")}),
         ("q_block_size", {"q_block_size": 0}),
         ("q_block_size", {"q_block_size": 129}),
         ("k_block_size", {"k_block_size": 32}),
@@ -162,6 +169,7 @@ def test_what_is_wrong_is_named(name, changed):
         torch.zeros(10, 2, dtype=torch.int64),
         torch.zeros(10, 2, 2),
         torch.full((10, 2, 2), 100),
+        torch.zeros(10, 2, 2, dtype=torch.int64, device="meta"),
         None,
     ],
 )

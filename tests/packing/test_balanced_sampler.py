@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_magi.packing import BalancedSampler, causal_area, causal_work
+from megatron_magi.packing import BalancedSampler, balanced_sampler, causal_area, causal_work
 
 SIZES = {"max_tokens": 4096, "num_microbatches": 4, "dp_size": 4}
 
@@ -66,6 +66,17 @@ def test_what_was_drawn_ahead_is_not_lost():
     for wrong in (2, 7, -1):
         with pytest.raises(ValueError, match="num_steps"):
             sampler.state_dict(wrong)
+
+
+def test_states_are_kept_of_the_last_steps_alone(monkeypatch):
+    monkeypatch.setattr(balanced_sampler, "_MOST_STATES", 4)
+    sampler = BalancedSampler(heavy_tailed(300), **SIZES)
+    steps = [sampler.step() for _ in range(9)]
+    with pytest.raises(ValueError, match=r"^num_steps: expected from 6 to 9, got 5"):
+        sampler.state_dict(5)
+    resumed = BalancedSampler(heavy_tailed(300), **SIZES)
+    resumed.load_state_dict(sampler.state_dict(6))
+    assert [resumed.step() for _ in range(3)] == steps[6:]
 
 
 def first_fit(lengths, num_bins, max_tokens):

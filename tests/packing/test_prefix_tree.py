@@ -150,6 +150,11 @@ def test_the_fields_for_megatron_make_the_same_mask():
     assert not dense_mask(mask)[n:].any()
     assert item["loss_mask"].sum() == tree.num_predicted
     assert item["loss_mask"].dtype == np.float32
+    # All items have the same shapes, so that a data loader can stack them.
+    assert {name: x.shape for name, x in item.items()} == {name: (40 if "node" in name else 100,) for name in item}
+    for name in ("tokens", "labels", "position_ids"):
+        assert (item[name][:n] == getattr(tree, name)).all() and not item[name][n:].any()
+    assert (item["node_parents"][len(tree.node_parents) :] == -1).all(), "no node"
     with pytest.raises(ValueError, match=f"seqlen: the tree needs {n}, got {n - 1}"):
         tree.item(n - 1, 40)
     with pytest.raises(ValueError, match="num_nodes: the tree needs"):

@@ -85,6 +85,26 @@ def test_plans_that_are_gathered_from_the_even_dispatch_equal_those_of_the_pytho
 
 
 @built
+@pytest.mark.parametrize(
+    ("cp_size", "lengths", "window"),
+    [
+        (8, [304, 146, 47, 67, 422, 265, 285], 256),
+        (6, [1020, 59, 173, 284], None),
+        (7, [204, 259, 341, 27, 63, 318, 64, 516], None),
+        (6, [813, 404, 39, 280], 256),
+        (4, [138, 64, 464, 238, 376], 64),
+    ],
+)
+def test_the_first_chunk_is_swapped_where_that_gathers_as_in_the_python_planner(cp_size, lengths, window) -> None:
+    dispatch = DispatchConfig(algorithm="affinity", chunk_size=64, balance_tolerance=1.0)
+    for causal in (True, False):
+        mask = builders.varlen(doc_lengths=lengths, causal=causal)
+        if window is not None:
+            mask = builders.sliding_window(left=window, right=0 if causal else window, doc_lengths=lengths)
+        assert_equal_plans(mask, MagiConfig(dispatch=dispatch), cp_size)
+
+
+@built
 def test_ranks_that_are_asked_for_a_swap_last_are_asked_in_the_same_order(monkeypatch) -> None:
     monkeypatch.setattr(swaps, "PARTNERS", 1)
     for seed in range(4):
