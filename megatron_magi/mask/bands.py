@@ -159,6 +159,22 @@ def cut_intervals(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) 
     return expand(first, counts)
 
 
+def rows_within(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    """Rows that each interval ``[lo[i], hi[i])`` shares with the segments ``[starts[j], ends[j])``, int64 ``[n]``.
+
+    Segments come in any order and may overlap: a row counts once for each that it lies in.
+    """
+    total = np.zeros(len(lo), dtype=np.int64)
+    for edges, sign in ((starts, 1), (ends, -1)):
+        edges = np.sort(edges)
+        sums = np.append(0, np.cumsum(edges))
+        for at, side in ((hi, sign), (lo, -sign)):
+            # Up to ``at``, a segment has as many rows as lie behind its start, less those behind its end.
+            count = np.searchsorted(edges, at)
+            total += side * (count * at - sums[count])
+    return total
+
+
 def expand(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
     """For each i, the pairs ``(i, first[i] + j)`` for ``0 <= j < counts[i]``, concatenated."""
     index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
