@@ -1,6 +1,6 @@
 """CPU time and memory to plan a batch on many ranks: one plan in a process of its own; needs no GPU.
 
-    python benchmarks/bench_planner_ranks.py [--csv FILE]
+    python benchmarks/bench_planner_ranks.py [--csv FILE] [--tokens N ...]
 
 ``plan_ms`` is `make_plan`, ``rank_ms`` the part of one rank, each the shortest of three processes. ``peak_mib`` is the
 largest memory of the process (31 MiB before it plans), ``kept_mib`` what the plan keeps with the part of that rank.
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="also write the rows to this file")
     parser.add_argument("--one", nargs=3, metavar=("KIND", "TOKENS", "RANKS"), help="only this plan, in this process")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(one(args.one[0], int(args.one[1]), int(args.one[2]))))
@@ -65,7 +66,7 @@ def main() -> None:
     header = ["mask", "tokens", "ranks", "plan_ms", "rank_ms", "peak_mib", "kept_mib"]
     print("".join(f"{h:>18}" for h in header))
     rows = []
-    for tokens, kind, ranks in itertools.product(TOKENS, KINDS, RANKS):
+    for tokens, kind, ranks in itertools.product(args.tokens, KINDS, RANKS):
         command = [sys.executable, __file__, "--one", kind, str(tokens), str(ranks)]
         found = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(RUNS)]
         plan_ms, rank_ms, peak, kept = (min(figures) for figures in zip(*found, strict=True))

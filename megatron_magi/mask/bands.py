@@ -164,15 +164,14 @@ def rows_within(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) ->
 
     Segments come in any order and may overlap: a row counts once for each that it lies in.
     """
-    total = np.zeros(len(lo), dtype=np.int64)
-    for edges, sign in ((starts, 1), (ends, -1)):
-        edges = np.sort(edges)
-        sums = np.append(0, np.cumsum(edges))
-        for at, side in ((hi, sign), (lo, -sign)):
-            # Up to ``at``, a segment has as many rows as lie behind its start, less those behind its end.
-            count = np.searchsorted(edges, at)
-            total += side * (count * at - sums[count])
-    return total
+    at = np.concatenate([lo, hi])
+    before = np.zeros(
+        len(at), dtype=np.int64
+    )  # rows of segments up to ``at``: behind their starts, less behind their ends
+    for edges, sign in ((np.sort(starts), 1), (np.sort(ends), -1)):
+        count = np.searchsorted(edges, at)
+        before += sign * (count * at - np.concatenate([[0], np.cumsum(edges)])[count])
+    return before[len(lo) :] - before[: len(lo)]
 
 
 def expand(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:

@@ -61,11 +61,12 @@ def _rows_within(some: Ranges | Runs, others: Ranges | Runs) -> np.ndarray:
 
 def _most_rows(ranges: Ranges, runs: Runs) -> int:
     """Rows of any rank up to the last that it sends."""
-    wanted, _ = bd.merge_ranges(np.stack([ranges.start, ranges.end], axis=1))
-    if not len(wanted):
+    if not len(ranges.start):
         return 0
-    last = np.searchsorted(wanted[:, 0], runs.end) - 1  # the last of ``wanted`` that begins in front of the end
-    sent = np.minimum(wanted[last, 1], runs.end) - runs.start
+    order = np.argsort(ranges.start)
+    start, reach = ranges.start[order], np.maximum.accumulate(ranges.end[order])
+    last = np.searchsorted(start, runs.end) - 1  # of the ranges that begin in front of the end
+    sent = np.minimum(reach[last], runs.end) - runs.start
     return int((runs.local + sent)[(last >= 0) & (sent > 0)].max(initial=0))
 
 
