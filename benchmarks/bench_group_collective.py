@@ -34,8 +34,8 @@ from megatron_magi.comm.group_collective import GroupCastArgs, LevelArgs, group_
 from megatron_magi.comm.groups import all_gather_single
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
-from megatron_magi.plan.exchange import Pieces
 from megatron_magi.plan.hierarchy import two_levels
+from megatron_magi.plan.partition import Ranges, Runs
 from megatron_magi.testing.spawn import run_ranks
 
 HEADS_KV, HEAD_DIM = 8, 128
@@ -59,21 +59,22 @@ def exchange_args(rank: int, num_ranks: int, num_rows: int) -> GroupCastArgs:
 
 
 def level_args(
-    pieces: Pieces, rank: int, num_ranks: int, ranks_per_node: int, device: torch.device | str = "cuda"
+    rows: tuple[Ranges, Runs], rank: int, num_ranks: int, ranks_per_node: int, device: torch.device | str = "cuda"
 ) -> LevelArgs:
     """The same in two levels."""
-    levels = two_levels(pieces, rank, num_ranks, ranks_per_node)
+    levels = two_levels(*rows, rank, num_ranks, ranks_per_node)
     nothing = np.zeros(0, dtype=np.int64)
     transfer = Transfer(nothing, (), (), None, nothing, (), (), 0, 0, 0, levels)
     return LevelArgs.build(cast_tables(transfer), device)
 
 
-def exchange_pieces(num_ranks: int, num_rows: int) -> Pieces:
-    """`exchange_args` of all ranks."""
-    src, dst = (x.reshape(-1) for x in np.indices((num_ranks, num_ranks)))
+def exchange_rows(num_ranks: int, num_rows: int) -> tuple[Ranges, Runs]:
+    """`exchange_args` of all ranks: what they fetch, and where it is."""
+    dst, src = (x.reshape(-1) for x in np.indices((num_ranks, num_ranks)))
     src, dst = src[src != dst], dst[src != dst]
-    place = (src - (src > dst)) * num_rows
-    return Pieces(src, dst, np.zeros_like(src), np.full_like(src, num_rows), place)
+    place, ranks = (src - (src > dst)) * num_rows, np.arange(num_ranks)
+    runs = Runs(ranks * num_rows, (ranks + 1) * num_rows, ranks, np.zeros_like(ranks))
+    return Ranges(dst, src * num_rows, (src + 1) * num_rows, place), runs
 
 
 def slowest(value: float) -> float:
@@ -127,7 +128,7 @@ def ways(
     splits = [n * ROW_BYTES for n in args.recv_splits]
     result: dict[tuple[str, str], Callable[[], object]] = {}
     if per_node:
-        levels = level_args(exchange_pieces(num_ranks, num_rows), rank, num_ranks, per_node)
+        levels = level_args(exchange_rows(num_ranks, num_rows), rank, num_ranks, per_node)
         for way, impl in ((f"two_levels_{per_node}", "auto"), (f"two_levels_native_{per_node}", "native")):
             how = {"args": levels, "impl": impl, "kept": True}
             result["cast", way] = lambda how=how: group_cast([k, v], **how).wait()

@@ -25,7 +25,7 @@ from provenance import write_csv
 
 from megatron_magi.comm.group_collective import Args, GroupCastArgs, group_cast, group_reduce
 from megatron_magi.comm.peer_tables import PeerRows
-from megatron_magi.plan.exchange import Pieces
+from megatron_magi.plan.partition import Ranges, Runs
 from megatron_magi.testing.spawn import run_ranks
 
 HEADER = ["ranks", "calls", "device_mb", "torch_mb", "host_mb", "seconds"]
@@ -62,11 +62,13 @@ def make_table(rank: int, num_ranks: int, seed: int, device: str) -> Table:
         place.append(rng.permutation(total))
     parts = (np.concatenate(part).astype(np.int64) for part in (src, dst, row, place))
     src, dst, row, place = parts
-    pieces = Pieces(src, dst, row, np.ones_like(src), place)
+    ends = np.cumsum(num_rows)
+    runs = Runs(ends - num_rows, ends, np.arange(num_ranks), np.zeros_like(ends))
+    token = runs.start[src] + row  # rising for each ``dst``
     received, sent = dst == rank, src == rank
     args: Args
     if num_ranks >= 4 and seed % 3 == 0:
-        args = level_args(pieces, rank, num_ranks, num_ranks // 2, device)
+        args = level_args((Ranges(dst, token, token + 1, place), runs), rank, num_ranks, num_ranks // 2, device)
     else:
         counts = np.zeros((num_ranks, num_ranks), dtype=np.int64)
         np.add.at(counts, (src, dst), 1)

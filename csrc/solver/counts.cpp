@@ -1,6 +1,7 @@
 // What the ranks of a dispatch compute and send, as megatron_magi/plan/counts.py defines it.
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -41,6 +42,35 @@ struct Span {
   Int begin, end;
 };
 
+// Spans in any order, which may overlap. Those of many ranks together tell what these exchange with each other, without
+// going through pairs of them.
+class Spans {
+ public:
+  void add(const Span& span) { begins_.push_back(span.begin), ends_.push_back(span.end); }
+
+  void finish() {
+    for (auto [edges, sums] : {std::pair{&begins_, &begin_sums_}, std::pair{&ends_, &end_sums_}}) {
+      std::sort(edges->begin(), edges->end());
+      sums->assign(edges->size() + 1, 0);
+      std::partial_sum(edges->begin(), edges->end(), sums->begin() + 1);
+    }
+  }
+
+  // Keys that `span` shares with each of these, added up.
+  Int within(const Span& span) const { return before(span.end) - before(span.begin); }
+
+ private:
+  // Up to `at`, a span has as many keys as lie behind its begin, less those behind its end.
+  Int before(Int at) const { return behind(begins_, begin_sums_, at) - behind(ends_, end_sums_, at); }
+
+  static Int behind(const std::vector<Int>& edges, const std::vector<Int>& sums, Int at) {
+    const Int count = std::lower_bound(edges.begin(), edges.end(), at) - edges.begin();
+    return count * at - sums[count];
+  }
+
+  std::vector<Int> begins_, ends_, begin_sums_, end_sums_;
+};
+
 class Counting {
  public:
   // `out`: [9, 2, cp_size], zeros.
@@ -77,7 +107,7 @@ class Counting {
         for (const auto& change : changes) most = std::max(most, rows += change.second);
         cell(6, place, r) = most;
       }
-    for (Int r = 0; r < cp_size_; ++r) count_travel(r);
+    count_travel();
   }
 
  private:
@@ -119,20 +149,42 @@ class Counting {
     changes_[place][rank].push_back({seen.k0, rows}), changes_[place][rank].push_back({seen.k1, -rows});
   }
 
-  void count_travel(Int rank) {
-    auto& needed = needed_[rank];
-    std::sort(needed.begin(), needed.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
-    for (std::size_t i = 0; i < needed.size();) {
-      Span all = needed[i];
-      for (++i; i < needed.size() && needed[i].begin <= all.end; ++i) all.end = std::max(all.end, needed[i].end);
-      for (Int j = after(runs_, all.begin); j < static_cast<Int>(runs_.size()) && runs_[j].begin < all.end; ++j) {
-        const Int source = rank_[j];
-        if (source == rank) continue;
-        const Int rows = std::min(all.end, runs_[j].end) - std::max(all.begin, runs_[j].begin);
-        const Int far = source / ranks_per_node_ != rank / ranks_per_node_;
-        cell(7, far, rank) += rows, cell(8, far, source) += rows;
+  void count_travel() {
+    const Int num_nodes = (cp_size_ - 1) / ranks_per_node_ + 1;
+    Spans all;
+    std::vector<Spans> held(num_nodes), fetched(num_nodes);
+    for (std::size_t i = 0; i < runs_.size(); ++i) held[rank_[i] / ranks_per_node_].add(runs_[i]);
+    for (Spans& spans : held) spans.finish();
+    for (Int r = 0; r < cp_size_; ++r)
+      for (const Span& span : from_others(r)) {
+        const Int node = r / ranks_per_node_, near = held[node].within(span);
+        cell(7, 0, r) += near, cell(7, 1, r) += span.end - span.begin - near;
+        all.add(span), fetched[node].add(span);
       }
+    all.finish();
+    for (Spans& spans : fetched) spans.finish();
+    for (std::size_t i = 0; i < runs_.size(); ++i) {
+      const Int near = fetched[rank_[i] / ranks_per_node_].within(runs_[i]);
+      cell(8, 0, rank_[i]) += near, cell(8, 1, rank_[i]) += all.within(runs_[i]) - near;
     }
+  }
+
+  // The keys that a rank needs and does not hold.
+  std::vector<Span> from_others(Int rank) {
+    auto& needed = needed_[rank];
+    const auto& own = own_[rank];
+    std::sort(needed.begin(), needed.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    std::vector<Span> out;
+    for (std::size_t i = 0; i < needed.size();) {
+      Span rest = needed[i];
+      for (++i; i < needed.size() && needed[i].begin <= rest.end; ++i) rest.end = std::max(rest.end, needed[i].end);
+      for (Int j = after(own, rest.begin); j < static_cast<Int>(own.size()) && own[j].begin < rest.end; ++j) {
+        if (rest.begin < own[j].begin) out.push_back({rest.begin, own[j].begin});
+        rest.begin = own[j].end;
+      }
+      if (rest.begin < rest.end) out.push_back(rest);
+    }
+    return out;
   }
 
   Int cp_size_, ranks_per_node_;

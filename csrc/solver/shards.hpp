@@ -48,26 +48,26 @@ class Shards {
   const std::set<std::pair<Int, Int>>& order() const { return order_; }
   const std::vector<Chunk>& chunks(Int rank) const { return chunks_[rank]; }
 
-  // For each chunk of rank `top`, in order, and each partner the two chunks there that even out the two ranks best:
-  // `place` is the later of the two, and `after` the larger load of the two ranks when either is swapped, the
-  // earlier one first: [num_mine, num_partners, 2].
-  void best_swaps(Int top, const Ints& partners, Ints& place, Ints& after) const {
+  // For each partner and each chunk of rank `top`, in order, the two chunks there that even out the two ranks best:
+  // `visit(m, p, at, after)` gets the later of the two, and the larger load of the two ranks when either is swapped,
+  // the earlier one first. Partners come by rising load; it ends with those that leave more than `most` in any case.
+  template <typename Visit>
+  void best_swaps(Int top, const Ints& partners, const Int& most, Visit visit) const {
     const auto& mine = chunks_[top];
-    const Int num_mine = static_cast<Int>(mine.size()), num_partners = static_cast<Int>(partners.size());
-    place.resize(num_mine * num_partners), after.resize(2 * num_mine * num_partners);
-    for (Int p = 0; p < num_partners; ++p) {
+    for (Int p = 0; p < static_cast<Int>(partners.size()); ++p) {
       const auto& theirs = chunks_[partners[p]];
       const Int count = static_cast<Int>(theirs.size()), other = load[partners[p]], half = (load[top] - other) / 2;
+      if (load[top] - half > most) return;
       Int at = 0;  // the wanted area rises with the chunk
-      for (Int m = 0; m < num_mine; ++m) {
+      for (Int m = 0; m < static_cast<Int>(mine.size()); ++m) {
         const Int wanted = std::clamp<Int>(mine[m].area - half, 0, largest_);
         while (at < count && theirs[at].area < wanted) ++at;
-        const Int i = m * num_partners + p;
-        place[i] = at;
+        Int after[2];
         for (Int side : {0, 1}) {
           const Int moved = mine[m].area - theirs[std::clamp<Int>(at - 1 + side, 0, count - 1)].area;
-          after[2 * i + side] = std::max(load[top] - moved, other + moved);
+          after[side] = std::max(load[top] - moved, other + moved);
         }
+        visit(m, p, at, after);
       }
     }
   }

@@ -41,12 +41,16 @@ class Repair {
   }
 
   bool choose_among(Int top, Int target) {
-    s_.best_swaps(top, partners_, place_, after_);
+    if (!h_) return choose_lowest(top);
+    const Int num_partners = static_cast<Int>(partners_.size()), before = s_.load[top], none = INT64_MAX;
+    place_.resize(s_.chunks(top).size() * num_partners), after_.resize(2 * place_.size());
+    s_.best_swaps(top, partners_, none, [&](Int m, Int p, Int at, const Int* after) {
+      const Int i = m * num_partners + p;
+      place_[i] = at, after_[2 * i] = after[0], after_[2 * i + 1] = after[1];
+    });
     if (after_.empty()) return false;
-    const Int best = std::min_element(after_.begin(), after_.end()) - after_.begin(), before = s_.load[top];
+    const Int best = std::min_element(after_.begin(), after_.end()) - after_.begin();
     if (after_[best] >= before) return false;
-    take(top, best);
-    if (!h_) return true;
     const Int enough = std::max(target, (after_[best] + before) / 2);
     good_.clear();
     for (Int i = 0; i < static_cast<Int>(after_.size()); ++i)
@@ -61,12 +65,29 @@ class Repair {
     return true;
   }
 
-  // The chunks of candidate i, see `Shards::best_swaps`.
+  // The swap that lowers the larger of two loads most, of equal ones that of the first chunk, then partner, then side.
+  bool choose_lowest(Int top) {
+    Int least = s_.load[top], first = -1;
+    s_.best_swaps(top, partners_, least, [&](Int m, Int p, Int at, const Int* after) {
+      for (Int side : {0, 1}) {
+        const Int i = 2 * (m * static_cast<Int>(partners_.size()) + p) + side;
+        if (after[side] < least || (after[side] == least && i < first))
+          least = after[side], first = i, take(top, m, p, at, side);
+      }
+    });
+    return first >= 0;
+  }
+
+  // The chunks of candidate i of `after_`.
   void take(Int top, Int i) {
     const Int num_partners = static_cast<Int>(partners_.size());
-    const auto& theirs = s_.chunks(partners_[i / 2 % num_partners]);
-    mine_ = s_.chunks(top)[i / 2 / num_partners].index;
-    partner_ = theirs[std::clamp<Int>(place_[i / 2] - 1 + i % 2, 0, static_cast<Int>(theirs.size()) - 1)].index;
+    take(top, i / 2 / num_partners, i / 2 % num_partners, place_[i / 2], i % 2);
+  }
+
+  void take(Int top, Int m, Int p, Int at, Int side) {
+    const auto& theirs = s_.chunks(partners_[p]);
+    mine_ = s_.chunks(top)[m].index;
+    partner_ = theirs[std::clamp<Int>(at - 1 + side, 0, static_cast<Int>(theirs.size()) - 1)].index;
   }
 
   Shards& s_;

@@ -159,6 +159,21 @@ def cut_intervals(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) 
     return expand(first, counts)
 
 
+def rows_within(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    """Rows that each interval ``[lo[i], hi[i])`` shares with the segments ``[starts[j], ends[j])``, int64 ``[n]``.
+
+    Segments come in any order and may overlap: a row counts once for each that it lies in.
+    """
+    at = np.concatenate([lo, hi])
+    before = np.zeros(
+        len(at), dtype=np.int64
+    )  # rows of segments up to ``at``: behind their starts, less behind their ends
+    for edges, sign in ((np.sort(starts), 1), (np.sort(ends), -1)):
+        count = np.searchsorted(edges, at)
+        before += sign * (count * at - np.concatenate([[0], np.cumsum(edges)])[count])
+    return before[len(lo) :] - before[: len(lo)]
+
+
 def expand(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
     """For each i, the pairs ``(i, first[i] + j)`` for ``0 <= j < counts[i]``, concatenated."""
     index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)

@@ -8,7 +8,8 @@ import numpy as np
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
-from megatron_magi.plan.partition import Runs
+from megatron_magi.plan.partition import Runs, from_others
+from megatron_magi.plan.swaps import sum_by_rank
 
 
 class Counts(NamedTuple):
@@ -63,9 +64,7 @@ def _spans(pieces: np.ndarray, dst: np.ndarray, runs: Runs) -> tuple[tuple, tupl
     """For own keys, and for keys of other ranks: first and past-the-last key, visible area and number of keys of each
     piece.
     """
-    num, lift = len(pieces), int(runs.bounds[-1]) + 1
-    order = np.argsort(runs.rank, kind="stable")  # runs are in global order
-    start, end = (bounds[order] + runs.rank[order] * lift for bounds in (runs.bounds[:-1], runs.bounds[1:]))
+    num, (start, end, lift) = len(pieces), runs.by_rank()
     up = dst * lift
     i, j = bd.cut_intervals(pieces[:, bd.K0] + up, pieces[:, bd.K1] + up, start, end)
     part = pieces[i]
@@ -112,14 +111,14 @@ def _count_travel(
     pieces: np.ndarray, dst: np.ndarray, runs: Runs, cp_size: int, ranks_per_node: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows that ranks receive and send, ``[2, cp_size]`` each: inside a node, and between nodes."""
-    needed, to = bd.merge_ranges(pieces[:, [bd.K0, bd.K1]], dst)
-    i, run = bd.cut_intervals(needed[:, 0], needed[:, 1], runs.bounds[:-1], runs.bounds[1:])
-    rows = np.minimum(needed[i, 1], runs.bounds[run + 1]) - np.maximum(needed[i, 0], runs.bounds[run])
-    source, to = runs.rank[run], to[i]
-    travels = source != to
-    source, to, rows = source[travels], to[travels], rows[travels]
-    far = (source // ranks_per_node != to // ranks_per_node).astype(np.int64)
-    received, sent = np.zeros((2, cp_size), dtype=np.int64), np.zeros((2, cp_size), dtype=np.int64)
-    np.add.at(received, (far, to), rows)
-    np.add.at(sent, (far, source), rows)
+    to, start, end = from_others(pieces[:, [bd.K0, bd.K1]], dst, runs)
+    lift = int(runs.end[-1]) + 1
+    up, run_up = (rank // ranks_per_node * lift for rank in (to, runs.rank))
+    near = bd.rows_within(start + up, end + up, runs.start + run_up, runs.end + run_up)
+    near_sent = bd.rows_within(runs.start + run_up, runs.end + run_up, start + up, end + up)
+    far, far_sent = end - start - near, bd.rows_within(runs.start, runs.end, start, end) - near_sent
+    received, sent = (
+        np.stack([sum_by_rank(rank, rows, cp_size) for rows in both])
+        for rank, both in ((to, (near, far)), (runs.rank, (near_sent, far_sent)))
+    )
     return received, sent

@@ -2,65 +2,72 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from megatron_magi.mask import bands as bd
+from megatron_magi.plan.partition import Ranges, Runs
 from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.types import Transfer
 
 
-class Pieces(NamedTuple):
-    """Rows that travel, in runs; int64 ``[num_pieces]`` each.
-
-    Attributes:
-        src, dst: ranks.
-        row: of the first in the tensors of ``src``.
-        length: rows.
-        place: row of the first in the buffer of ``dst``.
-    """
-
-    src: np.ndarray
-    dst: np.ndarray
-    row: np.ndarray
-    length: np.ndarray
-    place: np.ndarray
-
-    def take(self, index: np.ndarray) -> Pieces:
-        """The pieces at ``index``."""
-        return Pieces(*(array[index] for array in self))
-
-
-def exchange(pieces: Pieces, rank: int, num_ranks: int) -> tuple[Transfer, Pieces]:
+def exchange(ranges: Ranges, runs: Runs, rank: int, num_ranks: int) -> tuple[Transfer, np.ndarray, np.ndarray]:
     """What one rank sends and receives: rows to each rank in turn, and to each in their order.
 
+    What ranks do with each other is summed up without a list of it: that would grow with the square of their number.
+
     Args:
-        pieces: of all ranks, in any order. They fill the buffer of each rank.
+        ranges: that ranks fetch. What lies on no run comes by other ways.
+        runs: where ranks hold them.
         rank: whose view.
         num_ranks: of the exchange.
 
     Returns:
-        ``(transfer, arriving)``: without ``recv_order`` and ``levels``, and the pieces that the rank receives, in the
-        order of arrival.
+        ``(transfer, place, length)``: without ``recv_order`` and ``levels``, and the pieces that the rank receives, in
+        the order of arrival: row of the first in its buffer, and rows.
     """
-    sent, arriving = (pieces.take(np.flatnonzero(peer == rank)) for peer in (pieces.src, pieces.dst))
-    sent = sent.take(np.lexsort((sent.row, sent.dst)))
-    arriving = arriving.take(np.lexsort((arriving.row, arriving.src)))
-    before, ahead = (np.flatnonzero(peer < rank) for peer in (pieces.src, pieces.dst))
+    sent, _, row, length = _meet(ranges, runs.take(np.flatnonzero(runs.rank == rank)))
+    order = np.lexsort((row, sent.dst))
+    send_index, send_splits = rows_of(row[order], length[order]), _splits(sent.dst, length, num_ranks)
+    got, src, row, length = _meet(ranges.take(np.flatnonzero(ranges.dst == rank)), runs)
+    order = np.lexsort((row, src))
+    recv_splits, row, length = _splits(src, length, num_ranks), row[order], length[order]
+    before, ahead = runs.take(np.flatnonzero(runs.rank < rank)), ranges.take(np.flatnonzero(ranges.dst < rank))
     transfer = Transfer(
-        send_index=rows_of(sent.row, sent.length),
-        send_splits=_splits(sent.dst, sent.length, num_ranks),
-        recv_splits=_splits(arriving.src, arriving.length, num_ranks),
+        send_index=send_index,
+        send_splits=send_splits,
+        recv_splits=recv_splits,
         recv_order=None,
-        owner_rows=rows_of(arriving.row, arriving.length),
-        first_there=_splits(pieces.dst[before], pieces.length[before], num_ranks),
-        first_back=_splits(pieces.src[ahead], pieces.length[ahead], num_ranks),
-        most_rows=int((pieces.row + pieces.length).max(initial=0)),
-        most_recv=max(_splits(pieces.dst, pieces.length, num_ranks)),
-        most_send=max(_splits(pieces.src, pieces.length, num_ranks)),
+        owner_rows=rows_of(row, length),
+        first_there=_splits(ranges.dst, _rows_within(ranges, before), num_ranks),
+        first_back=_splits(runs.rank, _rows_within(runs, ahead), num_ranks),
+        most_rows=_most_rows(ranges, runs),
+        most_recv=max(_splits(ranges.dst, _rows_within(ranges, runs), num_ranks)),
+        most_send=max(_splits(runs.rank, _rows_within(runs, ranges), num_ranks)),
     )
-    return transfer, arriving
+    return transfer, got.place[order], length
+
+
+def _meet(ranges: Ranges, runs: Runs) -> tuple[Ranges, np.ndarray, np.ndarray, np.ndarray]:
+    """``(pieces, src, row, length)``: the ranges, cut into what lies on one run each, and where that is."""
+    i, j = bd.cut_intervals(ranges.start, ranges.end, runs.start, runs.end)
+    start, end = np.maximum(ranges.start[i], runs.start[j]), np.minimum(ranges.end[i], runs.end[j])
+    pieces = Ranges(ranges.dst[i], start, end, ranges.place[i] + start - ranges.start[i])
+    return pieces, runs.rank[j], runs.local[j] + start - runs.start[j], end - start
+
+
+def _rows_within(some: Ranges | Runs, others: Ranges | Runs) -> np.ndarray:
+    return bd.rows_within(some.start, some.end, others.start, others.end)
+
+
+def _most_rows(ranges: Ranges, runs: Runs) -> int:
+    """Rows of any rank up to the last that it sends."""
+    if not len(ranges.start):
+        return 0
+    order = np.argsort(ranges.start)
+    start, reach = ranges.start[order], np.maximum.accumulate(ranges.end[order])
+    last = np.searchsorted(start, runs.end) - 1  # of the ranges that begin in front of the end
+    sent = np.minimum(reach[last], runs.end) - runs.start
+    return int((runs.local + sent)[(last >= 0) & (sent > 0)].max(initial=0))
 
 
 def rows_of(first: np.ndarray, length: np.ndarray) -> np.ndarray:

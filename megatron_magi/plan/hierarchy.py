@@ -5,52 +5,48 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_magi.mask import bands as bd
-from megatron_magi.plan.exchange import Pieces, exchange, rows_of
+from megatron_magi.plan.exchange import exchange, rows_of
+from megatron_magi.plan.partition import Ranges, Runs, from_others
 from megatron_magi.plan.types import Levels
 
 
-def two_levels(pieces: Pieces, rank: int, num_ranks: int, ranks_per_node: int) -> Levels:
+def two_levels(ranges: Ranges, runs: Runs, rank: int, num_ranks: int, ranks_per_node: int) -> Levels:
     """The two levels of a transfer.
 
     Args:
-        pieces: of all ranks.
+        ranges: that all ranks fetch.
+        runs: where they are; they cover the sequence.
         rank: whose view.
         num_ranks: of the group, a multiple of ``ranks_per_node``.
     """
-    per_node, node = ranks_per_node, rank // ranks_per_node
-    src_node, dst_node = pieces.src // per_node, pieces.dst // per_node
-    inside = pieces.take(np.flatnonzero((src_node == node) & (dst_node == node)))
-    near, near_arriving = exchange(_in_node(inside, per_node), rank % per_node, per_node)
+    per_node = ranks_per_node
+    node, at = divmod(rank, per_node)
+    to_here = ranges.take(np.flatnonzero(ranges.dst // per_node == node))
+    to_here = to_here._replace(dst=to_here.dst % per_node)
+    node_of, place_of = runs.rank // per_node, runs.rank % per_node
+    inside = runs._replace(rank=place_of).take(np.flatnonzero(node_of == node))
+    near, *near_pieces = exchange(to_here, inside, at, per_node)
 
-    # What any rank of a node needs of a rank outside it, each row once.
-    crossing = pieces.take(np.flatnonzero(src_node != dst_node))
-    key = crossing.dst // per_node * num_ranks + crossing.src
-    ranges, key = bd.merge_ranges(np.stack([crossing.row, crossing.row + crossing.length], axis=1), key)
-    once = Pieces(key % num_ranks, key // num_ranks, ranges[:, 0], ranges[:, 1] - ranges[:, 0], np.zeros_like(key))
-    mine = once.take(np.flatnonzero(once.src % per_node == rank % per_node))
-    far, _ = exchange(mine._replace(src=mine.src // per_node), node, num_ranks // per_node)
-
-    arriving = once.take(np.flatnonzero(once.dst == node))
-    arriving = arriving.take(np.lexsort((arriving.row, arriving.src, arriving.src % per_node)))
-    before = _before(arriving.length, arriving.src % per_node)
-    handed_on = crossing.take(np.flatnonzero(crossing.dst // per_node == node))
-    # Where each lies in the buffer of the rank that it comes to first.
-    order = np.lexsort((arriving.row, arriving.src))
-    lift = int(max(arriving.row.max(initial=0), handed_on.row.max(initial=0))) + 1
-    starts = (arriving.src * lift + arriving.row)[order]
-    at = order[np.searchsorted(starts, handed_on.src * lift + handed_on.row, side="right") - 1]
-    handed_on = handed_on._replace(row=before[at] + handed_on.row - arriving.row[at])
-    relay, relay_arriving = exchange(_in_node(handed_on, per_node), rank % per_node, per_node)
-    near_rows, relay_rows = (rows_of(some.place, some.length) for some in (near_arriving, relay_arriving))
-    return Levels(per_node, near, far, relay, near_rows, relay_rows)
+    # What any rank of a node needs of ranks outside it, each row once.
+    needed = np.stack([ranges.start, ranges.end], axis=1)
+    dst, start, end = from_others(needed, ranges.dst // per_node, runs._replace(rank=node_of))
+    once = Ranges(dst, start, end, np.zeros_like(dst))
+    same = runs._replace(rank=node_of).take(np.flatnonzero(place_of == at))
+    far, *_ = exchange(once, same, node, num_ranks // per_node)
+    relay, *relay_pieces = exchange(
+        to_here, _arrived(once.take(np.flatnonzero(dst == node)), runs, per_node), at, per_node
+    )
+    return Levels(per_node, near, far, relay, rows_of(*near_pieces), rows_of(*relay_pieces))
 
 
-def _in_node(pieces: Pieces, per_node: int) -> Pieces:
-    return pieces._replace(src=pieces.src % per_node, dst=pieces.dst % per_node)
-
-
-def _before(length: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Rows of the same group before each piece; pieces are sorted by group."""
+def _arrived(ranges: Ranges, runs: Runs, per_node: int) -> Runs:
+    """Where in a node the ranges that it fetches of others lie, in the buffers of the ranks that they come to first."""
+    i, j = bd.cut_intervals(ranges.start, ranges.end, runs.start, runs.end)
+    start, end, src = np.maximum(ranges.start[i], runs.start[j]), np.minimum(ranges.end[i], runs.end[j]), runs.rank[j]
+    holder = src % per_node
+    order = np.lexsort((start, src, holder))
+    length, holders = (end - start)[order], holder[order]
     ahead = np.cumsum(length) - length
-    first = np.searchsorted(group, group, side="left")
-    return ahead - ahead[first] if len(ahead) else ahead
+    local = np.empty_like(start)
+    local[order] = ahead - ahead[np.searchsorted(holders, holders)]
+    return Runs(start, end, holder, local)

@@ -1,32 +1,36 @@
-"""Global bands -> what each rank computes and what it must fetch, for all ranks at once."""
+"""Global bands -> what each rank computes and what it must fetch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_magi.mask import AttnMask
 from megatron_magi.mask import bands as bd
+from megatron_magi.plan.swaps import sum_by_rank
 from megatron_magi.plan.types import Dispatch
 
 
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """Maximal pieces of the sequence that lie together on one rank, in global order."""
+class Runs(NamedTuple):
+    """Pieces of the sequence that lie together on one rank: disjoint and ascending, int64 ``[num_runs]`` each.
 
-    bounds: np.ndarray  # [num_runs + 1]
-    rank: np.ndarray  # [num_runs]
-    local: np.ndarray  # [num_runs]: row of the run's first token in its rank's shard
+    Attributes:
+        start, end: tokens.
+        rank: who holds them.
+        local: row of the first in the tensors of ``rank``.
+    """
 
-    @classmethod
-    def of(cls, dispatch: Dispatch) -> Runs:
-        """The runs of a dispatch."""
-        return cls.of_chunks(dispatch.chunk_bounds, dispatch.chunk_rank)
+    start: np.ndarray
+    end: np.ndarray
+    rank: np.ndarray
+    local: np.ndarray
 
     @classmethod
     def of_chunks(cls, chunk_bounds: np.ndarray, chunk_rank: np.ndarray) -> Runs:
-        """The runs of chunks that are given to ranks."""
+        """The runs of chunks that are given to ranks, as long as possible: they cover the sequence."""
         change = np.flatnonzero(np.diff(chunk_rank)) + 1
         first = np.concatenate([[0], change])
         bounds = np.append(chunk_bounds[first], chunk_bounds[-1])
@@ -38,37 +42,56 @@ class Runs:
         starts = ends - length[order]
         rank_start = starts[np.searchsorted(rank[order], rank[order], side="left")]
         local[order] = starts - rank_start
-        return cls(bounds, rank, local)
+        return cls(bounds[:-1], bounds[1:], rank, local)
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """Borders of runs that cover the sequence, int64 ``[num_runs + 1]``."""
+        return np.append(self.start, self.end[-1])
+
+    def take(self, index: np.ndarray) -> Runs:
+        """The runs at ``index``."""
+        return Runs(*(array[index] for array in self))
+
+    def by_rank(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """``(start, end, lift)`` sorted by rank, those of rank r raised by ``r * lift``, so that one search serves all
+        ranks.
+        """
+        order, lift = np.argsort(self.rank, kind="stable"), int(self.end[-1]) + 1
+        up = self.rank[order] * lift
+        return self.start[order] + up, self.end[order] + up, lift
 
 
-@dataclass(frozen=True, eq=False)
-class RemotePieces:
-    """Every token range that travels, once for each rank that needs it, sorted by (dst, start).
+class Ranges(NamedTuple):
+    """Tokens that ranks fetch, sorted by (dst, start) and disjoint for each; int64 ``[num_ranges]`` each.
 
-    ``position`` counts the rows before the piece among all that ``dst`` fetches.
+    Attributes:
+        dst: who fetches them.
+        start, end: tokens, on one rank or several.
+        place: row of the first in the buffer of ``dst``.
     """
 
     dst: np.ndarray
-    run: np.ndarray
     start: np.ndarray
     end: np.ndarray
-    position: np.ndarray
-    stage: np.ndarray  # 1..degree
+    place: np.ndarray
 
-    @property
-    def length(self) -> np.ndarray:
-        """Rows of each piece."""
-        return self.end - self.start
+    def take(self, index: np.ndarray) -> Ranges:
+        """The ranges at ``index``."""
+        return Ranges(*(array[index] for array in self))
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Bands by rank in global coordinates, and the pieces that travel (one stage)."""
+    """Bands by rank in global coordinates, and the ranges that travel, in one stage.
+
+    What is kept grows with the pieces of the sequence, not with the pairs of ranks that exchange rows.
+    """
 
     runs: Runs
     bands: np.ndarray  # tight, each inside one run's rows
     band_run: np.ndarray
-    remote: RemotePieces
+    remote: Ranges
     remote_rows: np.ndarray  # [cp_size]
 
 
@@ -78,111 +101,91 @@ def partition(mask: AttnMask, dispatch: Dispatch) -> Partition:
     A rank needs exactly the keys that at least one of its rows sees; what it does not hold
     itself is fetched, once. That is the lower bound on what any schedule must move.
     """
-    runs = Runs.of(dispatch)
+    runs = Runs.of_chunks(dispatch.chunk_bounds, dispatch.chunk_rank)
     pieces, run = bd.cut_rows(mask.bands, runs.bounds)
     pieces, index = bd.tighten_with_index(pieces)
     run = run[index]
-    needed, dst = bd.merge_ranges(pieces[:, [bd.K0, bd.K1]], runs.rank[run])
-    i, src_run = bd.cut_intervals(needed[:, 0], needed[:, 1], runs.bounds[:-1], runs.bounds[1:])
-    travels = runs.rank[src_run] != dst[i]
-    i, src_run = i[travels], src_run[travels]
-    start = np.maximum(needed[i, 0], runs.bounds[src_run])
-    end = np.minimum(needed[i, 1], runs.bounds[src_run + 1])
-    dst = dst[i]
-    rows = np.zeros(dispatch.cp_size, dtype=np.int64)
-    np.add.at(rows, dst, end - start)
+    dst, start, end = from_others(pieces[:, [bd.K0, bd.K1]], runs.rank[run], runs)
+    rows = sum_by_rank(dst, end - start, dispatch.cp_size)
     before = np.cumsum(rows) - rows
-    position = np.cumsum(end - start) - (end - start) - before[dst]
-    remote = RemotePieces(dst, src_run, start, end, position, np.ones_like(dst))
-    return Partition(runs, pieces, run, remote, rows)
+    place = np.cumsum(end - start) - (end - start) - before[dst]
+    return Partition(runs, pieces, run, Ranges(dst, start, end, place), rows)
+
+
+def from_others(needed: np.ndarray, rank: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens that ranks need and do not hold.
+
+    Args:
+        needed: half-open ranges in any order, int64 ``[n, 2]``.
+        rank: who needs each, int64 ``[n]``.
+        runs: that cover the sequence.
+
+    Returns:
+        ``(rank, start, end)``: disjoint ranges that do not touch, sorted by (rank, start).
+    """
+    needed, rank = bd.merge_ranges(needed, rank)
+    start, end, lift = runs.by_rank()
+    start, end = np.append(0, end), np.append(start, np.iinfo(np.int64).max)  # of what others hold in between
+    start, end = start[start < end], end[start < end]
+    up = rank * lift
+    i, j = bd.cut_intervals(needed[:, 0] + up, needed[:, 1] + up, start, end)
+    up = up[i]
+    return rank[i], np.maximum(needed[i, 0], start[j] - up), np.minimum(needed[i, 1], end[j] - up)
 
 
 def areas_by_place(part: Partition) -> tuple[np.ndarray, np.ndarray]:
     """Visible pairs of each rank's rows with its own keys, and with keys of others, int64 ``[cp_size]`` each."""
-    runs, cp_size = part.runs, len(part.remote_rows)
-    rank = runs.rank[part.band_run]
-    order = np.argsort(runs.rank, kind="stable")  # runs are in global order
-    lift = int(runs.bounds[-1]) + 1
-    start, end = (bounds[order] + runs.rank[order] * lift for bounds in (runs.bounds[:-1], runs.bounds[1:]))
+    cp_size, rank = len(part.remote_rows), part.runs.rank[part.band_run]
+    start, end, lift = part.runs.by_rank()
     up = rank * lift
     i, j = bd.cut_intervals(part.bands[:, bd.K0] + up, part.bands[:, bd.K1] + up, start, end)
     own = part.bands[i]
     own[:, bd.K0] = np.maximum(own[:, bd.K0], start[j] - up[i])
     own[:, bd.K1] = np.minimum(own[:, bd.K1], end[j] - up[i])
-    local, total = np.zeros(cp_size, dtype=np.int64), np.zeros(cp_size, dtype=np.int64)
-    np.add.at(local, rank[i], bd.areas(own))
-    np.add.at(total, rank, bd.areas(part.bands))
+    local, total = sum_by_rank(rank[i], bd.areas(own), cp_size), sum_by_rank(rank, bd.areas(part.bands), cp_size)
     return local, total - local
 
 
-def split_stages(part: Partition, degree: int) -> RemotePieces:
+def split_stages(part: Partition, degree: int) -> tuple[Ranges, ...]:
     """Deals the rows that each rank fetches to ``degree`` stages of equal length, in global order."""
-    remote = part.remote
     if degree <= 1:
-        return remote
-    cp_size = len(part.remote_rows)
-    # Lift the positions of each rank above those of the one before, so that one cut serves all.
-    lift = np.cumsum(part.remote_rows) - part.remote_rows
-    edges = lift[:, None] + part.remote_rows[:, None] * np.arange(degree + 1) // degree
-    starts, ends = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1)
-    lo = remote.position + lift[remote.dst]
-    i, segment = bd.cut_intervals(lo, lo + remote.length, starts, ends)
-    # A rank with fewer rows than stages has empty segments, which nothing meets.
-    keep = starts[segment] < ends[segment]
-    i, segment = i[keep], segment[keep]
-    cut_lo = np.maximum(lo[i], starts[segment])
-    cut_hi = np.minimum(lo[i] + remote.length[i], ends[segment])
-    start = remote.start[i] + cut_lo - lo[i]
-    assert cp_size * degree == len(starts)
-    return RemotePieces(
-        dst=remote.dst[i],
-        run=remote.run[i],
-        start=start,
-        end=start + cut_hi - cut_lo,
-        position=cut_lo - lift[remote.dst[i]],
-        stage=segment % degree + 1,
-    )
+        return (part.remote,) * degree
+    dst, start, end, first = part.remote
+    stages = []
+    for stage in range(degree):
+        low, high = (part.remote_rows * edge // degree for edge in (stage, stage + 1))
+        begin, stop = np.maximum(first, low[dst]), np.minimum(first + end - start, high[dst])
+        some = np.flatnonzero(begin < stop)
+        to, moved = dst[some], (start - first)[some]
+        stages.append(Ranges(to, begin[some] + moved, stop[some] + moved, begin[some] - low[to]))
+    return tuple(stages)
 
 
-def stage_offsets(pieces: RemotePieces, cp_size: int, degree: int) -> np.ndarray:
-    """Row of each piece in the buffer of its stage: the buffer is in global order."""
-    key = pieces.dst * (degree + 1) + pieces.stage
-    rows = np.zeros(cp_size * (degree + 1), dtype=np.int64)
-    np.add.at(rows, key, pieces.length)
-    ahead = (np.cumsum(rows) - rows)[key]
-    return np.cumsum(pieces.length) - pieces.length - ahead
-
-
-def localise(part: Partition, pieces: RemotePieces, cp_size: int, degree: int) -> list[tuple[np.ndarray, ...]]:
-    """Bands of each rank and stage in local coordinates: rows of the shard, rows of the stage's keys.
+def localise(part: Partition, stages: tuple[Ranges, ...], rank: int) -> tuple[np.ndarray, ...]:
+    """Bands of one rank in local coordinates: rows of the shard times rows of the stage's keys.
 
     Returns:
-        For each rank a tuple of ``degree + 1`` tables, stage 0 (own keys) first.
+        A table for each stage, that of stage 0 (own keys) first.
     """
-    runs = part.runs
-    offset = stage_offsets(pieces, cp_size, degree)
-    # Where a rank finds a global key: its own runs, and the pieces that it fetches.
-    owner = np.concatenate([runs.rank, pieces.dst])
-    start = np.concatenate([runs.bounds[:-1], pieces.start])
-    end = np.concatenate([runs.bounds[1:], pieces.end])
-    stage = np.concatenate([np.zeros_like(runs.rank), pieces.stage])
-    place = np.concatenate([runs.local, offset])
-    lift = owner * (int(runs.bounds[-1]) + 1)
-    order = np.argsort(start + lift, kind="stable")
-    owner, start, end, stage, place, lift = (a[order] for a in (owner, start, end, stage, place, lift))
-    owner, start, end, stage, place, lift = _join(owner, start, end, stage, place, lift)
+    own = part.runs.take(np.flatnonzero(part.runs.rank == rank))
+    fetched = [stage.take(np.flatnonzero(stage.dst == rank)) for stage in stages]
+    # Where the rank finds a global key: in its own runs, and in the ranges that it fetches.
+    start, end = (np.concatenate([getattr(some, name) for some in (own, *fetched)]) for name in ("start", "end"))
+    place = np.concatenate([own.local, *(some.place for some in fetched)])
+    stage = np.repeat(np.arange(len(stages) + 1), [len(some.start) for some in (own, *fetched)])
+    order = np.argsort(start, kind="stable")
+    start, end, place, stage = (array[order] for array in (start, end, place, stage))
 
-    rank = runs.rank[part.band_run]
-    up = rank * (int(runs.bounds[-1]) + 1)
-    i, j = bd.cut_intervals(part.bands[:, bd.K0] + up, part.bands[:, bd.K1] + up, start + lift, end + lift)
-    out = part.bands[i]
+    mine = np.flatnonzero(part.runs.rank[part.band_run] == rank)
+    bands, run = part.bands[mine], part.band_run[mine]
+    i, j = bd.cut_intervals(bands[:, bd.K0], bands[:, bd.K1], start, end)
+    out = bands[i]
     out[:, bd.K0] = np.maximum(out[:, bd.K0], start[j])
     out[:, bd.K1] = np.minimum(out[:, bd.K1], end[j])
     out, index = bd.tighten_with_index(out)
-    i, j = i[index], j[index]
-    run = part.band_run[i]
-    shift(out, runs.local[run] - runs.bounds[run], place[j] - start[j])
-    return _group(out, owner[j], stage[j], cp_size, degree)
+    run, j = run[i[index]], j[index]
+    shift(out, part.runs.local[run] - part.runs.start[run], place[j] - start[j])
+    return _group(out, stage[j], len(stages))
 
 
 def shift(bands: np.ndarray, by_q: np.ndarray, by_k: np.ndarray) -> None:
@@ -196,28 +199,17 @@ def shift(bands: np.ndarray, by_q: np.ndarray, by_k: np.ndarray) -> None:
         bands[:, column] = np.where(diagonal == missing, missing, diagonal + by_k - by_q)
 
 
-def _join(owner, start, end, stage, place, lift):
-    """Joins segments that touch. Buffers are in global order, so these touch where they are kept, too."""
-    touch = (owner[1:] == owner[:-1]) & (stage[1:] == stage[:-1]) & (start[1:] == end[:-1])
-    first = np.flatnonzero(np.append(True, ~touch))
-    last = np.append(first[1:], len(owner)) - 1
-    return owner[first], start[first], end[last], stage[first], place[first], lift[first]
-
-
-def _group(bands, rank, stage, cp_size: int, degree: int) -> list[tuple[np.ndarray, ...]]:
-    """Sorts by (rank, stage, rows, keys), joins what touches, and cuts into tables."""
-    key = rank * (degree + 1) + stage
-    order = np.lexsort((bands[:, bd.K0], bands[:, bd.Q1], bands[:, bd.Q0], key))
-    bands, key = bands[order], key[order]
+def _group(bands: np.ndarray, stage: np.ndarray, degree: int) -> tuple[np.ndarray, ...]:
+    """Sorts by (stage, rows, keys), joins what touches, and cuts into tables."""
+    order = np.lexsort((bands[:, bd.K0], bands[:, bd.Q1], bands[:, bd.Q0], stage))
+    bands, stage = bands[order], stage[order]
     if len(bands):
         same = np.all(bands[1:][:, [0, 1, 4, 5]] == bands[:-1][:, [0, 1, 4, 5]], axis=1)
-        touch = same & (key[1:] == key[:-1]) & (bands[1:, bd.K0] == bands[:-1, bd.K1])
+        touch = same & (stage[1:] == stage[:-1]) & (bands[1:, bd.K0] == bands[:-1, bd.K1])
         first = np.flatnonzero(np.append(True, ~touch))
         last = np.append(first[1:], len(bands)) - 1
         joined = bands[first].copy()
         joined[:, bd.K1] = bands[last, bd.K1]
-        bands, key = joined, key[first]
-    edges = np.searchsorted(key, np.arange(cp_size * (degree + 1) + 1))
-    bands.setflags(write=False)
-    tables = [bands[edges[i] : edges[i + 1]] for i in range(len(edges) - 1)]
-    return [tuple(tables[r * (degree + 1) : (r + 1) * (degree + 1)]) for r in range(cp_size)]
+        bands, stage = joined, stage[first]
+    edges = np.searchsorted(stage, np.arange(degree + 2)).tolist()
+    return tuple(bands[low:high] for low, high in pairwise(edges))

@@ -55,15 +55,13 @@ class Plan:
         self.mask = mask
         self.dispatch = dispatch
         self.config = config
-        part = partition(mask, dispatch)
-        self.degree = choose_degree(*areas_by_place(part), part.remote_rows, config.overlap)
-        pieces = split_stages(part, self.degree)
-        self._bands = localise(part, pieces, dispatch.cp_size, self.degree)
-        self._lower_bound = part.remote_rows
+        self._part = partition(mask, dispatch)
+        own_area, fetched_area = areas_by_place(self._part)
+        self._area = own_area + fetched_area
+        self.degree = choose_degree(own_area, fetched_area, self._part.remote_rows, config.overlap)
+        self._stages = split_stages(self._part, self.degree)
         ranks_per_node = nodes_in_use(config.comm.ranks_per_node, dispatch.cp_size)
-        self._transfers = TransferTable(part.runs, pieces, dispatch.cp_size, self.degree, ranks_per_node)
-        self._received = np.zeros(dispatch.cp_size, dtype=np.int64)
-        np.add.at(self._received, pieces.dst, pieces.length)
+        self._transfers = TransferTable(self._part, self._stages, ranks_per_node)
         overlap = config.overlap
         self.schedule: Schedule = make_schedule(
             self.degree, overlap=overlap.degree != 0, hide_tail_reduce=overlap.hide_tail_reduce
@@ -84,7 +82,7 @@ class Plan:
         """
         cp_rank = int_at_least(cp_rank, "cp_rank", 0, most=self.cp_size - 1)
         if cp_rank not in self._rank_plans:
-            bands = tuple(own(b) for b in self._bands[cp_rank])
+            bands = tuple(own(b) for b in localise(self._part, self._stages, cp_rank))
             self._rank_plans[cp_rank] = RankPlan(
                 cp_rank=cp_rank,
                 cp_size=self.cp_size,
@@ -102,14 +100,16 @@ class Plan:
 
     def stats(self) -> PlanStats:
         """Balance and volume of the plan."""
-        areas = [int(sum(bd.areas(b).sum() for b in tables)) for tables in self._bands]
+        areas, received = self._area.tolist(), np.zeros(self.cp_size, dtype=np.int64)
+        for ranges in self._stages:
+            received += sum_by_rank(ranges.dst, ranges.end - ranges.start, self.cp_size)
         mean = sum(areas) / len(areas)
         return PlanStats(
             areas=tuple(areas),
             balance=max(areas) / mean if mean else 1.0,
             num_rows=self.dispatch.shard_lengths,
-            received_rows=tuple(self._received.tolist()),
-            lower_bound_rows=tuple(self._lower_bound.tolist()),
+            received_rows=tuple(received.tolist()),
+            lower_bound_rows=tuple(self._part.remote_rows.tolist()),
             degree=self.degree,
         )
 

@@ -26,8 +26,8 @@ from megatron_magi.comm.group_collective import (
 )
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
-from megatron_magi.plan.exchange import Pieces
 from megatron_magi.plan.hierarchy import two_levels
+from megatron_magi.plan.partition import Ranges, Runs
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import Transfers, check_casts, random_tensor, random_transfers, same_bits
 from tests.comm.test_group_collective import IMPLS
@@ -36,23 +36,22 @@ SHAPES = [pytest.param((2, 2), id="2x2"), pytest.param((4, 2), id="4x2")]
 """Nodes, and ranks of each."""
 
 
-def pieces_of(transfers: Transfers) -> Pieces:
-    """Every row that travels, alone."""
-    columns: list[list[int]] = [[], [], [], []]
-    for j in range(len(transfers.rows)):
-        arrival, order = 0, transfers.recv_order[j]
-        places = np.arange(sum(len(rows[j]) for rows in transfers.rows)) if order is None else np.argsort(order)
-        for i, rows in enumerate(transfers.rows):
-            for row in rows[j].tolist():
-                for column, value in zip(columns, (i, j, row, places[arrival]), strict=True):
-                    column.append(int(value))
-                arrival += 1
-    src, dst, row, place = (np.array(column, dtype=np.int64) for column in columns)
-    return Pieces(src, dst, row, np.ones_like(src), place)
+def held_and_fetched(transfers: Transfers) -> tuple[Ranges, Runs]:
+    """Every row that travels, alone, and where it is: the tokens of a rank follow those of the rank before."""
+    ends, num_ranks = np.cumsum(transfers.num_rows), len(transfers.rows)
+    starts = ends - transfers.num_rows
+    fetched: list[tuple[int, int, int]] = []
+    for j in range(num_ranks):
+        tokens = np.concatenate([starts[i] + rows[j] for i, rows in enumerate(transfers.rows)])
+        order = transfers.recv_order[j]
+        places = np.arange(len(tokens)) if order is None else np.argsort(order)
+        fetched += [(j, token, place) for token, place in sorted(zip(tokens.tolist(), places.tolist(), strict=True))]
+    dst, token, place = np.array(fetched, dtype=np.int64).reshape(-1, 3).T
+    return Ranges(dst, token, token + 1, place), Runs(starts, ends, np.arange(num_ranks), np.zeros_like(starts))
 
 
 def level_args(transfers: Transfers, rank: int, per_node: int, device: torch.device | str = "cpu") -> LevelArgs:
-    levels = two_levels(pieces_of(transfers), rank, len(transfers.rows), per_node)
+    levels = two_levels(*held_and_fetched(transfers), rank, len(transfers.rows), per_node)
     parts = (_tables(part) for part in (levels.near, levels.far, levels.relay))
     return LevelArgs.build(LevelTables(per_node, *parts, levels.near_rows, levels.relay_rows), device)
 
@@ -80,8 +79,8 @@ def test_two_levels_bring_each_row_to_its_place_and_cross_once(shape, seed):
     num_nodes, per_node = shape
     num_ranks = num_nodes * per_node
     transfers = random_transfers(num_ranks, seed, with_order=seed % 3 > 0)
-    pieces = pieces_of(transfers)
-    views = [two_levels(pieces, r, num_ranks, per_node) for r in range(num_ranks)]
+    rows = held_and_fetched(transfers)
+    views = [two_levels(*rows, r, num_ranks, per_node) for r in range(num_ranks)]
     counts = distinct(transfers, per_node)
     x = [r * 1000 + np.arange(n) for r, n in enumerate(transfers.num_rows)]
 

@@ -64,6 +64,13 @@ def test_cuts_cover_every_pair_once_and_stay_in_their_segment(bands, inner):
     assert (pieces[:, bd.Q1] <= bounds[segment + 1]).all()
 
 
+@given(*[st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted), max_size=5)] * 2)
+def test_rows_within_counts_each_row_for_each_segment_that_it_lies_in(intervals, segments):
+    (lo, hi), (starts, ends) = (np.array(some, dtype=np.int64).reshape(-1, 2).T for some in (intervals, segments))
+    expected = [sum(len({*range(*i)} & {*range(*s)}) for s in segments) for i in intervals]
+    assert bd.rows_within(lo, hi, starts, ends).tolist() == expected
+
+
 @given(band_tables(), st.integers(0, 4), st.integers(0, SIZE - 4))
 def test_cuts_drop_what_lies_outside_the_bounds(bands, first, width):
     bounds = np.array([first, first + max(width, 1)])

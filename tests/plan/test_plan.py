@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -141,13 +142,17 @@ def test_areas_with_own_and_fetched_keys_are_those_of_the_stages(mask, config, c
         assert (own[rank], fetched[rank]) == (local, sum(remote))
 
 
-def test_bands_are_put_into_local_coordinates_once_whatever_the_degree(monkeypatch) -> None:
-    degrees = []
+def test_bands_are_put_into_local_coordinates_of_the_rank_that_is_asked_for_once_whatever_the_degree(
+    monkeypatch,
+) -> None:
+    asked = []
     original = plan_module.localise
-    monkeypatch.setattr(plan_module, "localise", lambda *args: degrees.append(args[-1]) or original(*args))
+    monkeypatch.setattr(plan_module, "localise", lambda *args: asked.append((len(args[1]), args[2])) or original(*args))
     for degree in (None, 0, 1, 3):
-        make_plan(documents([100, 300]), MagiConfig(overlap=OverlapConfig(degree=degree)), 4)
-    assert len(degrees) == 4 and degrees[1:] == [1, 1, 3]
+        plan = make_plan(documents([100, 300]), MagiConfig(overlap=OverlapConfig(degree=degree)), 4)
+        for _ in range(2):
+            plan.stats(), plan.for_rank(2)
+    assert asked == [(asked[0][0], 2), (1, 2), (1, 2), (3, 2)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -397,6 +402,22 @@ def test_planning_many_chunks_stays_quick() -> None:
     plan = make_plan(documents([10_000_000]), cp_size=8)
     assert plan.stats().balance <= 1.02
     assert time.process_time() - start < 5.0
+
+
+def test_a_plan_keeps_nothing_for_each_pair_of_ranks() -> None:
+    """One causal document: each rank needs rows of all before it."""
+    mask, config = documents([1 << 16]), MagiConfig(dispatch=DispatchConfig(algorithm="zigzag"))
+    tracemalloc.start()
+    try:
+        make_plan(mask, config, 2048).for_rank(1024)
+        assert tracemalloc.get_traced_memory()[1] < 2048**2 * 8
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("lengths", [[8192], [500, 3000, 1200, 3492], [64] * 128])
+def test_many_ranks_agree_on_what_travels(lengths) -> None:
+    check_other_sides(make_plan(documents(lengths), cp_size=48))
 
 
 @pytest.mark.parametrize("algorithm", ["min_heap", "affinity"])
