@@ -209,7 +209,8 @@ def attention(
         query: ``[batch_size, num_heads_q, q_length, head_dim]``.
         key, value: ``[batch_size, num_heads_kv, kv_length, head_dim]``; the head dim of values may be another.
         attention_mask: what `layer_mask` made; or bool, or 0 and the smallest number, ``[batch_size or 1, 1 or
-            num_heads_q, q_length, kv_length]``; or None for causal (by ``is_causal`` or the module's), full if not.
+            num_heads_q, q_length or 1, kv_length]``; or None for causal (by ``is_causal`` or the module's), full if
+            not.
         scaling: of logits, ``head_dim ** -0.5`` when None.
         softcap: of logits.
         s_aux: ``[num_heads_q]``, the logits of a sink.
@@ -316,9 +317,9 @@ def _dense(attention_mask: Tensor, shape: tuple[int, int, int]) -> AttnMask:
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         kind = type(attention_mask).__name__
         raise ValueError(f"attention_mask: expected what {NAME} made of it, or four dimensions, got a {kind}")
-    if attention_mask.shape[2:] != (q_length, kv_length):
+    if attention_mask.shape[2] not in (q_length, 1) or attention_mask.shape[3] != kv_length:
         raise ValueError(
-            f"attention_mask: expected [{batch_size} or 1, heads or 1, {q_length}, {kv_length}], "
+            f"attention_mask: expected [{batch_size} or 1, heads or 1, {q_length} or 1, {kv_length}], "
             f"got {list(attention_mask.shape)}"
         )
     seen = attention_mask
@@ -331,5 +332,5 @@ def _dense(attention_mask: Tensor, shape: tuple[int, int, int]) -> AttnMask:
             )
     if not (seen == seen[:, :1]).all():
         raise ValueError("attention_mask: heads must have the same mask")
-    parts = [Intervals.of_dense(to_numpy(one)) for one in seen[:, 0].expand(batch_size, -1, -1)]
+    parts = [Intervals.of_dense(to_numpy(one)) for one in seen[:, 0].expand(batch_size, q_length, -1)]
     return LayerMask(parts, kv_length).mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import recursively_apply
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -45,8 +47,9 @@ def context_parallel(
         ``model``, with hooks.
 
     Raises:
-        ValueError: the model is over another group already, attends otherwise, has layers that carry a state over the
-            sequence, or computes another loss than that of a causal language model. In forward: as `shard_batch`.
+        ValueError: the model is over another group already, attends otherwise, has layers that look at other tokens in
+            another way (Mamba, indexed attention), or computes another loss than that of a causal language model. In
+            forward: as `shard_batch`.
     """
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
@@ -154,6 +157,31 @@ class MagiParallelismConfig(ParallelismConfig):
 
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
+        accelerator.gather_for_metrics = functools.partial(
+            type(accelerator).gather_for_metrics, _OncePerBatch(accelerator, self._first_ranks())
+        )
+
+    def _first_ranks(self) -> list[int]:
+        """Of the ranks that read the same batch the first, in the order of batches."""
+        mesh = self.get_device_mesh()
+        is_first = tuple(0 if name in self.non_dp_dim_names else slice(None) for name in mesh.mesh_dim_names)
+        return mesh.mesh[is_first].flatten().tolist()
+
+
+class _OncePerBatch:
+    """An accelerator that gathers from one rank of each batch, so that a metric counts no sample several times."""
+
+    def __init__(self, accelerator: Accelerator, ranks: list[int]) -> None:
+        self._accelerator, self._ranks = accelerator, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensors: Any) -> Any:
+        num_ranks = self._accelerator.num_processes
+        return recursively_apply(
+            lambda x: x.unflatten(0, (num_ranks, -1))[self._ranks].flatten(0, 1), self._accelerator.gather(tensors)
+        )
 
 
 def _pretrained(model: torch.nn.Module) -> PreTrainedModel:
@@ -186,7 +214,10 @@ def _check_model(model: PreTrainedModel) -> None:
         )
     others = set(getattr(text, "layer_types", None) or ()) - LAYERS
     if others or getattr(model, "_is_stateful", False):
-        raise ValueError(f"model: layers that carry a state over the sequence cannot be sharded: {sorted(others)}")
+        raise ValueError(
+            "model: layers that look at other tokens in another way than full, sliding or chunked attention cannot be "
+            f"sharded: {sorted(others) or type(model).__name__}"
+        )
     ropes = getattr(text, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
     for rope in ropes:

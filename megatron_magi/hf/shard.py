@@ -240,14 +240,23 @@ def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | 
 
 def heads_of(model_config: Any) -> tuple[int, int, int]:
     """Query heads, key heads and head dimension of a model's attention, from its configuration."""
-    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    text = _widest_layer(model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config)
     heads = int(text.num_attention_heads)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return heads, int(getattr(text, "num_key_value_heads", None) or heads), int(head_dim)
 
 
+def _widest_layer(text_config: Any) -> Any:
+    """The configuration of a full layer, if there are any, where layers have their own (Gemma 4)."""
+    if not getattr(text_config, "is_heterogeneous", False):
+        return text_config
+    kinds = list(getattr(text_config, "layer_types", None) or ())
+    return text_config.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else 0]
+
+
 def _widest(text_config: Any) -> Callable:
     """The mask function for which tokens are balanced: that of full layers, if there are any."""
+    text_config = _widest_layer(text_config)
     if not getattr(text_config, "is_causal", True):
         return masking_utils.bidirectional_mask_function
     window, chunk = getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)

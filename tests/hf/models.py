@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
     Llama4TextConfig,
@@ -48,8 +49,20 @@ CONFIGS = {
 
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-ON_CPUS = {"gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT)}
-"""Whose heads cannot be made wider, for kernels."""
+ON_CPUS = {
+    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT),
+    "gemma4": Gemma4TextConfig(
+        **SIZES,
+        **WINDOWS,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+        num_kv_shared_layers=0,
+    ),
+}
+"""Whose heads cannot be made wider, for kernels, or differ between layers."""
 
 
 def make_model(name, attn_implementation="magi", seed=0):

@@ -44,7 +44,15 @@ def tree_batch():
 
 BATCHES = {"packed": packed_batch, "padded": padded_batch, "lengths": cu_seq_lens_batch, "tree": tree_batch}
 CASES = [(name, "packed") for name in CONFIGS] + [("gemma3", "padded"), ("llama4", "padded")]
-CASES += [("gpt2", "packed"), ("gpt2", "padded"), ("llama", "lengths"), ("gpt_oss", "lengths"), ("llama", "tree")]
+CASES += [
+    ("gpt2", "packed"),
+    ("gpt2", "padded"),
+    ("gemma4", "packed"),
+    ("gemma4", "padded"),
+    ("llama", "lengths"),
+    ("gpt_oss", "lengths"),
+    ("llama", "tree"),
+]
 
 
 def difference(one, other):

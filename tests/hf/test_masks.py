@@ -165,6 +165,16 @@ def test_a_mask_as_slices_takes_the_place_of_the_models_own():
     assert (ours - expected).abs().max() < 1e-5
 
 
+def test_a_dense_mask_of_keys_alone_is_that_of_every_row():
+    value = torch.arange(12.0).view(2, 1, 6, 1).expand(2, 2, 6, 8)
+    hidden = torch.zeros(2, 1, 1, 6)
+    hidden[0, ..., 4:] = torch.finfo(torch.float32).min
+    tensors = {"query": torch.ones(2, 4, 6, 8), "key": torch.ones(2, 2, 6, 8), "value": value}
+    for attention_mask in (hidden, hidden == 0):
+        out, _ = call(**tensors, attention_mask=attention_mask)
+        assert (out[0] - 1.5).abs().max() < 1e-6 and (out[1] - 8.5).abs().max() < 1e-6
+
+
 def test_cumulative_lengths_alone_separate_documents():
     tokens = packed_batch((9, 30, 13))["input_ids"]
     bounds = torch.tensor([0, 9, 39, 52], dtype=torch.int32)
