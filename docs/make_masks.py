@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from megatron_magi.mask import AttnMask, MaskType, builders
@@ -90,6 +91,7 @@ def page() -> str:
         share = mask.area / (mask.total_seqlen_q * mask.total_seqlen_k)
         flops = 4 * mask.area * NUM_HEADS * HEAD_DIM
         count = f"{len(mask.slices)} slice{'s' * (len(mask.slices) > 1)}"
+        text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
         parts.append(
             f"## {title}\n\n![{title}](images/masks/{name}.png)\n\n{text}\n\n```python\n{code}\n```\n\n"
             f"{count}, area {mask.area:,} ({share:.1%} of all pairs), {flops / 1e9:.2f} GFLOP.\n"
