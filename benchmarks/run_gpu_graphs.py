@@ -68,9 +68,8 @@ class Run:
         """What each rank has written, and the loss of each iteration, once all have ended."""
         folder = Path(self.request.workdir)
         (folder / TURN).touch()
-        outcome = watch(
-            [rank.poll for rank in self.ranks], [rank.pid for rank in self.ranks], self.request.timeout_s, lambda: False
-        )
+        polls, pids = zip(*((rank.poll, rank.pid) for rank in self.ranks), strict=True)
+        outcome = watch(polls, pids, self.request.timeout_s, self.request.grace_s, lambda: False)
         outputs = [output_path(folder, i).read_text(errors="replace") for i in range(len(self.ranks))]
         if any(outcome.statuses):
             raise SystemExit(f"{folder.name}: {outcome}\n" + "\n".join(text[-4000:] for text in outputs))
