@@ -150,9 +150,10 @@ def shard_batch(
 
     Args:
         batch: arguments of the model's forward, the same on all ranks: ``input_ids`` int ``[batch_size, seqlen]`` or
-            ``inputs_embeds``, and where they are given ``labels``, ``shift_labels``, ``position_ids``,
-            ``attention_mask`` (of padding, ``[batch_size, seqlen]``), the flattening collator's ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k``, and ``magi_mask``, an `AttnMask` over all tokens in place of the model's own masks.
+            ``inputs_embeds``, and where they are given ``labels``, ``shift_labels``, ``position_ids`` (else from 0 in
+            each row), ``attention_mask`` (of padding, ``[batch_size, seqlen]``), the flattening collator's
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, and ``magi_mask``, an `AttnMask` over all tokens in place of the
+            model's own masks.
         cp_group_or_mesh: the ranks.
         model_config: the model's configuration.
         config: how masks are planned and attention runs; None for the defaults.
