@@ -250,8 +250,17 @@ def attention(
             mask = _unsaid(shape, causal, sliding_window, cu_seq_lens_q)
         else:
             mask = _dense(attention_mask, shape)
+        _check_keys(mask, len(k))
         out, _ = slice_attention(q, k, v, mask, **logits)
     return out.view(batch_size, q_length, num_heads, -1), None
+
+
+def _check_keys(mask: AttnMask, num_keys: int) -> None:
+    if mask.total_seqlen_k != num_keys:
+        raise ValueError(
+            f"attention_mask: it is over {mask.total_seqlen_k} keys, the layer has {num_keys}; layers whose keys are "
+            "not the tokens alone, such as compressed attention, are not supported"
+        )
 
 
 def _refuse(dropout: float, cu_q: Tensor | None, cu_k: Tensor | None, options: dict[str, Any]) -> None:

@@ -215,8 +215,9 @@ def magi_prepare_batch(
     """
     config = None if chunk_size is None else MagiConfig(dispatch=DispatchConfig(chunk_size=chunk_size))
     local, shard = shard_batch(batch, cp_group, _config_of(model), config)
-    if batch.get("shift_labels") is None:
-        local.pop("shift_labels", None)
+    for name in ("shift_labels", "num_items_in_batch"):
+        if batch.get(name) is None:
+            local.pop(name, None)
     return local, shard.key
 
 

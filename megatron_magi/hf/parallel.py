@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
-from megatron_magi.hf.shard import IGNORED, shard_batch
+from megatron_magi.hf.shard import shard_batch
 
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose only look at other tokens is attention."""
@@ -64,16 +63,11 @@ def context_parallel(
 
     @outside_graphs
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if hasattr(kwargs.get("attention_mask"), "magi_shard"):
-            return args, kwargs
         names = list(inspect.signature(module.forward).parameters)
         batch = {**dict(zip(names, args, strict=False)), **kwargs, "use_cache": False}
         _check_call(module, batch, own_numbers)
-        if batch.get("labels") is not None and batch.get("num_items_in_batch") is None:
-            labels = batch.get("shift_labels")
-            labels = batch["labels"][:, 1:] if labels is None else labels
-            # So that the mean over ranks is the mean over tokens.
-            batch["num_items_in_batch"] = (labels != IGNORED).sum() / group.size()
+        if hasattr(batch.get("attention_mask"), "magi_shard"):
+            return (), batch
         return (), shard_batch(batch, group, module.config, config)[0]
 
     @outside_graphs
@@ -157,9 +151,7 @@ class MagiParallelismConfig(ParallelismConfig):
 
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
-        accelerator.gather_for_metrics = functools.partial(
-            type(accelerator).gather_for_metrics, _OncePerBatch(accelerator, self._first_ranks())
-        )
+        accelerator.gather_for_metrics = _OncePerBatch(accelerator, self._first_ranks()).gather_for_metrics
 
     def _first_ranks(self) -> list[int]:
         """Of the ranks that read the same batch the first, in the order of batches."""
@@ -176,6 +168,16 @@ class _OncePerBatch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As accelerate's, which gathers objects past `gather`: of them the other ranks have none."""
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object and self._accelerator.process_index not in self._ranks:
+            input_data = []
+        return type(self._accelerator).gather_for_metrics(self, input_data, use_gather_object)
 
     def gather(self, tensors: Any) -> Any:
         num_ranks = self._accelerator.num_processes

@@ -150,17 +150,20 @@ def shard_batch(
 
     Args:
         batch: arguments of the model's forward, the same on all ranks: ``input_ids`` int ``[batch_size, seqlen]`` or
-            ``inputs_embeds``, and where they are given ``labels``, ``shift_labels``, ``position_ids``,
-            ``attention_mask`` (of padding, ``[batch_size, seqlen]``), the flattening collator's ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k``, and ``magi_mask``, an `AttnMask` over all tokens in place of the model's own masks.
+            ``inputs_embeds``, and where they are given ``labels``, ``shift_labels``, ``position_ids`` (else from 0 in
+            each row), ``attention_mask`` (of padding, ``[batch_size, seqlen]``), the flattening collator's
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, and ``magi_mask``, an `AttnMask` over all tokens in place of the
+            model's own masks.
         cp_group_or_mesh: the ranks.
         model_config: the model's configuration.
         config: how masks are planned and attention runs; None for the defaults.
 
     Returns:
-        ``(arguments, shard)``. The arguments are those of one sequence, this rank's rows; ``shift_labels`` is the
-        next token's label. What is not known here, such as options, is passed on. The gradient of ``inputs_embeds``
-        is this rank's part, as those of the model's parameters are.
+        ``(arguments, shard)``. The arguments are those of one sequence, this rank's rows. Where labels are given,
+        ``shift_labels`` is the next token's label, and ``num_items_in_batch``, unless it is given, the number of these
+        labels in the batch divided by the number of ranks: the mean over ranks of a causal language model's losses is
+        then the loss of the batch. What is not known here, such as options, is passed on. The gradient of
+        ``inputs_embeds`` is this rank's part, as those of the model's parameters are.
 
     Raises:
         ValueError: an argument, named in the message, is wrong or cannot be sharded.
@@ -182,6 +185,9 @@ def shard_batch(
         if name in given:
             # What comes before the model has a rank's part of the gradient, as the model's parameters have.
             out[name] = shard.dispatch(given[name], pad_value, is_partial_grad=True)
+    if "labels" in given and "num_items_in_batch" not in given:
+        # So that the mean of ranks' losses is the mean over tokens.
+        out["num_items_in_batch"] = (given["shift_labels"] != IGNORED).sum() / (1 if group is None else group.size())
     out["position_ids"] = shard.dispatch(given["position_ids"].expand(shape))
     # Transformers hands it to the makers of masks, which find the shard on it.
     ones = torch.ones(out["position_ids"].shape, dtype=torch.bool, device=tokens.device)
@@ -217,7 +223,7 @@ def _check(given: Mapping[str, Any]) -> None:
         check_mask(mask, total)
     for name in ("token_type_ids", "mm_token_type_ids", "pixel_values", "cache_position"):
         if name in given:
-            raise ValueError(f"{name}: cannot be sharded")
+            raise ValueError(f"{name}: cannot be sharded; batches of text alone can, without it")
 
 
 def _padding(attention_mask: Any, batch_size: int, seqlen: int) -> np.ndarray | None:

@@ -184,6 +184,26 @@ def divided_by_a_number_of_tokens(mesh):
     return abs(mesh.size() * loss - expected_loss).item(), difference(gradients, expected)
 
 
+def sharded_before(mesh):
+    """Relative differences of loss and gradients where the batch is sharded before the model."""
+    batch = packed_batch((17, 24, 12))
+    batch["labels"][:, 10:30] = -100  # ranks have unequally many
+    expected_loss, expected = loss_and_gradients(make_model("llama", "magi"), batch)
+    found = {}
+    models = {"context-parallel": context_parallel(make_model("llama"), mesh), "not": make_model("llama")}
+    for kind, model in models.items():
+        local, _ = shard_batch(batch, mesh, model.config)
+        loss, gradients = loss_and_gradients(model, local)
+        if kind == "not":
+            dist.all_reduce(loss)
+            loss /= mesh.size()
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= mesh.size()
+        found[kind] = abs(loss - expected_loss).item(), difference(gradients, expected)
+    return found
+
+
 def policy_gradients(mesh):
     """Of rollouts that share prompts, on two ranks and on one, from a forward for each rollout."""
     draw = torch.Generator().manual_seed(4)
@@ -240,6 +260,7 @@ def on_two_ranks(_rank, num_ranks):
     out["tuple"] = as_tuple(mesh)
     out["logits"] = undispatched_logits(mesh)
     out["number of tokens"] = divided_by_a_number_of_tokens(mesh)
+    out["sharded before"] = sharded_before(mesh)
     out["embedded before"] = embedded_before(mesh)
     out["rollouts"] = policy_gradients(mesh)
     out["wrapped rollouts"] = wrapped_rollouts(mesh)
@@ -295,6 +316,11 @@ def test_logits_come_back_in_the_order_of_the_batch(results):
 
 def test_a_number_of_tokens_divides_the_losses_of_each_rank(results):
     assert max(max(result["number of tokens"]) for result in results) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["context-parallel", "not"])
+def test_the_loss_of_a_batch_that_is_sharded_before_the_model_is_that_of_one_rank(results, kind):
+    assert max(max(result["sharded before"][kind]) for result in results) < 1e-5
 
 
 def test_what_embeds_tokens_before_the_model_gets_the_gradient_of_one_rank(results):

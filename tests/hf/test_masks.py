@@ -208,6 +208,7 @@ def test_no_mask_means_causal_attention_unless_the_module_says_otherwise():
 
 
 BIAS = torch.zeros(1, 1, 6, 6)
+OF_FEWER_KEYS = LayerMask([Intervals.of_dense(np.tri(6, 5, dtype=bool))], 5)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,7 @@ BIAS = torch.zeros(1, 1, 6, 6)
         ),
         ({"attention_mask": BIAS[:, :, 1:]}, "attention_mask: expected"),
         ({"attention_mask": "causal"}, "attention_mask: expected"),
+        ({"attention_mask": OF_FEWER_KEYS}, "attention_mask: it is over 5 keys, the layer has 6; .* compressed"),
         ({"magi_mask": builders.causal(5)}, "magi_mask: expected a mask over 6 tokens"),
         ({"magi_mask": torch.ones(6, 6)}, "magi_mask: expected an AttnMask over 6 tokens, got Tensor"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q: expected numbers that rise from 0 to 6"),

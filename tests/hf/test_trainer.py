@@ -70,6 +70,27 @@ def train(folder, cp_size, accumulate):
     return history, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def evaluate(_rank, num_ranks, folder, cp_size):
+    """The loss of batches of two, the last of one, with two data-parallel ranks."""
+    fresh_state()
+    parallel = {}
+    if cp_size > 1:
+        parallel["parallelism_config"] = MagiParallelismConfig(cp_size=cp_size, dp_shard_size=num_ranks // cp_size)
+    arguments = TrainingArguments(
+        folder, use_cpu=True, per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, **parallel
+    )
+    trainer = Trainer(make_model("gemma3"), arguments, DataCollatorWithFlattening(), eval_dataset=samples()[:7])
+    return trainer.evaluate()["eval_loss"]
+
+
+def objects_for_a_metric():
+    """Of batches of two and of one; the ranks of a sequence read the same."""
+    fresh_state()
+    accelerator = Accelerator(cpu=True, parallelism_config=MagiParallelismConfig(cp_size=2))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(3), batch_size=2))
+    return [accelerator.gather_for_metrics([f"{i}" for i in batch.tolist()]) for batch in loader]
+
+
 def step_of(accelerator, name):
     """A step of a model on all ranks, compared with one on this rank: differences of the loss and of the gradients."""
     expected = make_model(name)
@@ -114,6 +135,7 @@ def on_two_ranks(rank, _num_ranks, folder):
     out = {accumulate: train(f"{folder}/{rank}", 2, accumulate) for accumulate in (1, 2)}
     out["ddp"] = in_a_loop_of_accelerate()
     out["fsdp2"] = beside_fsdp2()
+    out["objects"] = objects_for_a_metric()
     wrong_size()
     return out
 
@@ -144,3 +166,14 @@ def test_a_loop_of_accelerate_on_two_ranks_trains_as_on_one(results, wrapper):
     for loss, gradient in (result[wrapper] for result in results[0]):
         assert loss < 1e-5
         assert gradient < 1e-5
+
+
+def test_metrics_count_no_object_twice(results):
+    assert [result["objects"] for result in results[0]] == [[["0", "1"], ["2"]]] * 2
+
+
+@pytest.mark.ranks(4)
+def test_evaluation_beside_data_parallelism_is_that_of_data_parallelism_alone(tmp_path):
+    alone = run_ranks(evaluate, 2, str(tmp_path), 1, timeout_s=60.0)
+    beside = run_ranks(evaluate, 4, str(tmp_path), 2, timeout_s=60.0)
+    assert beside == pytest.approx(alone * 2, abs=1e-5)
