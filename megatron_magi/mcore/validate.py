@@ -101,8 +101,14 @@ def check_full_validation(args: Namespace, padded: int, padded_alone: int) -> No
         padded_alone: likewise, of a sequence that is a microbatch by itself.
 
     Raises:
-        ValueError: they do not have the length of training, or a pipeline expects as many sequences as in training.
+        ValueError: they do not have the length of training, or a pipeline expects as many sequences as in training, or
+            there are several sets and interleaved stages.
     """
+    if args.multiple_validation_sets and args.virtual_pipeline_model_parallel_size is not None:
+        raise ValueError(
+            "multiple_validation_sets: Megatron takes the sets for data of interleaved stages' chunks; "
+            "leave out the interleaving"
+        )
     if args.micro_batch_size == 1:
         return
     if args.pipeline_model_parallel_size > 1:

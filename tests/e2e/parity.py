@@ -83,10 +83,14 @@ class Runs:
         return launch(args, num_ranks, before=before, workdir=self.folder / f"run{self._num_launches}")
 
 
-def write_corpus(folder: Path) -> Path:
-    """A data set of uneven documents; returns its prefix."""
-    prefix = folder / "corpus"
-    launch([str(prefix)], script=str(Path(__file__).with_name("write_corpus.py")), workdir=folder / "write")
+def write_corpus(folder: Path, num_tokens: int = 40_000) -> Path:
+    """A data set of uneven documents, with at least ``num_tokens`` tokens; returns its prefix."""
+    prefix = folder / f"corpus{num_tokens}"
+    launch(
+        [str(prefix), str(num_tokens)],
+        script=str(Path(__file__).with_name("write_corpus.py")),
+        workdir=folder / "write",
+    )
     shutil.rmtree(folder / "write")
     return prefix
 

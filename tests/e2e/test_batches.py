@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.parity import LOSS_TOLERANCE, NUM_ITERATIONS, Case, Runs, assert_same_curve
+from megatron_magi.testing.megatron_launch import launch, tiny_gpt_args
+from tests.e2e.parity import LOSS_TOLERANCE, NUM_ITERATIONS, Case, Runs, assert_same_curve, write_corpus
 
 
 def test_documents_from_the_data_loader_equal_documents_from_eod(runs: Runs) -> None:
@@ -31,6 +33,24 @@ def test_evaluation_loss_is_that_of_stock(runs: Runs) -> None:
         lines = [line for line in run.stdout.splitlines() if "validation loss at iteration 5" in line]
         losses.append(float(lines[0].split("lm loss value:")[1].split("|")[0]))
     assert abs(losses[1] - losses[0]) <= LOSS_TOLERANCE * losses[0]
+
+
+@pytest.mark.parametrize("mode", [(), ("--skip-train",)], ids=["training", "evaluation_only"])
+def test_each_validation_set_has_the_loss_of_stock(mode: tuple[str, ...], runs: Runs, tmp_path: Path) -> None:
+    sets = [str(write_corpus(tmp_path, num_tokens)) for num_tokens in (1500, 1000)]
+    data = ("--train-data-path", str(runs.corpus), "--valid-data-path", *sets)
+    model = (*data, "--full-validation", "--multiple-validation-sets", "--eval-interval", "1", *mode)
+    found = []
+    for size, workers in ((1, ()), (2, ()), (2, ("--num-workers", "2"))):
+        args = tiny_gpt_args("mock", *model, *workers, train_iters=2, global_batch_size=1, context_parallel_size=size)
+        run = launch([a for a in args if a != "--mock-data"], size)
+        lines = re.findall(r"(validation-\d loss at .*?) \| lm loss value: (\S+)", run.stdout)
+        found.append([(line, float(loss)) for line, loss in lines])
+    expected, *others = found
+    assert len(expected) == (2 if mode else 6) and len({loss for _, loss in expected}) >= 2
+    for got in others:
+        assert [line for line, _ in got] == [line for line, _ in expected]
+        assert [loss for _, loss in got] == pytest.approx([loss for _, loss in expected], rel=LOSS_TOLERANCE)
 
 
 def test_largest_logit_over_all_ranks_is_reported_and_clipped(runs: Runs) -> None:

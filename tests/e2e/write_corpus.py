@@ -8,15 +8,14 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 EOD = 256
-NUM_TOKENS = 40_000
 
 
-def main(prefix: str) -> None:
+def main(prefix: str, num_tokens: int) -> None:
     """Writes ``prefix.bin`` and ``prefix.idx``: bytes with structure to learn, each document ended by EOD."""
     rng = np.random.default_rng(7)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     written = 0
-    while written < NUM_TOKENS:
+    while written < num_tokens:
         # Mostly a few tokens, now and then longer than a sequence.
         length = int(min(400, 1 + rng.pareto(0.8) * 6))
         start, step = rng.integers(0, 256), rng.integers(1, 7)
@@ -28,4 +27,4 @@ def main(prefix: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -144,6 +144,16 @@ def test_validation_of_whole_sets_may_take_one_sequence_at_a_time(monkeypatch: p
         _parse(monkeypatch, *FULL_VALIDATION, *pipeline)
 
 
+def test_several_validation_sets_are_not_taken_for_the_data_of_interleaved_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = ("--num-layers", "4", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1")
+    given = (*FULL_VALIDATION, *stages, "--attention-backend", "magi", "--context-parallel-size", "1")
+    _parse(monkeypatch, *given)
+    with pytest.raises(ValueError, match=r"^multiple_validation_sets: .* interleaved"):
+        _parse(monkeypatch, *given, "--num-virtual-stages-per-pipeline-rank", "2")
+
+
 def _with_experts(**given: object) -> SimpleNamespace:
     """Arguments of a model with experts whose sequences are padded from 125 to 126; ``given`` in place of defaults."""
     usual = {
