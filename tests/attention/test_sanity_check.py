@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_magi import api, slice_attention
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import calls
-from megatron_magi.config import AttendConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import make_plan
 
@@ -116,7 +116,7 @@ CASES = {
 }
 
 
-def find_on_ranks(rank, num_ranks):
+def find_on_ranks(rank, num_ranks, verify):
     calls.LOOK_S, calls.ASK_S, calls.BUSY_S = 0.1, 0.1, 0.02
     # Each query sees the keys of the first rank's tokens alone: of its own, the last rank's keys are seen by no row.
     mask = AttnMask([(12, 16, 0, 8, 0), (0, 4, 2, 3, 0)], total_seqlen_q=22)
@@ -124,6 +124,7 @@ def find_on_ranks(rank, num_ranks):
         dispatch=DispatchConfig(algorithm="sequential"),
         overlap=OverlapConfig(degree=1),
         attend=AttendConfig(sanity_check=True),
+        comm=CommConfig(verify=verify),
     )
     config = dataclasses.replace(config, dispatch=dataclasses.replace(config.dispatch, alignment=12 // num_ranks))
     plan = make_plan(mask, config, num_ranks)
@@ -150,9 +151,9 @@ def find_on_ranks(rank, num_ranks):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_one_rank_finds_is_an_error_on_all(ranks, num_ranks):
-    results = ranks(num_ranks, find_on_ranks)
+@pytest.mark.parametrize(("num_ranks", "verify"), [(2, False), (3, True)])
+def test_what_one_rank_finds_is_an_error_on_all(ranks, num_ranks, verify):
+    results = ranks(num_ranks, find_on_ranks, verify)
     for case, (name, rank, _, kind) in CASES.items():
         owner = rank % num_ranks
         for other, found in enumerate(results):
