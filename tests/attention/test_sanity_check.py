@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -108,11 +109,12 @@ def test_the_variable_switches_it_on_for_keys(monkeypatch):
 
 CASES = {
     # name: tensor, rank, global token (the sequence has 22 tokens, padded to 24), what the message says
-    "padding": ("k", -1, 23, "it is padding"),
+    "padding": ("k", -1, 22, "it is padding"),
     "hidden": ("v", -1, 21, "it is hidden: no query sees it"),
     "hidden query": ("q", -1, 20, "it is hidden: it sees no key"),
     "only others see it": ("k", 0, 1, "it is visible"),
     "visible": ("dout", 0, 3, "it is visible"),
+    "sees fetched keys only": ("q", 1, 12, "it is visible"),
 }
 
 
@@ -146,8 +148,12 @@ def find_on_ranks(rank, num_ranks, verify):
             found[case] = "no error"
         except (ValueError, RuntimeError) as error:
             found[case] = f"{type(error).__name__}: {error}"
-    x = tensors(len(index))
-    both_passes(x, lambda q, k, v, sink: distributed_attention(q, k, v, mine, group, config=config, sink=sink))
+    for is_bad in (False, False, True, False):  # also in calls that have followed each other before
+        x = tensors(len(index))
+        if is_bad and rank == 0:
+            x["q"][0] = torch.nan
+        with pytest.raises((ValueError, RuntimeError), match="q: row 0") if is_bad else nullcontext():
+            both_passes(x, lambda q, k, v, sink: distributed_attention(q, k, v, mine, group, config=config, sink=sink))
     return found
 
 
