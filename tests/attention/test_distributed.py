@@ -348,6 +348,7 @@ def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None
     kinds = [((x, x, x), {}), ((wide, x, x), {}), ((x, x, x), {"softcap": 2}), ((x.double(),) * 3, {})]
     kinds += [((x, x, x), {"config": other}), ((x, x, x), {"sink": sink}), ((x, x, x.clone().requires_grad_()), {})]
     kinds += [((x, x, wide), {}), ((x, x, x), {"sink": sink.clone().requires_grad_()})]
+    kinds += [((x.clone().requires_grad_(), x, x), {}), ((x, x.clone().requires_grad_(), x), {})]
     assert [run(*qkv, **options) for qkv, options in kinds] == [1] * len(kinds)
     assert [
         run(*(t.clone() if t.is_contiguous() and not t.requires_grad else t for t in qkv), **options)
@@ -359,15 +360,6 @@ def test_a_call_is_prepared_once_for_tensors_that_lie_alike(monkeypatch) -> None
     assert run(x, x, x, softcap=3.0) == 1 and len(plan.runtime["calls"]) == 1
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert [run(x, x, x, softcap=3.0) for _ in range(2)] == [1, 0]
-
-
-def test_a_plan_first_used_without_gradients_gives_them_later() -> None:
-    plan = make_plan(cs.documents([8])).for_rank(0)
-    x = torch.randn(8, 2, 8, requires_grad=True)
-    config = MagiConfig()
-    for enabled in (False, True, False):
-        with torch.set_grad_enabled(enabled):
-            assert distributed_attention(x, x, x, plan, None, config=config)[0].requires_grad == enabled
 
 
 def test_a_plan_with_its_calls_is_freed_without_a_garbage_collection() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from megatron_magi import api, slice_attention
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import calls
-from megatron_magi.config import AttendConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import AttnMask
 from megatron_magi.plan import make_plan
 
@@ -108,15 +109,16 @@ def test_the_variable_switches_it_on_for_keys(monkeypatch):
 
 CASES = {
     # name: tensor, rank, global token (the sequence has 22 tokens, padded to 24), what the message says
-    "padding": ("k", -1, 23, "it is padding"),
+    "padding": ("k", -1, 22, "it is padding"),
     "hidden": ("v", -1, 21, "it is hidden: no query sees it"),
     "hidden query": ("q", -1, 20, "it is hidden: it sees no key"),
     "only others see it": ("k", 0, 1, "it is visible"),
     "visible": ("dout", 0, 3, "it is visible"),
+    "sees fetched keys only": ("q", 1, 12, "it is visible"),
 }
 
 
-def find_on_ranks(rank, num_ranks):
+def find_on_ranks(rank, num_ranks, verify):
     calls.LOOK_S, calls.ASK_S, calls.BUSY_S = 0.1, 0.1, 0.02
     # Each query sees the keys of the first rank's tokens alone: of its own, the last rank's keys are seen by no row.
     mask = AttnMask([(12, 16, 0, 8, 0), (0, 4, 2, 3, 0)], total_seqlen_q=22)
@@ -124,6 +126,7 @@ def find_on_ranks(rank, num_ranks):
         dispatch=DispatchConfig(algorithm="sequential"),
         overlap=OverlapConfig(degree=1),
         attend=AttendConfig(sanity_check=True),
+        comm=CommConfig(verify=verify),
     )
     config = dataclasses.replace(config, dispatch=dataclasses.replace(config.dispatch, alignment=12 // num_ranks))
     plan = make_plan(mask, config, num_ranks)
@@ -145,14 +148,18 @@ def find_on_ranks(rank, num_ranks):
             found[case] = "no error"
         except (ValueError, RuntimeError) as error:
             found[case] = f"{type(error).__name__}: {error}"
-    x = tensors(len(index))
-    both_passes(x, lambda q, k, v, sink: distributed_attention(q, k, v, mine, group, config=config, sink=sink))
+    for is_bad in (False, False, True, False):  # also in calls that have followed each other before
+        x = tensors(len(index))
+        if is_bad and rank == 0:
+            x["q"][0] = torch.nan
+        with pytest.raises((ValueError, RuntimeError), match="q: row 0") if is_bad else nullcontext():
+            both_passes(x, lambda q, k, v, sink: distributed_attention(q, k, v, mine, group, config=config, sink=sink))
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_one_rank_finds_is_an_error_on_all(ranks, num_ranks):
-    results = ranks(num_ranks, find_on_ranks)
+@pytest.mark.parametrize(("num_ranks", "verify"), [(2, False), (3, True)])
+def test_what_one_rank_finds_is_an_error_on_all(ranks, num_ranks, verify):
+    results = ranks(num_ranks, find_on_ranks, verify)
     for case, (name, rank, _, kind) in CASES.items():
         owner = rank % num_ranks
         for other, found in enumerate(results):

@@ -248,12 +248,16 @@ def test_inconsistent_arguments_raise_and_name_the_argument(arguments, message):
 
 def test_tensors_that_do_not_fit_raise_and_name_the_argument():
     args = GroupCastArgs.build(np.array([4]), [1], [1])
-    with pytest.raises(ValueError, match="tensors: 3 rows, but args sends row 4"):
-        group_cast([torch.ones(3, 2)], args)
+    with pytest.raises(ValueError, match="tensors: 4 rows, but args sends row 4"):
+        group_cast([torch.ones(4, 2)], args)
     with pytest.raises(ValueError, match="tensors: 2 rows, but args receives 1"):
         group_reduce([torch.ones(2, 2)], args, into=[torch.ones(5, 2)])
-    with pytest.raises(ValueError, match="into: 3 rows, but args sends row 4"):
-        group_reduce([torch.ones(1, 2)], args, into=[torch.ones(3, 2)])
+    with pytest.raises(ValueError, match="into: 4 rows, but args sends row 4"):
+        group_reduce([torch.ones(1, 2)], args, into=[torch.ones(4, 2)])
+    with pytest.raises(ValueError, match="into: 1 tensors for 2 to reduce"):
+        group_reduce([torch.ones(1, 2)] * 2, args, into=[torch.ones(5, 2)])
+    with pytest.raises(ValueError, match="lse: shape"):
+        group_reduce_lse(torch.ones(1, 2), torch.ones(1), args, into=(torch.ones(5, 2), torch.ones(5)))
     with pytest.raises(ValueError, match="into: rows must be contiguous"):
         group_reduce([torch.ones(1, 2)], args, into=[torch.ones(5, 4)[:, ::2]])
 

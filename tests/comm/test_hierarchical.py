@@ -37,17 +37,22 @@ SHAPES = [pytest.param((2, 2), id="2x2"), pytest.param((4, 2), id="4x2")]
 
 
 def held_and_fetched(transfers: Transfers) -> tuple[Ranges, Runs]:
-    """Every row that travels, alone, and where it is: the tokens of a rank follow those of the rank before."""
-    ends, num_ranks = np.cumsum(transfers.num_rows), len(transfers.rows)
-    starts = ends - transfers.num_rows
+    """Every row that travels, alone, and where it is: the tokens of the ranks alternate at random."""
+    num_ranks = len(transfers.rows)
+    holder = np.random.default_rng(0).permutation(np.repeat(np.arange(num_ranks), transfers.num_rows))
+    token_of = [np.flatnonzero(holder == rank) for rank in range(num_ranks)]
+    local = np.empty_like(holder)
+    for held in token_of:
+        local[held] = np.arange(len(held))
     fetched: list[tuple[int, int, int]] = []
     for j in range(num_ranks):
-        tokens = np.concatenate([starts[i] + rows[j] for i, rows in enumerate(transfers.rows)])
+        tokens = np.concatenate([token_of[i][rows[j]] for i, rows in enumerate(transfers.rows)])
         order = transfers.recv_order[j]
         places = np.arange(len(tokens)) if order is None else np.argsort(order)
         fetched += [(j, token, place) for token, place in sorted(zip(tokens.tolist(), places.tolist(), strict=True))]
     dst, token, place = np.array(fetched, dtype=np.int64).reshape(-1, 3).T
-    return Ranges(dst, token, token + 1, place), Runs(starts, ends, np.arange(num_ranks), np.zeros_like(starts))
+    start = np.arange(len(holder))
+    return Ranges(dst, token, token + 1, place), Runs(start, start + 1, holder, local)
 
 
 def level_args(transfers: Transfers, rank: int, per_node: int, device: torch.device | str = "cpu") -> LevelArgs:

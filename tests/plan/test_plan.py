@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_magi.config import CommConfig, CostModel, DispatchConfig, MagiConfig, OverlapConfig
@@ -114,7 +114,13 @@ def assume_enough_tokens(mask: AttnMask, config: MagiConfig, cp_size: int) -> No
     assume(not config.dispatch.uneven_shard or mask.total_seqlen_q >= cp_size)
 
 
+# Rank 1 sees its own keys last where it sees fetched ones first, and the places of these follow those of its own.
+FETCHED_BEHIND_OWN = AttnMask([(8, 12, 8, 11, 0), (8, 12, 3, 6, 0), (12, 16, 0, 3, 0)], 16)
+SEQUENTIAL = MagiConfig(dispatch=DispatchConfig(algorithm="sequential"), overlap=OverlapConfig(degree=1))
+
+
 @settings(max_examples=150, deadline=None)
+@example(mask=FETCHED_BEHIND_OWN, config=SEQUENTIAL, cp_size=2)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: MagiConfig, cp_size: int) -> None:
     assume_enough_tokens(mask, config, cp_size)
