@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,9 +156,7 @@ class MagiParallelismConfig(ParallelismConfig):
 
         # The Trainer calls the second one where it evaluates alone.
         accelerator.prepare, accelerator.prepare_model = map(sharded, (accelerator.prepare, accelerator.prepare_model))
-        accelerator.gather_for_metrics = functools.partial(
-            type(accelerator).gather_for_metrics, _OncePerBatch(accelerator, self._first_ranks())
-        )
+        accelerator.gather_for_metrics = _OncePerBatch(accelerator, self._first_ranks()).gather_for_metrics
 
     def _first_ranks(self) -> list[int]:
         """Of the ranks that read the same batch the first, in the order of batches."""
@@ -182,6 +179,21 @@ class _OncePerBatch:
         return recursively_apply(
             lambda x: x.unflatten(0, (num_ranks, -1))[self._ranks].flatten(0, 1), self._accelerator.gather(tensors)
         )
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's, which gathers tensors by `gather`, and lists of anything else by a function of its own."""
+        use_gather_object = use_gather_object or not _has_tensors_alone(input_data)
+        if use_gather_object and self._accelerator.process_index not in self._ranks:
+            input_data = []
+        return type(self._accelerator).gather_for_metrics(self, input_data, use_gather_object)
+
+
+def _has_tensors_alone(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _pretrained(model: torch.nn.Module) -> PreTrainedModel:

@@ -102,6 +102,14 @@ def beside_fsdp2():
     return step_of(accelerator, "gpt_oss")
 
 
+def gathered():
+    """What metrics are made from, of a batch that both ranks read."""
+    fresh_state()
+    gather = Accelerator(cpu=True, parallelism_config=MagiParallelismConfig(cp_size=2)).gather_for_metrics
+    numbers = torch.tensor([1.0, 2.0])
+    return gather(numbers).tolist(), gather(["a", "b"]), [x.item() for x in gather(numbers, use_gather_object=True)]
+
+
 def wrong_size():
     fresh_state()
     with pytest.raises(ValueError, match="cp_size: all sizes together are 4 ranks, there are 2"):
@@ -114,6 +122,7 @@ def on_two_ranks(rank, _num_ranks, folder):
     out = {accumulate: train(f"{folder}/{rank}", 2, accumulate) for accumulate in (1, 2)}
     out["ddp"] = in_a_loop_of_accelerate()
     out["fsdp2"] = beside_fsdp2()
+    out["gathered"] = gathered()
     wrong_size()
     return out
 
@@ -144,3 +153,8 @@ def test_a_loop_of_accelerate_on_two_ranks_trains_as_on_one(results, wrapper):
     for loss, gradient in (result[wrapper] for result in results[0]):
         assert loss < 1e-5
         assert gradient < 1e-5
+
+
+def test_metrics_count_a_batch_that_two_ranks_read_once(results):
+    for result in results[0]:
+        assert result["gathered"] == ([1.0, 2.0], ["a", "b"], [1.0, 2.0])
