@@ -78,7 +78,7 @@ def build_kernels(folder: Path | None, jobs: int | None) -> str:
         ImportError: torch is not installed.
         OSError: there is no compiler, or the folder cannot be written to.
         RuntimeError: the compiler reports an error.
-        ValueError: a variable of the environment is malformed.
+        ValueError: a variable of the environment is malformed, or there is no folder for the cache.
     """
     from megatron_magi.cuda import build as hopper_build
     from megatron_magi.ops.hopper import kernels as hopper_kernels
@@ -101,10 +101,10 @@ def _env(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
+    wanted = not args.optional or envs.load_build().prebuild  # malformed variables are errors there too
     try:
-        wanted = not args.optional or envs.load_build().prebuild
         print(build_kernels(args.into, args.jobs) if wanted else "no kernels are compiled ahead: switched off")
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         if not args.optional:
             raise
         print(f"no kernels are compiled ahead, each is when it is first used: {error}")

@@ -207,6 +207,17 @@ def test_a_step_of_an_installation_fails_nothing(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "libnvrtc.so: cannot open shared object file\n"
 
 
+def test_a_step_of_an_installation_by_a_user_without_a_home_directory_fails_nothing(monkeypatch, capsys):
+    monkeypatch.delenv("MAGI_ATTENTION_PREBUILD_FFA", raising=False)
+    monkeypatch.delenv("MAGI_ATTENTION_WORKSPACE_BASE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    assert main(["build", "--optional"]) == 0
+    assert "MAGI_ATTENTION_WORKSPACE_BASE: Could not determine home directory" in capsys.readouterr().out
+    monkeypatch.setenv("MAGI_ATTENTION_PREBUILD_FFA", "maybe")
+    assert main(["build", "--optional"]) == 1
+
+
 @pytest.mark.parametrize("jobs", ["0", "-3", "1.5", "many"])
 def test_a_number_of_jobs_that_is_none_is_refused(jobs, capsys):
     with pytest.raises(SystemExit):

@@ -131,10 +131,13 @@ def build_all(kernels: Iterable[tuple[str, tuple[str, ...]]], jobs: int, cache_d
         OSError: there is no compiler.
         ValueError: a variable of the environment is malformed.
     """
-    settings, folder = envs.load_build(), default_cache_dir() if cache_dir is None else cache_dir
+    settings = envs.load_build()
+    if not settings.use_cache:
+        return
+    folder = default_cache_dir() if cache_dir is None else cache_dir
     places = [folder] if settings.force_jit else [prebuilt_dir(), folder]
     missing = []
-    for source, defines in dict.fromkeys(kernels) if settings.use_cache else ():
+    for source, defines in dict.fromkeys(kernels):
         name = cubin_name(source, defines, settings.debug)
         if all(_read(place / name, notice=False) is None for place in places):
             missing.append((source, defines))

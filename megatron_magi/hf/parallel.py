@@ -169,21 +169,26 @@ class _OncePerBatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's, which gathers objects past `gather`: of them the other ranks have none."""
-        try:
-            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if use_gather_object and self._accelerator.process_index not in self._ranks:
-            input_data = []
-        return type(self._accelerator).gather_for_metrics(self, input_data, use_gather_object)
-
     def gather(self, tensors: Any) -> Any:
         num_ranks = self._accelerator.num_processes
         return recursively_apply(
             lambda x: x.unflatten(0, (num_ranks, -1))[self._ranks].flatten(0, 1), self._accelerator.gather(tensors)
         )
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's, which gathers tensors by `gather`, and lists of anything else by a function of its own."""
+        use_gather_object = use_gather_object or not _has_tensors_alone(input_data)
+        if use_gather_object and self._accelerator.process_index not in self._ranks:
+            input_data = []
+        return type(self._accelerator).gather_for_metrics(self, input_data, use_gather_object)
+
+
+def _has_tensors_alone(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _pretrained(model: torch.nn.Module) -> PreTrainedModel:

@@ -165,9 +165,8 @@ def rows_within(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) ->
     Segments come in any order and may overlap: a row counts once for each that it lies in.
     """
     at = np.concatenate([lo, hi])
-    before = np.zeros(
-        len(at), dtype=np.int64
-    )  # rows of segments up to ``at``: behind their starts, less behind their ends
+    # Rows of segments up to ``at``: those behind their starts, less those behind their ends.
+    before = np.zeros(len(at), dtype=np.int64)
     for edges, sign in ((np.sort(starts), 1), (np.sort(ends), -1)):
         count = np.searchsorted(edges, at)
         before += sign * (count * at - np.concatenate([[0], np.cumsum(edges)])[count])

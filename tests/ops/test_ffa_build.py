@@ -255,6 +255,10 @@ def test_a_user_without_a_home_directory_is_told_which_variable_to_set(tmp_path,
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
     with pytest.raises(ValueError, match="MAGI_ATTENTION_WORKSPACE_BASE: Could not determine home directory"):
         hopper_build.build(*PREPARE)
+    with monkeypatch.context() as without_cache:
+        without_cache.setenv("MAGI_ATTENTION_NO_BUILD_CACHE", "1")
+        hopper_build.build_all([PREPARE], 1)
+        hopper_build.build(*PREPARE)
     monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path))
     hopper_build.build(*PREPARE)
 
