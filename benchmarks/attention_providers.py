@@ -147,7 +147,7 @@ class FlashAttention3(Provider):
     modules = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "hopper.flash_attn_interface")
 
     def _prepare(self, case: Case) -> None:
-        module = _import_one(self.modules)
+        module = import_one(self.modules)
         if not case.plain:
             raise Unavailable("no such mask")
         self._options = {"causal": case.causal and case.window is None}
@@ -179,7 +179,7 @@ class MagiAttention(Provider):
     """MagiAttention's own kernels; of its flags the one that its documentation advises for such masks."""
 
     def _prepare(self, case: Case) -> None:
-        self._call = _import_one(("magi_attention.functional",)).flex_flash_attn_func
+        self._call = import_one(("magi_attention.functional",)).flex_flash_attn_func
         table = torch.from_numpy(np.array(case.mask.table, dtype=np.int32)).to(self.problem.q.device)
         self._ranges = table[:, :2].contiguous(), table[:, 2:4].contiguous(), table[:, 4].contiguous()
         rows = case.mask.table[np.argsort(case.mask.table[:, 0], kind="stable"), :2]
@@ -200,7 +200,7 @@ class CuDNNFlex(Provider):
     """cuDNN frontend's flexible attention: any mask of key intervals, documents as variable lengths; planned once."""
 
     def _prepare(self, case: Case) -> None:
-        module = _import_one(("cudnn.flex_attention",))
+        module = import_one(("cudnn.flex_attention",))
         self._call = module.flex_attn_func
         q, k, v = (self._arrange(t).contiguous() for t in (self.problem.q, self.problem.k, self.problem.v))
         packed = case.doc_lengths is not None
@@ -340,8 +340,12 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def _import_one(names: tuple[str, ...]) -> ModuleType:
-    """The first of these modules that can be imported."""
+def import_one(names: tuple[str, ...]) -> ModuleType:
+    """The first of these modules that can be imported.
+
+    Raises:
+        Unavailable: none can; the text says why.
+    """
     module, why = _first_module(names)
     if module is None:
         raise Unavailable(why)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from attention_providers import Unavailable
+from attention_providers import Unavailable, import_one
 from sparse_cases import Case
 from torch import Tensor
 
@@ -58,17 +58,14 @@ def flashinfer(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, None]
     Raises:
         Unavailable: it is not installed, or does not take the mask.
     """
-    try:
-        from flashinfer.sparse import VariableBlockSparseAttentionWrapper
-    except ImportError as error:
-        raise Unavailable(f"FlashInfer is not installed: {error}") from None
+    make = import_one(("flashinfer.sparse",)).VariableBlockSparseAttentionWrapper
     if case.mask is None or case.sizes is None:
         raise Unavailable("not a mask of blocks")
     heads_kv = case.heads[1]
     mask = case.mask.expand(heads_kv, -1, -1).contiguous()
     sizes = [s.expand(heads_kv, -1).contiguous() for s in case.sizes]
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=q.device)
-    wrapper = VariableBlockSparseAttentionWrapper(workspace, backend="fa3")
+    wrapper = make(workspace, backend="fa3")
     wrapper.plan(mask, *sizes, case.heads[0], heads_kv, q.shape[2], q_data_type=q.dtype)
     arranged = [t.transpose(0, 1).contiguous() for t in (q, k, v)]
 
@@ -85,10 +82,7 @@ def magi(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Pass, Pass]:
     Raises:
         Unavailable: it is not installed, or does not take the mask.
     """
-    try:
-        from magi_attention.functional import flex_flash_attn_func
-    except ImportError as error:
-        raise Unavailable(f"MagiAttention is not installed: {error}") from None
+    flex_flash_attn_func = import_one(("magi_attention.functional",)).flex_flash_attn_func
     if case.mask is None or 0 in case.blocks:
         raise Unavailable("not a mask of blocks of one size")
     heads_kv, group = case.heads[1], case.heads[0] // case.heads[1]
