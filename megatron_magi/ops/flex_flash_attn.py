@@ -101,10 +101,12 @@ def flex_flash_attn_func(
         raise ValueError(f"sink: layout {sink_layout!r} has {len(sink_layout)} dimensions, got {list(sink.shape)}")
     if q_ranges is None or k_ranges is None:
         q_ranges, k_ranges = [(0, q.shape[0])], [(0, k.shape[0])]
-    ranges = [q_ranges, k_ranges] if attn_type_map is None else [q_ranges, k_ranges, attn_type_map]
+    ranges = {"q_ranges": q_ranges, "k_ranges": k_ranges}
+    if attn_type_map is not None:
+        ranges["attn_type_map"] = attn_type_map
     if torch.compiler.is_compiling():
         return slice_attention_traced(
-            q, k, v, [_as_tensor(x) for x in ranges],
+            q, k, v, [_as_tensor(name, x) for name, x in ranges.items()],
             sink=sink, softmax_scale=softmax_scale, softcap=softcap, return_max_logits=return_max_logits,
             deterministic=deterministic, sm_margin=sm_margin, sanity_check=sanity_check, impl=impl,
         )  # fmt: skip
@@ -120,14 +122,13 @@ def flex_flash_attn_func(
     return attend(q, k, v, sink, on_host.mask.bands, options, impl, return_max_logits)
 
 
-def _on_host(ranges: list, num_rows: int, num_keys: int) -> HostRanges:
-    if all(isinstance(x, Tensor) for x in ranges):
-        return ranges_of_tensors(ranges, num_rows, num_keys)
-    names = ("q_ranges", "k_ranges", "attn_type_map")
-    return ranges_of_arrays([_as_array(name, x) for name, x in zip(names, ranges, strict=False)], num_rows, num_keys)
+def _on_host(ranges: dict[str, RangesLike | TypesLike], num_rows: int, num_keys: int) -> HostRanges:
+    if all(isinstance(x, Tensor) for x in ranges.values()):
+        return ranges_of_tensors(list(ranges.values()), num_rows, num_keys)
+    return ranges_of_arrays([_as_array(name, x) for name, x in ranges.items()], num_rows, num_keys)
 
 
-def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
+def _as_tensor(name: str, values: RangesLike | TypesLike) -> Tensor:
     """The values as an input of a compiled graph."""
     if isinstance(values, Tensor):
         return values
@@ -137,7 +138,7 @@ def _as_tensor(values: RangesLike | TypesLike) -> Tensor:
     for item in items:
         for number in item if isinstance(item, list) else [item]:
             if isinstance(number, bool | float):  # which the tensor would round
-                raise ValueError(f"q_ranges, k_ranges, attn_type_map: expected integers, got {number!r}")
+                raise ValueError(f"{name}: expected integers, got {number!r}")
     return torch.tensor(items, dtype=torch.int64, device="cpu")
 
 

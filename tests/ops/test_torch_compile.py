@@ -105,10 +105,13 @@ def test_lists_of_ranges_and_arrays_can_be_compiled_too(types):
     assert_same(flex, compiled, tensors(), None, None, None)
 
 
-@pytest.mark.parametrize("ranges, types", [([[0, 7.5]], [0]), ([[False, True]], [0]), ([[0, 9]], [0.5])])
+@pytest.mark.parametrize(
+    "ranges, types, name",
+    [([[0, 7.5]], [0], "q_ranges"), ([[False, True]], [0], "q_ranges"), ([[0, 9]], [0.5], "attn_type_map")],
+)
 @pytest.mark.parametrize("fullgraph, error", [(False, ValueError), (True, torch._dynamo.exc.Unsupported)])
-def test_numbers_that_are_no_integers_are_not_rounded_in_a_graph(ranges, types, fullgraph, error):
-    with pytest.raises(error, match="expected integers, got"):
+def test_numbers_that_are_no_integers_are_not_rounded_in_a_graph(ranges, types, name, fullgraph, error):
+    with pytest.raises(error, match=f"{name}: expected integers, got"):
         torch.compile(flex, backend="aot_eager", fullgraph=fullgraph)(*tensors(), ranges, ranges, types)
 
 
