@@ -45,7 +45,7 @@ def buffer_tokens(plan, rank, transfer):
 plans = given(seed=st.integers(0, 1000), num_ranks=st.integers(2, 4), degree=st.integers(1, 4))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @plans
 def test_one_transfer_brings_the_rows_of_all_stages_one_behind_the_other(seed, num_ranks, degree):
     plan = plan_of(cs.random_mask(120, 4, seed), num_ranks, degree)
@@ -70,7 +70,7 @@ def test_one_transfer_brings_the_rows_of_all_stages_one_behind_the_other(seed, n
         assert t.most_recv == max(map(len, buffers)) and t.most_rows > t.send_index.max(initial=-1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @plans
 def test_the_mask_over_all_keys_is_the_mask(seed, num_ranks, degree):
     mask = cs.random_mask(120, 4, seed)

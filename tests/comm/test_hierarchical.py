@@ -78,7 +78,7 @@ def distinct(transfers: Transfers, per_node: int) -> np.ndarray:
     return counts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=st.sampled_from([(2, 2), (3, 2), (2, 4), (4, 2)]), seed=st.integers(0, 10_000))
 def test_two_levels_bring_each_row_to_its_place_and_cross_once(shape, seed):
     num_nodes, per_node = shape

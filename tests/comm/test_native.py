@@ -41,7 +41,7 @@ def many_rows(num_ranks: int, seed: int, most: int = 60) -> Transfers:
     return Transfers(num_rows, rows, order)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_ranks=st.integers(2, 8), seed=st.integers(0, 10_000), shift=st.integers(0, 6))
 def test_the_tables_lead_each_row_to_its_place_and_back(num_ranks, seed, shift):
     transfers = many_rows(num_ranks, seed)

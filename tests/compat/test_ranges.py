@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_magi import api
@@ -36,7 +36,6 @@ def sequence(ranges):
     return [token for r in ranges for token in range(r.start, r.end)]
 
 
-@settings(deadline=None)
 @given(attn_range, attn_range)
 def test_two_ranges_are_compared_and_combined_as_sets(a, b):
     ours, theirs = tokens(a), tokens(b)
@@ -53,7 +52,6 @@ def test_two_ranges_are_compared_and_combined_as_sets(a, b):
     assert a.is_empty() == (not ours)
 
 
-@settings(deadline=None)
 @given(attn_range, bound, bound, st.integers(-30, 30))
 def test_a_range_is_cut_moved_and_copied(a, start, end, offset):
     kept = {n for n in tokens(a) if (start is None or n >= start) and (end is None or n < end)}
@@ -86,7 +84,6 @@ def test_negative_ranges_make_no_mask(call, message):
         call()
 
 
-@settings(deadline=None)
 @given(attn_ranges)
 def test_merged_ranges_are_the_runs_of_the_tokens(ranges):
     merged = ranges.merge()
@@ -97,7 +94,6 @@ def test_merged_ranges_are_the_runs_of_the_tokens(ranges):
     assert isinstance(merged, AttnRanges) and merged is not ranges
 
 
-@settings(deadline=None)
 @given(attn_ranges, st.integers(1, 7))
 def test_aligned_merging_takes_whole_blocks(ranges, block):
     touched = {token // block for token in bag(ranges)}
@@ -105,7 +101,6 @@ def test_aligned_merging_takes_whole_blocks(ranges, block):
     assert ranges.merge_with_split_alignment(block).to_naive_ranges() == expected
 
 
-@settings(deadline=None)
 @given(attn_ranges, attn_ranges)
 def test_two_lists_are_combined_as_sets(a, b):
     ours, theirs = set(bag(a)), set(bag(b))
@@ -119,7 +114,6 @@ def test_two_lists_are_combined_as_sets(a, b):
     assert (a.union_size(), a.union_size_with(b)) == (bag(a).total(), both.total())
 
 
-@settings(deadline=None)
 @given(attn_ranges, bound, bound)
 def test_a_list_is_cut_sorted_and_measured(ranges, start, end):
     cut = ranges.truncate(start, end)
@@ -145,7 +139,6 @@ def test_sorting_keeps_the_order_of_ranges_that_start_together_and_the_list():
     assert ranges.to_naive_ranges() == [(4, 9), (1, 7), (4, 5), (1, 2)]
 
 
-@settings(deadline=None)
 @given(attn_ranges, st.integers(1, 9))
 def test_chunks_are_pieces_of_equal_length(ranges, chunk_size):
     if not ranges.is_non_overlap():
@@ -159,7 +152,6 @@ def test_chunks_are_pieces_of_equal_length(ranges, chunk_size):
     assert all(isinstance(chunk, AttnRanges) and not any(r.is_empty() for r in chunk) for chunk in chunks)
 
 
-@settings(deadline=None)
 @given(attn_ranges, attn_ranges)
 def test_local_ranges_are_places_in_a_buffer_of_the_tokens(ranges, others):
     buffer = sorted(set(bag(ranges)))
@@ -178,7 +170,6 @@ def test_local_ranges_are_places_in_a_buffer_of_the_tokens(ranges, others):
                 ranges.make_range_local(r)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=6))
 def test_cumulative_lengths_and_ranges_are_the_same(lengths):
     cu_seqlens = [sum(lengths[:i]) for i in range(len(lengths) + 1)]

@@ -1,7 +1,7 @@
 """Rectangles against the sets of (query, key) pairs that they stand for."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_magi.api import AttnMaskType, AttnRange, AttnRanges, AttnRectangle, AttnRectangles
@@ -43,7 +43,6 @@ def rectangles(draw):
     return AttnRectangle(*arguments), pairs
 
 
-@settings(deadline=None)
 @given(rectangles())
 def test_a_rectangle_holds_the_pairs_of_its_arguments_and_is_tight(case):
     rect, pairs = case
@@ -59,7 +58,6 @@ def test_a_rectangle_holds_the_pairs_of_its_arguments_and_is_tight(case):
     )
 
 
-@settings(deadline=None)
 @given(bounds, bounds, diagonals, kinds)
 def test_a_rectangle_without_pairs_is_refused(q_range, k_range, d_range, kind):
     assume(not visible(q_range, k_range, d_range, kind))
@@ -75,7 +73,6 @@ def test_ranges_of_a_rectangle_may_be_pairs_and_what_is_none_is_named():
             AttnRectangle(**{"q_range": (2, 6), "k_range": (0, 5), name: 3})
 
 
-@settings(deadline=None)
 @given(rectangles(), cut, cut)
 def test_cutting_shares_the_pairs(case, a, b):
     rect, pairs = case
@@ -89,7 +86,6 @@ def test_cutting_shares_the_pairs(case, a, b):
         assert pairs_of(within(a, b)) == {p for p in pairs if a <= p[axis] < b}
 
 
-@settings(deadline=None)
 @given(rectangles())
 def test_the_slices_of_a_rectangle_hold_its_pairs_once(case):
     rect, pairs = case
@@ -106,7 +102,6 @@ def test_the_slices_of_a_rectangle_hold_its_pairs_once(case):
     assert (rect.intersection_q_id_on_left_boundary(), rect.intersection_q_id_on_right_boundary()) == (last, first)
 
 
-@settings(deadline=None)
 @given(rectangles(), bounds, bounds, st.integers(-16, 16), st.integers(-16, 16))
 def test_areas_of_any_bounds_are_counted(case, q, k, ld, rd):
     expected = sum(ld <= b - a <= rd for a in range(*q) for b in range(*k))
@@ -125,7 +120,6 @@ def test_ranges_that_hold_nothing_are_told():
         AttnRectangle(AttnRange(0, 4), AttnRange(0, 8), None, "diagonal")
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(bounds, bounds, kinds), max_size=4), cut, cut)
 def test_a_list_of_rectangles_is_all_of_its_slices(slices, a, b):
     q_ranges, k_ranges, mask_types = ([s[i] for s in slices] for i in range(3))

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_magi.__main__ import main
@@ -27,7 +27,6 @@ from megatron_magi.plan.types import StepKind
 MASK = builders.varlen(doc_lengths=[3000, 400, 6600], causal=True)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 2**32))
 def test_sampled_pairs_are_those_of_the_whole_matrix(lengths, left, seed):
     mask = builders.sliding_window(left=left, right=2, doc_lengths=lengths, global_tokens=1)

@@ -15,7 +15,7 @@ from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 40), st.integers(1, 60), st.integers(1, 20), st.integers(1, 20), st.booleans(), st.integers(0, 999)
 )

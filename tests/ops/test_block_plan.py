@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,7 +41,6 @@ def visible_by_plan(plan, num_rows, num_keys):
     return shown, computed
 
 
-@settings(deadline=None)
 @given(
     mask=masks(),
     call_cost=st.sampled_from([0, 20, 200]),

@@ -56,7 +56,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [*hopper_kernels.BACKWARD_DIMS, (96, 96), (80, 72)], ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     mask=masks(longest=400),
     heads=st.sampled_from(HEADS),

@@ -56,7 +56,7 @@ def length_of_work(items: np.ndarray, plan: TilePlan) -> tuple[int, float]:
     return max(busy), sum(busy) / SMS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=6),
     causal=st.booleans(),
@@ -73,7 +73,7 @@ def test_every_block_meets_every_query_head_once(lengths, causal, heads_kv, grou
     assert schedule.num_split <= max_split
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     ends=st.tuples(st.integers(16, 40), st.integers(16, 40)),
     middle=st.integers(16, 40),

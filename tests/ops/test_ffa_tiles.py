@@ -114,7 +114,7 @@ def test_every_slice_that_begins_and_ends_beside_the_edges_of_tiles_is_covered(s
         check_plan(plan, dense_bands(bands, size, size), 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), num_rows=st.integers(1, 300), num_columns=st.integers(1, 300))
 def test_every_visible_pair_is_in_exactly_one_pass(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))
@@ -143,7 +143,7 @@ def assert_planned_alike(bands: np.ndarray, *sizes: int, **options) -> None:
 
 
 @built
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), num_rows=st.integers(1, 700), num_columns=st.integers(1, 700))
 def test_tiles_of_any_mask_are_those_of_the_planner_in_python(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))
@@ -157,7 +157,7 @@ def test_tiles_of_any_mask_are_those_of_the_planner_in_python(data, num_rows, nu
 
 
 @built
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     kind=st.sampled_from(["causal", "full", "window"]),
@@ -201,7 +201,7 @@ def test_which_planner_plans_tiles(monkeypatch):
         make_host_plan(bands, tiling, "native")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), num_rows=st.integers(1, 200), num_columns=st.integers(1, 200))
 def test_columns_of_packed_heads_are_those_of_one_head_in_turns(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))
@@ -215,7 +215,7 @@ def test_columns_of_packed_heads_are_those_of_one_head_in_turns(data, num_rows, 
         check_plan(wide, visible, UNIT, rows // 64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), num_rows=st.integers(1, 300), num_columns=st.integers(1, 300))
 def test_transposed_bands_are_the_transposed_mask(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))
@@ -225,7 +225,7 @@ def test_transposed_bands_are_the_transposed_mask(data, num_rows, num_columns):
     check_plan(descending(plan_tiles(turned, num_columns, 128, 64, align=UNIT, hide_tail=True)), visible.T, UNIT)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), num_rows=st.integers(1, 100), num_columns=st.integers(1, 100))
 def test_columns_of_rows_between_breaks_are_counted(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_magi.ops.merge import merge, merge_, merge_sink_, sink_gradient, sink_lse
@@ -26,21 +26,18 @@ def same(a, b):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None)
 @given(partials(3))
 def test_merge_is_associative(results):
     a, b, c = results
     same(merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c)))
 
 
-@settings(deadline=None)
 @given(partials(2))
 def test_merge_is_commutative(results):
     a, b = results
     same(merge(*a, *b), merge(*b, *a))
 
 
-@settings(deadline=None)
 @given(partials(1))
 def test_a_result_over_no_key_changes_nothing(results):
     ((out, lse),) = results
@@ -57,7 +54,6 @@ def test_garbage_beside_an_lse_of_minus_infinity_is_dropped():
     assert not merged.any() and (merged_lse == -torch.inf).all()
 
 
-@settings(deadline=None)
 @given(partials(2))
 def test_merge_in_place_is_merge(results):
     (out, lse), b = results
@@ -113,7 +109,6 @@ def test_the_sink_gradient_is_that_of_autograd(per_row, num_sinks):
     torch.testing.assert_close(actual, expected)
 
 
-@settings(deadline=None)
 @given(partials(2))
 def test_a_sink_is_a_partial_result_with_output_zero(results):
     (out, lse), (_, sinks) = results

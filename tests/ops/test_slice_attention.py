@@ -46,7 +46,7 @@ def attend(case, impl):
     return call
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     mask=masks(),
     heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
@@ -247,7 +247,7 @@ def test_the_half_precision_path_of_gpus_has_the_right_dtypes(softcap, tiny_bloc
 
 
 @pytest.mark.gpu
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(mask=masks(), sink=st.sampled_from([None, "sh", "ssh"]), softcap=st.sampled_from([0.0, 1.5]))
 def test_gpus_agree_with_the_naive_formula_in_fp64(mask, sink, softcap):
     case = Case(mask, 2, 2, sink=sink, softcap=softcap, device="cuda")

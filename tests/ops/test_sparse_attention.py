@@ -50,7 +50,7 @@ def assert_same(got, want, inputs):
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 200))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes, st.integers(1, 20), st.sampled_from([64, 128]), st.sampled_from([(4, 2), (3, 1), (2, 2)]),
     st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["mask", "csr", "lists"]), st.integers(0, 999),
@@ -74,7 +74,7 @@ def test_block_sparse_attention_is_dense_attention_of_the_expanded_mask(
         assert_same(got, dense_attention(*inputs, visible, sink, scale), [*inputs, *([sink] if has_sink else [])])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sizes, st.integers(1, 30), st.sampled_from([(4, 2), (3, 1)]), st.booleans(), st.integers(0, 999))
 def test_index_sparse_attention_is_dense_attention_of_the_listed_keys(shape, topk, heads, per_head, seed):
     num_rows, num_keys = shape

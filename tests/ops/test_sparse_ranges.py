@@ -29,7 +29,7 @@ def dense(lists, num_rows, num_keys):
     return mask.repeat(lists.q_block, 0)[:num_rows].repeat(lists.k_block, 1)[:, :num_keys]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 300), st.integers(1, 900), st.sampled_from([1, 3, 16, 128]), st.sampled_from([1, 5, 64, 128]),
     st.integers(0, 999),

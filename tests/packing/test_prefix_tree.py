@@ -85,7 +85,7 @@ def assert_equal(ours, expected):
         assert (a - b).abs().max() < 1e-12
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SAMPLES, st.data())
 def test_losses_over_samples_have_the_gradients_of_separate_forwards(samples, data):
     weights = data.draw(st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples)))

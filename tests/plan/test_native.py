@@ -42,7 +42,7 @@ def assert_equal_plans(mask: AttnMask, config: MagiConfig, cp_size: int) -> None
 
 
 @built
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_plans_of_any_mask_equal_those_of_the_python_planner(mask, config, cp_size) -> None:
     assume_enough_tokens(mask, config, cp_size)
@@ -50,7 +50,7 @@ def test_plans_of_any_mask_equal_those_of_the_python_planner(mask, config, cp_si
 
 
 @built
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1 << 30),
     tokens=st.integers(2000, 40_000),

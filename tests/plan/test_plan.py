@@ -119,7 +119,7 @@ FETCHED_BEHIND_OWN = AttnMask([(8, 12, 8, 11, 0), (8, 12, 3, 6, 0), (12, 16, 0, 
 SEQUENTIAL = MagiConfig(dispatch=DispatchConfig(algorithm="sequential"), overlap=OverlapConfig(degree=1))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(mask=FETCHED_BEHIND_OWN, config=SEQUENTIAL, cp_size=2)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: MagiConfig, cp_size: int) -> None:
@@ -137,7 +137,7 @@ def test_every_visible_pair_is_computed_exactly_once(mask: AttnMask, config: Mag
     check_other_sides(plan)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_areas_with_own_and_fetched_keys_are_those_of_the_stages(mask, config, cp_size) -> None:
     assume_enough_tokens(mask, config, cp_size)
@@ -161,7 +161,7 @@ def test_bands_are_put_into_local_coordinates_of_the_rank_that_is_asked_for_once
     assert asked == [(asked[0][0], 2), (1, 2), (1, 2), (3, 2)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_a_rank_receives_exactly_the_keys_it_needs_and_does_not_hold(mask, config, cp_size) -> None:
     assume_enough_tokens(mask, config, cp_size)
@@ -177,7 +177,7 @@ def test_a_rank_receives_exactly_the_keys_it_needs_and_does_not_hold(mask, confi
         assert plan.stats().received_rows[rank] == plan.stats().lower_bound_rows[rank] == len(needed)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(mask=masks(), config=configs(), cp_size=st.integers(1, 5))
 def test_shards_cover_the_sequence_once_and_even_shards_are_equal(mask, config, cp_size) -> None:
     assume_enough_tokens(mask, config, cp_size)
@@ -191,7 +191,7 @@ def test_shards_cover_the_sequence_once_and_even_shards_are_equal(mask, config, 
         assert dispatch.shard_lengths[0] % config.dispatch.alignment == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mask=masks(), degree=st.integers(0, 6), hide=st.booleans(), cp_size=st.integers(1, 4))
 def test_schedules_attend_each_stage_once_after_its_fetch(mask, degree, hide, cp_size) -> None:
     config = MagiConfig(overlap=OverlapConfig(degree=degree, hide_tail_reduce=hide))
@@ -288,7 +288,7 @@ def test_documents_that_fit_their_ranks_move_nothing() -> None:
     assert plan.stats().received_rows == (0, 0, 0, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seqlen=st.integers(0, 3000),
     pad_size=st.integers(0, 3000),

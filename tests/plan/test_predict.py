@@ -48,7 +48,7 @@ def scored(mask: AttnMask, cp_size: int, config: DispatchConfig):
 
 
 @built
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     mask=masks(), cp_size=st.integers(1, 6), seed=st.integers(0, 99), chunk=st.integers(1, 9), node=st.integers(1, 4)
 )
@@ -58,7 +58,7 @@ def test_counts_in_cpp_equal_those_in_python(mask, cp_size, seed, chunk, node) -
         np.testing.assert_array_equal(ours, theirs)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     mask=masks(), cp_size=st.integers(1, 6), seed=st.integers(0, 99), chunk=st.integers(1, 9), node=st.integers(1, 4)
 )
@@ -76,7 +76,7 @@ def test_counts_are_those_of_the_plan(mask, cp_size, seed, chunk, node) -> None:
         assert counts.sent[:, this].tolist() == [splits[~is_far].sum(), splits[is_far].sum()]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(mask=masks(), cp_size=st.integers(1, 4), seed=st.integers(0, 99), chunk=st.integers(1, 9))
 def test_no_key_is_seen_by_more_rows_than_are_counted(mask, cp_size, seed, chunk) -> None:
     bounds, rank = scattered(mask, cp_size, seed, chunk)
@@ -171,7 +171,7 @@ def test_a_slower_machine_is_predicted_to_take_longer(change) -> None:
     assert after > before
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 99), field=st.sampled_from(Counts._fields), more=st.integers(1, 1 << 30))
 def test_more_to_do_never_takes_less(seed, field, more) -> None:
     mask = batch("causal", seed=seed)
@@ -284,7 +284,7 @@ def test_zigzag_is_two_mirrored_pieces_a_rank_and_may_be_uneven() -> None:
     assert odd.chunk_rank.tolist() == [0, 1, 2, 1, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(total=st.integers(1, 3000), cp_size=st.integers(1, 9))
 def test_the_padding_depends_on_the_length_alone(total, cp_size) -> None:
     algorithms = ("auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential")
