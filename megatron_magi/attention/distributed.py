@@ -98,7 +98,7 @@ def distributed_attention(
         refuse_tangents(q, k, v, sink)
         flag(return_max_logits, "return_max_logits")
         key = _key(q, k, v, sink, group, config, sink_layout, softmax_scale, softcap, return_max_logits)
-        known = rank_plan.runtime.setdefault("calls", {})
+        known = rank_plan.runtime.calls
         call = known.get(key)
         is_new = call is None
         if call is None:
@@ -207,10 +207,10 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
             for _ in plan.bands
         ),
         one_launch=one_launch,
-        stage_tables=plan.runtime.get("stage tables"),
+        stage_tables=plan.runtime.keep_stage_tables,
         delta_memo={} if remembers else None,
-        tail=plan.runtime.get("tail"),
-        comm_impl="native" if "tail" in plan.runtime else config.comm.impl,
+        tail=plan.runtime.tail,
+        comm_impl=config.comm.impl if plan.runtime.tail is None else "native",
     )
 
 
@@ -224,10 +224,10 @@ def make_calls_ready(plan: RankPlan, like: RankPlan) -> None:
         plan: on its device, not called yet.
         like: of an earlier batch; its kernels are of the current stream.
     """
-    if (plan.num_rows, plan.cp_size) != (like.num_rows, like.cp_size) or "tail" in plan.runtime:
+    if (plan.num_rows, plan.cp_size) != (like.num_rows, like.cp_size) or plan.runtime.tail is not None:
         return
-    known = plan.runtime.setdefault("calls", {})
-    for key, earlier in like.runtime.get("calls", {}).items():
+    known = plan.runtime.calls
+    for key, earlier in like.runtime.calls.items():
         if key not in known and (plan.cp_size == 1 or earlier.group_ref() is not None):
             call = known[key] = _make_call(earlier.kind, plan)
             _make_room(*call.kind.layouts[1:], call, plan)

@@ -86,8 +86,8 @@ def one_launch_of(
 ) -> OneLaunch:
     """For a plan. ``group`` as of `Fetched`, ``makers`` as of `OneLaunch`."""
     remote = Fetched(joined_cast(plan, device), group, impl) if plan.degree else None
-    numbers = plan.runtime.get("numbers", (None, None))
-    return OneLaunch(joined_bands(plan), plan.num_rows, makers, remote, bool(plan.runtime.get("tables")), numbers)
+    is_prepared, numbers = bool(plan.runtime.tables), plan.runtime.mask_numbers
+    return OneLaunch(joined_bands(plan), plan.num_rows, makers, remote, is_prepared, numbers)
 
 
 def joined_bands(plan: RankPlan, made: np.ndarray | None = None) -> np.ndarray:
@@ -97,13 +97,13 @@ def joined_bands(plan: RankPlan, made: np.ndarray | None = None) -> np.ndarray:
     """
     if not plan.transfers:
         return plan.bands[0]
-    known = plan.runtime.get("joined bands")
+    known = plan.runtime.joined_bands
     if known is None:
         if made is None:
             firsts = np.cumsum([gated.first_arriving(plan.num_rows), *(t.num_recv for t in plan.transfers)])
             later = (bd.shift_keys(table, at) for table, at in zip(plan.bands[1:], firsts, strict=False))
             made = np.concatenate([plan.bands[0], *later])
-        known = plan.runtime["joined bands"] = own(made)
+        known = plan.runtime.joined_bands = own(made)
     return known
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_magi.attention.distributed import make_calls_ready
 from megatron_magi.attention.one_launch import is_alone, joined_bands, pays
-from megatron_magi.attention.runtime import cast_tables, joined_key, joined_transfer, uploaded_args
+from megatron_magi.attention.runtime import cast_tables, joined_transfer, uploaded_args
 from megatron_magi.checks import instance
 from megatron_magi.comm.group_collective import CastFacts, LevelFacts
 from megatron_magi.config import MagiConfig
@@ -39,6 +39,7 @@ from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.merge import accumulate_dtype
 from megatron_magi.parcel import Sendable
 from megatron_magi.plan import RankPlan, StepKind
+from megatron_magi.plan.types import Runtime
 from megatron_magi.upload import PackedArrays, pack
 
 
@@ -104,12 +105,13 @@ class _PreparedPlan:
         for cast in self.casts:
             casts.append(uploaded_args(cast, tensors[at : at + cast.num_arrays]))
             at += cast.num_arrays
-        self.plan.runtime[str(device)] = tuple(casts[: self.plan.degree])
+        runtime = self.plan.runtime
+        runtime.casts[device] = tuple(casts[: self.plan.degree])
         if len(casts) > self.plan.degree:
-            self.plan.runtime[joined_key(device)] = casts[-1]
-        self.plan.runtime["numbers"] = self.numbers
+            runtime.joined_casts[device] = casts[-1]
+        runtime.mask_numbers = self.numbers
         joined = () if self.joined is None else (joined_bands(self.plan, self.joined),)
-        kept, bands = self.plan.runtime.setdefault("tables", []), self.plan.bands
+        kept, bands = runtime.tables, self.plan.bands
 
         def keep_tables(masks: Sequence[np.ndarray], tables: Sequence[MaskTables], tensors: Sequence[Tensor]) -> None:
             left = iter(tensors)
@@ -122,7 +124,7 @@ class _PreparedPlan:
             return
         keep_tables(joined, self.tables, of_tables)
         of_stages = of_tables[sum(table.num_arrays for table in self.tables) :]
-        self.plan.runtime["stage tables"] = cache(lambda: keep_tables(bands, stages.parts, of_stages))
+        runtime.keep_stage_tables = cache(lambda: keep_tables(bands, stages.parts, of_stages))
 
 
 class _Parts(NamedTuple):
@@ -194,7 +196,7 @@ class PreparedPlans:
 
     def batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:
         """A microbatch with plans of its own, equal to these; ``arrays`` as in `prepare_batch`."""
-        own = {name: replace(p, plan=replace(p.plan, runtime={})) for name, p in self._plans.items()}
+        own = {name: replace(p, plan=replace(p.plan, runtime=Runtime())) for name, p in self._plans.items()}
         return replace(self, _plans=own).as_batch(arrays)
 
     def as_batch(self, arrays: Mapping[str, np.ndarray] | None = None) -> PreparedBatch:

@@ -45,10 +45,9 @@ def plan_casts(plan: RankPlan, device: torch.device) -> tuple[Args, ...]:
     Kept with the plan, so they live as long as the plan. (They do not refer back to it: a cycle
     would keep device memory until the garbage collector runs, which trainers often switch off.)
     """
-    key = str(device)
-    casts = plan.runtime.get(key)
+    casts = plan.runtime.casts.get(device)
     if casts is None:
-        casts = plan.runtime[key] = tuple(_built_args(transfer, device) for transfer in plan.transfers)
+        casts = plan.runtime.casts[device] = tuple(_built_args(transfer, device) for transfer in plan.transfers)
     return casts
 
 
@@ -65,16 +64,11 @@ def joined_transfer(plan: RankPlan) -> Transfer:
     return plan.transfers[0] if plan.joined is None else plan.joined
 
 
-def joined_key(device: torch.device) -> str:
-    """The key under which `joined_cast` keeps its result."""
-    return f"joined {device}"
-
-
 def joined_cast(plan: RankPlan, device: torch.device) -> Args:
     """Arguments of the collective that brings the rows of all stages at once; kept like `plan_casts`."""
     if plan.joined is None:
         return plan_casts(plan, device)[0]
-    key = joined_key(device)
-    if key not in plan.runtime:
-        plan.runtime[key] = _built_args(plan.joined, device)
-    return plan.runtime[key]
+    cast = plan.runtime.joined_casts.get(device)
+    if cast is None:
+        cast = plan.runtime.joined_casts[device] = _built_args(plan.joined, device)
+    return cast

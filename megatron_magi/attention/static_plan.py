@@ -20,6 +20,7 @@ from megatron_magi.ops.hopper import static_plan as hopper_static
 from megatron_magi.ops.hopper.static_plan import StaticMask, StaticMemory
 from megatron_magi.plan import RankPlan
 from megatron_magi.plan.schedule import make_schedule
+from megatron_magi.plan.types import Runtime
 
 _NOTHING = np.zeros((0, bd.NUM_COLUMNS), dtype=np.int64)
 _NOTHING.setflags(write=False)
@@ -153,7 +154,7 @@ class _StaticPlan:
         if any((sample.cp_size, sample.num_rows) != (cp_size, num_rows) for sample in samples):
             raise ValueError(f"samples: {name!r} has other numbers of rows or ranks than the first")
         self._device, self._args, most_keys = device, None, [num_rows]
-        runtime: dict = {}
+        runtime = Runtime()
         if cp_size > 1:
             if plan.degree > 1:
                 raise ValueError(
@@ -166,7 +167,7 @@ class _StaticPlan:
                 casts.append(cast)
             self._args = StaticArgs(casts, num_rows, cp_size, device, headroom)
             most_keys.append(self._args.args.num_recv)
-            runtime = {"tail": self._args.tail, str(device): (self._args.args,)}
+            runtime = Runtime(casts={device: (self._args.args,)}, tail=self._args.tail)
         stages = zip(*(_stages(sample, len(most_keys)) for sample in samples), strict=True)
         self.masks = [
             StaticMask(masks, num_rows, most, device, memory, headroom)

@@ -29,6 +29,7 @@ from megatron_magi.mcore.batch import LocalBatch
 from megatron_magi.mcore.carrier import Window
 from megatron_magi.mcore.look_ahead import look_ahead_of
 from megatron_magi.plan import RankPlan
+from megatron_magi.plan.types import Runtime
 
 Plans = Mapping[str, RankPlan]
 _MOST_GROWTHS = 8
@@ -102,7 +103,7 @@ class StaticBatch:
     @staticmethod
     def sample_of(batch: LocalBatch) -> Plans:
         """Plans of a microbatch, without what they keep on a device."""
-        return {name: replace(plan, runtime={}) for name, plan in batch.params.plans.named.items()}
+        return {name: replace(plan, runtime=Runtime()) for name, plan in batch.params.plans.named.items()}
 
     def differs(self, batch: LocalBatch) -> str | None:
         """Why a microbatch does not fit here, apart from its plans; None if it fits. The same on all ranks."""

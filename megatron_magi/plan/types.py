@@ -6,9 +6,10 @@ rows of the rank's own shard, ``remote`` rows of the buffer of one stage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,6 +133,31 @@ class _SetOnce:
 
 
 @dataclass(eq=False)
+class Runtime:
+    """What `megatron_magi.attention` keeps with a `RankPlan`: as long as the plan lives, and in its process alone.
+
+    Attributes:
+        calls: `attention.kinds.Call`, by what calls that share one have in common.
+        casts: by device, arguments of the collectives, one a stage (`attention.runtime.plan_casts`).
+        joined_casts: by device, arguments of the collective for the rows of all stages (`joined_cast` there).
+        joined_bands: the mask over the keys of all stages (`attention.one_launch.joined_bands`); None until it is made.
+        tables: of a prepared batch, tile plans on the device; they live as long as something refers to them.
+        keep_stage_tables: of a prepared batch, adds those of the stages to them; None where it has no others.
+        mask_numbers: of a prepared batch, `ops.hopper.gated.MaskNumbers` of a forward and of a backward in one launch.
+        tail: of a static plan of several ranks, the rows behind those that are fetched, to be cleared; else None.
+    """
+
+    calls: dict[tuple, Any] = field(default_factory=dict)
+    casts: dict[Any, tuple] = field(default_factory=dict)
+    joined_casts: dict[Any, Any] = field(default_factory=dict)
+    joined_bands: np.ndarray | None = None
+    tables: list[Any] = field(default_factory=list)
+    keep_stage_tables: Callable[[], None] | None = None
+    mask_numbers: tuple[Any, Any] = (None, None)
+    tail: Any = None
+
+
+@dataclass(eq=False)
 class RankPlan(_SetOnce):
     """What one rank does for one mask.
 
@@ -148,7 +174,7 @@ class RankPlan(_SetOnce):
         plan_hash: what ranks compare.
         area: visible pairs that the rank computes.
         num_tokens: rows that are tokens; rows behind them are padding.
-        runtime: copies on a device and what calls keep with the plan, owned by `megatron_magi.attention`.
+        runtime: copies on a device and what calls keep with the plan.
     """
 
     cp_rank: int
@@ -162,10 +188,10 @@ class RankPlan(_SetOnce):
     plan_hash: int
     area: int
     num_tokens: int
-    runtime: dict = field(default_factory=dict, repr=False)
+    runtime: Runtime = field(default_factory=Runtime, repr=False)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "runtime": {}}  # what is on a device stays in its process
+        return {**self.__dict__, "runtime": Runtime()}  # what is on a device stays in its process
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state, bands=tuple(own(table) for table in state["bands"]))

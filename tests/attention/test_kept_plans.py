@@ -27,7 +27,7 @@ def attend_and_end_the_group(rank: int, num_ranks: int) -> None:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert alive() is None and plan.runtime["calls"]
+    assert alive() is None and plan.runtime.calls
     with pytest.raises(RuntimeError, match="group: does not exist any more"):
         out.sum().backward()  # and not on the default group
     again = dist.new_group(list(range(num_ranks)))
@@ -44,7 +44,7 @@ def test_a_prepared_batch_brings_the_tables_of_both_levels():
     batch = prepare_batch({0: plans[0]}, AttnShape(2, 2, 8, 8, torch.float32), config)
     batch.to("cpu")
     brought, made = (plan_casts(plan, torch.device("cpu")) for plan in plans)
-    assert brought is batch.plans[0].runtime["cpu"] and len(made) == len(brought) > 0
+    assert brought is batch.plans[0].runtime.casts[torch.device("cpu")] and len(made) == len(brought) > 0
     for a, b in zip(brought, made, strict=True):
         assert a.ranks_per_node == b.ranks_per_node == 2 and a.num_recv == b.num_recv
         for part in ("near", "far", "relay"):

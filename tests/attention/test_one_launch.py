@@ -161,10 +161,10 @@ def launch_like_the_batch_before(rank, num_ranks):
         batch.to(device, like=last)
         last = batch.plans
         for of_batch in (last[0], make_plan(mask, config, num_ranks).for_rank(rank)):
-            known = len(of_batch.runtime.get("calls", {}))
+            known = len(of_batch.runtime.calls)
             out, meta = distributed_attention(q, k, v, of_batch, dist.group.WORLD, config=config)
             results.append([out.detach(), meta.lse, *torch.autograd.grad(out, (q, k, v), dout)])
-            assert len(of_batch.runtime["calls"]) == 1 and known == (i > 0 and of_batch is last[0])
+            assert len(of_batch.runtime.calls) == 1 and known == (i > 0 and of_batch is last[0])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
         assert torch.equal(results[0][0], results[1][0])

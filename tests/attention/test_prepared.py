@@ -186,7 +186,7 @@ def test_tables_of_stages_stay_closed_until_a_pass_goes_by_stages(monkeypatch, o
                     patch.setattr(one_launch, "announced_cast", lambda *_: None)
                 attend(batch.plans[0], SHAPE, config, one_rank_alone)
                 assert stages.is_closed == announces
-            batch.plans[0].runtime["calls"].clear()
+            batch.plans[0].runtime.calls.clear()
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_layers_make_nothing_where_their_launches_are_prepared_like_those_of_the
             plan = make_plan(mask, config, cp_size).for_rank(0)
             batch = prepare_batch({0: plan}, SHAPE, config)
             batch.to(CPU, like=last)
-            assert batch.plans[0] is plan and len(plan.runtime.get("calls", {})) == (n > 0)
+            assert batch.plans[0] is plan and len(plan.runtime.calls) == (n > 0)
             with monkeypatch.context() as patch:
                 if n > 1:
                     for name in ("_Pass", "Pass"):
@@ -403,7 +403,7 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
         for _ in range(2):
             out = distributed_attention(q, k, v, plan, one_rank_alone, config=config)[0]
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-        (call,) = plan.runtime["calls"].values()
+        (call,) = plan.runtime.calls.values()
         # Passes that are alike are one object, which is kept.
         passes = [sorted(map(id, memo["memo"].values())) for both in call.hints for memo in both]
         walks = {} if call.one_launch is None else dict(call.one_launch.walks)
@@ -417,7 +417,7 @@ def test_launches_like_those_of_the_batch_before_are_those_of_the_mask_itself(
             batch = prepare_batch({0: plans[0]}, shape, config)
             batch.to(CPU, like=last)
             assert run(batch.plans[0]) == run(plans[1])
-            forms.add(next(iter(plans[0].runtime["calls"].values())).form)
+            forms.add(next(iter(plans[0].runtime.calls.values())).form)
             last = batch.plans
         assert len(forms) > 1
 

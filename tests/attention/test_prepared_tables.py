@@ -62,7 +62,7 @@ def test_launches_are_made_ready_for_the_stream_on_which_the_batch_comes(monkeyp
 
     def streams(plans):
         """Of launches in one list, and of others: those of the backward of wide heads."""
-        (call,) = plans[0].runtime["calls"].values()
+        (call,) = plans[0].runtime.calls.values()
         return {key[0] for key in call.one_launch.walks}, {key[0] for _, _, memo, *_ in call._memos() for key in memo}
 
     with fake_driver(monkeypatch):
@@ -119,7 +119,7 @@ def test_threads_that_ask_for_tables_of_stages_at_once_find_the_same(monkeypatch
 
     monkeypatch.setattr(MaskTables, "keep", note)
     with ThreadPoolExecutor(2) as threads:
-        for asked in [threads.submit(batch.plans[0].runtime["stage tables"]) for _ in (0, 1)]:
+        for asked in [threads.submit(batch.plans[0].runtime.keep_stage_tables) for _ in (0, 1)]:
             asked.result()
     first, second = found.values()
     assert first == second and all(first)

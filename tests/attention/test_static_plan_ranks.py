@@ -50,7 +50,7 @@ def test_collectives_find_the_tables_of_the_plan_that_was_loaded(num_ranks):
             assert static._static[0].why_not(shards[rank]) is None
             static._load({0: shards[rank]})
             casts = plan_casts(shards[rank], CPU)
-            tail = static.plans[0].runtime["tail"]
+            tail = static.plans[0].runtime.tail
             num_recv = casts[0].num_recv if casts else 0
             assert torch.equal(tail, num_recv + torch.arange(256)) and tail[-1] < own.num_recv
             assert [t.data_ptr() for t in _arrays(own)] == before
@@ -100,7 +100,7 @@ def load_two(rank: int, num_ranks: int) -> list:
     statics = [StaticPlans({0: causal}, CPU, group) for _ in range(2)]
 
     def rows_now() -> list[int]:
-        return [int(static.plans[0].runtime["tail"][0]) for static in statics]
+        return [int(static.plans[0].runtime.tail[0]) for static in statics]
 
     found = [rows_now(), load_together([(static, {0: window}) for static in statics]), rows_now()]
     last = causal if rank == 0 else plan_of(builders.causal(64))

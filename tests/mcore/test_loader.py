@@ -168,7 +168,7 @@ def test_masks_that_repeat_are_planned_once_and_their_microbatches_share_nothing
         fields = fields | {"cu_seqlens": bounds}
         assert _contents(batch) == _contents(BatchDispatcher(_planner(), None).dispatch(fields))
     first, second = (batch.params.plans.for_layer(1, None) for batch in same[:2])
-    assert first.bands[0] is second.bands[0] and first.runtime and first.runtime is not second.runtime
+    assert first.bands[0] is second.bands[0] and first.runtime.casts and first.runtime is not second.runtime
     planner(loaded[0], needs_backward=False)
     planner(loaded[1], needs_backward=False)
     assert len(planned) == 1 + 4 + 2

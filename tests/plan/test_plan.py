@@ -21,6 +21,7 @@ from megatron_magi.plan import plan as plan_module
 from megatron_magi.plan.chunks import chunk_bounds
 from megatron_magi.plan.degree import step_us
 from megatron_magi.plan.partition import areas_by_place, partition
+from megatron_magi.plan.types import Runtime
 from tests.mask.dense_definitions import count_cover
 
 AFFINITY = MagiConfig(dispatch=DispatchConfig(algorithm="affinity"))
@@ -437,8 +438,8 @@ def test_swaps_find_the_even_split(algorithm) -> None:
 
 def test_plans_travel_between_processes_without_what_is_on_a_device() -> None:
     plan = make_plan(documents([5, 9, 2, 16]), cp_size=2)
-    plan.for_rank(1).runtime["cuda:0"] = object()
+    plan.for_rank(1).runtime.casts["cuda:0"] = (object(),)
     copy = pickle.loads(pickle.dumps(plan.for_rank(1)))
-    assert copy.runtime == {} and copy.plan_hash == plan.plan_hash
+    assert vars(copy.runtime) == vars(Runtime()) and copy.plan_hash == plan.plan_hash
     mask = pickle.loads(pickle.dumps(plan.mask))
     assert mask == plan.mask and not mask.table.flags.writeable and not mask.bands.flags.writeable
