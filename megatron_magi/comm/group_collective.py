@@ -21,7 +21,7 @@ from megatron_magi.comm.impl.hierarchical import Choice, Hierarchical
 from megatron_magi.comm.impl.native import Native, native_of, present_native
 from megatron_magi.comm.impl.packed import Packed
 from megatron_magi.comm.level_args import LevelArgs, LevelFacts, LevelTables
-from megatron_magi.comm.movement import Started
+from megatron_magi.comm.movement import Mover, PlacingMover, Started
 from megatron_magi.comm.nodes import nodes_of
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
@@ -62,17 +62,17 @@ class _Way(NamedTuple):
 
     Attributes:
         native: moves rows through each other's memory, if it takes them; None where it is not possible.
-        packed: moves all others, as bytes or in two levels; None where ``native`` alone was asked for.
+        other: moves all others, as bytes or in two levels; None where ``native`` alone was asked for.
         ops: the row operations, see `megatron_magi.comm.rows`.
         rank: this one.
     """
 
     native: Native | None
-    packed: Packed | Hierarchical | None
+    other: Mover | None
     ops: ModuleType
     rank: int
 
-    def mover(self, layout: RowLayout, most_rows: int | None) -> Native | Packed | Hierarchical:
+    def mover(self, layout: RowLayout, most_rows: int | None) -> Mover:
         """The implementation for up to ``most_rows`` rows that a rank receives or publishes; the same on all ranks.
 
         Args:
@@ -86,10 +86,10 @@ class _Way(NamedTuple):
             reason = self.native.refusal(layout, most_rows)
             if reason is None:
                 return self.native
-            if self.packed is None:
+            if self.other is None:
                 raise ValueError(f"impl: 'native' {reason}")
-        assert self.packed is not None
-        return self.packed
+        assert self.other is not None
+        return self.other
 
 
 class Handle:
@@ -360,7 +360,7 @@ def forget_graphs(group: dist.ProcessGroup) -> None:
 
 def choose_mover(
     tensors: Sequence[torch.Tensor], args: GroupCastArgs, group: dist.ProcessGroup | None, impl: str, back: bool = False
-) -> tuple[Native | Packed | Hierarchical, RowLayout]:
+) -> tuple[Mover, RowLayout]:
     """The implementation that casts rows, or sends partial rows ``back``, and their layout; arguments of `group_cast`.
 
     Collective, but not after `make_room` for these rows: then a rank may ask alone.
@@ -437,7 +437,7 @@ def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
 def _choice(way: _Way) -> Choice:
     """Chooses the implementation for one of two levels."""
 
-    def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> Native | Packed | Hierarchical:
+    def choose(layout: RowLayout, args: GroupCastArgs, back: bool) -> PlacingMover:
         return way.mover(layout, _most(args, back))
 
     return choose

@@ -1,4 +1,4 @@
-"""The interface of implementations that move rows between ranks (`Mover`); how rows travel is up to them."""
+"""The interfaces of implementations that move rows between ranks (`Mover`); how rows travel is up to them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,40 @@ class Started(NamedTuple):
     finish: Callable[[], Any]
 
 
+class Mover[Args](Protocol):
+    """An implementation of `megatron_magi.comm.group_collective` for the ranks of one group.
+
+    ``Args`` is `GroupCastArgs`, or `megatron_magi.comm.level_args.LevelArgs` in two levels.
+    """
+
+    def cast(self, tensors: Sequence[torch.Tensor], args: Args, layout: RowLayout, kept: bool = False) -> Started:
+        """Starts sending rows of ``tensors`` as ``args`` says; the result is a list of tensors ``[num_recv, ...]``.
+
+        Args:
+            tensors: ``[num_rows, ...]`` each; free to change once this returns, unless ``kept``.
+            args: which rows travel where.
+            layout: of ``tensors``.
+            kept: the caller does not change ``tensors`` before the result is waited for.
+        """
+
+    def give_back(self, tensors: Sequence[torch.Tensor], args: Args, layout: RowLayout, kept: bool = False) -> Started:
+        """Starts sending rows of ``tensors`` back to the ranks that the cast fetched them from.
+
+        The result is a buffer of ``layout``, in the order of the arrivals of ``args``: that in which the cast sent its
+        rows.
+
+        Args:
+            tensors: ``[num_recv, ...]`` each.
+            args, layout, kept: as in `cast`.
+        """
+
+
 Into = tuple[Sequence[torch.Tensor], torch.Tensor]
 """Tensors, and the indices of their rows that received rows are copied to, int64 ``[num_recv]``."""
 
 
-class Mover(Protocol):
-    """An implementation of `megatron_magi.comm.group_collective` for the ranks of one group."""
+class PlacingMover(Mover[GroupCastArgs], Protocol):
+    """A `Mover` that is told where to read and write rows, as one of two levels is."""
 
     def cast(
         self,
@@ -47,13 +75,10 @@ class Mover(Protocol):
         kept: bool = False,
         into: Into | None = None,
     ) -> Started:
-        """Starts sending rows of ``tensors`` as ``args`` says; the result is a list of tensors ``[num_recv, ...]``.
+        """See `Mover`.
 
         Args:
-            tensors: ``[num_rows, ...]`` each; free to change once this returns, unless ``kept``.
-            args: which rows travel where.
-            layout: of ``tensors``.
-            kept: the caller does not change ``tensors`` before the result is waited for.
+            tensors, args, layout, kept: as there.
             into: where to write the result; new tensors when None. Only for ``args`` without ``recv_order``.
         """
 
@@ -66,22 +91,19 @@ class Mover(Protocol):
         index: torch.Tensor | None = None,
         received: torch.Tensor | None = None,
     ) -> Started:
-        """Starts sending rows of ``tensors`` back to the ranks that the cast fetched them from.
+        """See `Mover`.
 
         Args:
-            tensors: ``[num_recv, ...]`` each.
-            args, layout, kept: as in `cast`.
+            tensors, args, layout, kept: as there.
             index: int64 ``[num_recv]``, the rows of ``tensors`` to send; all in their order when None. Only for
                 ``args`` without ``recv_order``.
-            received: where to write the result; a new buffer when None.
-
-        The result is a buffer of ``layout`` with ``num_send`` rows, in the order in which the cast sent them.
+            received: where to write the result, ``num_send`` rows; a new buffer when None.
         """
 
 
 @runtime_checkable
-class Adder(Mover, Protocol):
-    """A `Mover` that can add returning rows as they arrive."""
+class Adder(PlacingMover, Protocol):
+    """A `PlacingMover` that can add returning rows as they arrive."""
 
     def add(
         self,

@@ -20,12 +20,12 @@ import torch
 
 from megatron_magi.comm.cast_args import GroupCastArgs
 from megatron_magi.comm.level_args import LevelArgs
-from megatron_magi.comm.movement import Adder, Mover, Started
+from megatron_magi.comm.movement import Adder, PlacingMover, Started
 from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.comm.row_memory import can_add
 
-Choice = Callable[[RowLayout, GroupCastArgs, bool], Mover]
-"""Chooses the `Mover` for rows of a layout; the last argument says whether they go back."""
+Choice = Callable[[RowLayout, GroupCastArgs, bool], PlacingMover]
+"""Chooses what moves rows of a layout; the last argument says whether they go back."""
 
 
 class Hierarchical:

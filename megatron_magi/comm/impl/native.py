@@ -68,7 +68,7 @@ class _Exchange(NamedTuple):
 
 
 class Native:
-    """A `Mover` for the ranks of one group; made by `native_of`."""
+    """An `Adder` for the ranks of one group; made by `native_of`."""
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting, memory: PeerMemory, device: torch.device) -> None:
         self._meeting, self._memory, self._device = meeting, memory, device
@@ -112,7 +112,7 @@ class Native:
         kept: bool = False,
         into: Into | None = None,
     ) -> Started:
-        """See `megatron_magi.comm.movement.Mover`."""
+        """See `megatron_magi.comm.movement.PlacingMover`."""
         out, index = into or (layout.new_tensors(args.num_recv, args.device), None)
         work, held = self._run(_CAST, tensors, args, layout, rows_of(out, layout.sizes), kept=kept, index=index)
         return Started((work,), (*out, *held), lambda: list(out))
@@ -126,7 +126,7 @@ class Native:
         index: torch.Tensor | None = None,
         received: torch.Tensor | None = None,
     ) -> Started:
-        """See `megatron_magi.comm.movement.Mover`."""
+        """See `megatron_magi.comm.movement.PlacingMover`."""
         received = layout.new_buffer(args.num_send, tensors[0].device) if received is None else received
         results = rows_in(received, layout)
         work, held = self._run(_GIVE_BACK, tensors, args, layout, results, kept=kept, index=index)
@@ -273,7 +273,7 @@ class Native:
             results: what comes goes there.
             types: of what is sent, and of the rows that it is added to; empty where it is copied.
             kept: ``tensors`` stay as they are until the call is over. Else they are read on the current stream.
-            index: of the results' rows that are cast, or of the rows that go back; see `Mover`.
+            index: of the results' rows that are cast, or of the rows that go back; see `PlacingMover`.
 
         Returns:
             The end of the call, and what must live until then.

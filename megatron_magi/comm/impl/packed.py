@@ -15,7 +15,7 @@ from megatron_magi.comm.row_layout import RowLayout
 
 
 class Packed:
-    """A `Mover` over an exchange of bytes.
+    """A `PlacingMover` over an exchange of bytes.
 
     Args:
         exchange: starts the exchange, see `megatron_magi.comm.impl.all_to_all`; None for one rank, where rows stay.
@@ -39,7 +39,7 @@ class Packed:
         kept: bool = False,
         into: Into | None = None,
     ) -> Started:
-        """See `Mover`."""
+        """See `megatron_magi.comm.movement.PlacingMover`."""
         ops, order = self._ops, args.recv_order
         send = layout.new_buffer(args.num_send, tensors[0].device)
         ops.pack_rows(tensors, args.send_index, layout, send)
@@ -64,7 +64,7 @@ class Packed:
         index: torch.Tensor | None = None,
         received: torch.Tensor | None = None,
     ) -> Started:
-        """See `Mover`."""
+        """See `megatron_magi.comm.movement.PlacingMover`."""
         send = layout.new_buffer(args.num_recv, tensors[0].device)
         self._ops.pack_rows(tensors, args.recv_position if index is None else index, layout, send)
         works, result = self._start(send, args.recv_splits, args.send_splits, received)
