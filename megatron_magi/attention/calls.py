@@ -111,7 +111,7 @@ def check_inputs(
 
 def check_static(plan: RankPlan, module: ModuleType, sanity_check: bool) -> None:
     """Raises ValueError where tables of a static plan would not be read: by another implementation, or on the host."""
-    is_read = getattr(module, "TAKES_MEMO", False)
+    is_read = module.TAKES_MEMO
     if is_static(plan.bands[0]) and (sanity_check or not is_read):
         impl = next((name for name, known in IMPLS.items() if known is module), module.__name__)
         what = "without sanity_check" if is_read else f"with impl 'ffa' on Hopper GPUs, not {impl!r}"

@@ -178,7 +178,7 @@ def _make_call(kind: Kind, plan: RankPlan) -> Call:
     # Where nothing is fetched, no collective runs at the same time as attention.
     margins = (attend.forward_sm_margin, attend.backward_sm_margin) if plan.degree else (0, 0)
     options = [make_options(q, kind.softmax_scale, kind.softcap, kind.deterministic, margin) for margin in margins]
-    remembers, casts = getattr(module, "TAKES_MEMO", False), plan_casts(plan, q.device)
+    remembers, casts = module.TAKES_MEMO, plan_casts(plan, q.device)
     check_static(plan, module, attend.sanity_check)
     dims = q.shape[2], v.shape[2]
     one_launch = None

@@ -120,8 +120,9 @@ class Call:
     def sums_meet(self) -> bool:
         """Whether the backward passes of the stages are parts of one, which writes dq in the end."""
         (q, k, v), of_keys = self.kind.layouts, [cast.num_recv for cast in self.casts]
-        found = getattr(self.module, "sums_meet", None)
-        return found is not None and found(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
+        if not self.module.TAKES_MEMO:
+            return False
+        return self.module.sums_meet(q, k, v, self.bands, [q.shape[0], *of_keys], self.backward_options)
 
     @property
     def form(self) -> tuple[bool, bool]:

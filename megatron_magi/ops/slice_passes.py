@@ -33,7 +33,11 @@ from megatron_magi.ops.options import (
 from megatron_magi.profiling import profiled_backward, profiled_forward
 
 IMPLS: dict[str, ModuleType] = {"reference": reference, "torch": blocked, "ffa": hopper}
-"""Implementations by name: modules with `forward` and `backward`."""
+"""Implementations by name: modules with `forward`, `backward` and `TAKES_MEMO`, and possibly with a kernel `row_delta`.
+
+Where `TAKES_MEMO` is set, both passes and `row_delta` take a dictionary in which they remember what calls that differ
+in addresses alone share; there are `sums_meet`, and `SharedSums` for passes of which it holds, too.
+"""
 
 
 def resolve_impl(impl: str, q: Tensor, v: Tensor) -> ModuleType:

@@ -61,7 +61,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 TAKES_MEMO = True
-"""`forward` and `backward` take a dictionary in which they remember what calls that differ in addresses alone share."""
 
 _passes: LruCache[tuple, _Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
 _MAX_BANDS_BYTES = 256 << 20  # of host memory

@@ -11,6 +11,8 @@ from megatron_magi.ops.merge import accumulate_dtype, merge_
 from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
 
+TAKES_MEMO = False
+
 
 @torch.no_grad()
 def forward(
