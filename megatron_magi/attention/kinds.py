@@ -71,6 +71,8 @@ class Call:
 
     Attributes:
         kind: what calls of other masks share with it.
+        group_ref, config, module, sink_layout, return_max_logits, record: those of ``kind``, at hand for each call.
+        module: the implementation.
         record, backward_record: what other ranks must mean too.
         hints: of each stage, forward and backward: where the implementation remembers what calls have in common.
         delta_memo: likewise, for `row_delta`; None where the implementation does not remember.
@@ -88,7 +90,7 @@ class Call:
     cp_size: int
     group_ref: Callable[[], dist.ProcessGroup | None]
     config: MagiConfig
-    module: ModuleType  # the implementation
+    module: ModuleType
     forward_options: AttnOptions
     backward_options: AttnOptions
     sink_layout: str

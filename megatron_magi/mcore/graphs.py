@@ -33,7 +33,6 @@ from megatron_magi.plan.types import Runtime
 
 Plans = Mapping[str, RankPlan]
 _MOST_GROWTHS = 8
-"""How often the graph of a stage gives way to one with more room."""
 _WRAPPER = "training.training:FullCudaGraphWrapper"
 logger = logging.getLogger(__name__)
 
@@ -136,12 +135,18 @@ class StaticBatch:
 
 
 class GraphedIterations(FullCudaGraphWrapper):
-    """Megatron's wrapper of schedules; iterations and graphs are counted and kept where it keeps them."""
+    """Megatron's wrapper of schedules, with graphs of dispatched microbatches.
+
+    Megatron makes one for training and one for each evaluation; they share graphs and counts of iterations, which are
+    attributes of its class. What belongs to a graph is kept in the same way.
+    """
 
     _places: ClassVar[dict[str, list[StaticBatch]]] = {}
+    """Places of the microbatches of an iteration, by stage: training or validation."""
     _samples: ClassVar[dict[str, list[Plans]]] = {}
     """Sample plans by stage: of the first microbatch, for which kernels are chosen, and of those that did not fit."""
     _growths: ClassVar[dict[str, int]] = {}
+    """How often the graph of a stage gave way to one with more room."""
 
     def __call__(self, **kwargs: Any) -> Any:
         """Runs an iteration as Megatron's wrapper does, with `--attention-backend magi` on dispatched microbatches.
