@@ -8,8 +8,7 @@ import torch
 
 from megatron_magi.ops.impl import sparse_hopper, sparse_reference
 from megatron_magi.ops.sparse_pattern import SparsePattern, num_blocks
-from megatron_magi.testing.error_budget import assert_within_budget
-from tests.ops.ffa_cases import SUM_OF_A_HEAD
+from tests.ops.ffa_cases import assert_as_good
 
 
 @dataclass
@@ -95,12 +94,6 @@ def plain_attention(x: Case):
     p = torch.softmax(logits.masked_fill(counts == 0, -1e4), -1).masked_fill(counts == 0, 0)
     out = (p.to(x.q.dtype) @ v).transpose(0, 1)
     return out, *torch.autograd.grad(out, leaves, x.dout)
-
-
-def assert_as_good(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-    """The error is within the budget of low precision; see `tests.ops.ffa_cases.assert_as_good`."""
-    terms = exact.double().abs().clamp_min(SUM_OF_A_HEAD)
-    assert_within_budget(name, got, plain, exact, terms=terms, elementwise=False)
 
 
 def check_forward(x, sink_lse=None) -> None:

@@ -19,7 +19,6 @@ from megatron_magi.ops.hopper import support as hopper_support
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
-from tests.ops.fake_driver import fake_driver
 
 STRUCTS = [
     (
@@ -80,13 +79,6 @@ def test_struct_fields_lie_where_the_kernel_expects_them(monkeypatch, source, na
     # Code is generated in test_ffa_build.py.
     monkeypatch.setattr(hopper_build, "_options", lambda *args: [*options(*args), "--fdevice-syntax-only"])
     hopper_build.compile_kernel(f"attention/sm90/{source}.cu", defines)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Names of the kernels that were queued, on a machine without any."""
-    with fake_driver(monkeypatch) as names:
-        yield names
 
 
 def tensors(dtype=torch.bfloat16, dims=(128, 128)):

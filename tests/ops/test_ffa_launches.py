@@ -15,15 +15,7 @@ from megatron_magi.ops.hopper import plan as hopper_plan
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.operands import BackwardInputs, ForwardInputs, ForwardOutput, Gradients
 from megatron_magi.ops.options import AttnOptions
-from tests.ops.fake_driver import fake_driver
 from tests.ops.test_ffa_host import tensors
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Names of the kernels that were queued, on a machine without any."""
-    with fake_driver(monkeypatch) as names:
-        yield names
 
 
 def test_passes_keep_their_plans_and_are_bounded_by_the_memory_of_these(launched, monkeypatch):

@@ -14,18 +14,10 @@ from megatron_magi.ops.hopper import choices, gated, gated_backward, one_launch,
 from megatron_magi.ops.impl import hopper
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_operator import slice_attention_traced
-from tests.ops.fake_driver import fake_driver
 from tests.ops.ffa_cases import pack_heads
 
 N = 512
 MASKS = [builders.varlen(doc_lengths=lengths) for lengths in ([200, 312], [100, 30, 382])]
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Names of the kernels that were queued."""
-    with fake_driver(monkeypatch) as names:
-        yield names
 
 
 def tensors(num_keys=N, dims=(128, 128), num_rows=N):
