@@ -76,11 +76,11 @@ class Native:
         self._room = Room(memory)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._side = torch.cuda.Stream(device, priority=-1)
-        self._last = -1  # stream on which rows were published
-        self._beside = 0  # calls on the other stream that the last one has not been made to wait for
-        # One of these sends there, or leaves too few SMs to a kernel that sends. `await_event` does not write it.
+        self._last = -1  # handle of the stream on which rows were published last
+        self._beside = 0  # calls on the side stream for which the stream `_last` has not been made to wait
+        # Whether one sends there, or leaves too few SMs to a kernel that sends. `await_event` does not write it.
         self._sends_beside = False
-        self._joins = 0  # how often it has been made to wait for all of them
+        self._joins = 0  # how often that stream has been made to wait for all of them
         self._flags = torch.zeros(FLAG_BYTES, dtype=torch.uint8, device=device)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._ready, self._started = torch.cuda.Event(), torch.cuda.Event()
