@@ -22,7 +22,7 @@ from megatron_magi.lru import LruCache, Use
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.kernels import WHOLE_DIMS
 from megatron_magi.ops.hopper.plan import DevicePlan
-from megatron_magi.ops.hopper.stream_calls import CallsForm, Mover, StreamCalls, brought
+from megatron_magi.ops.hopper.stream_calls import CallsForm, StepMover, StreamCalls, brought
 from megatron_magi.ops.hopper.support import current_stream, in_dtype, loadable
 from megatron_magi.ops.merge import sink_lse
 from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
@@ -54,7 +54,7 @@ class Remote(Protocol):
 
     def announced(
         self, tensors: Sequence[Layout], into: Sequence[Layout], sources: Sequence[Place], places: tuple[Place, Place]
-    ) -> tuple[Mover, Arriving] | None:
+    ) -> tuple[StepMover, Arriving] | None:
         """What publishes keys and values, and reads those that arrive; None, on all ranks, where they travel otherwise.
 
         Args:
@@ -72,7 +72,7 @@ class Remote(Protocol):
 
 
 class _Walk:
-    """What a pass queues, for tensors of one layout on one stream.
+    """What a pass queues: lists of calls that are walked (csrc/calls), for tensors of one layout on one stream.
 
     Attributes:
         calls: lists of them.
@@ -369,7 +369,7 @@ class OneLaunch:
     def _walk(
         made: dict[CallsForm, StreamCalls],
         form: CallsForm,
-        mover: Mover | None,
+        mover: StepMover | None,
         steps: Callable[[], Sequence[Sequence[Step]]],
         slots: Sequence[str],
         numbers: Mapping[str, int],
@@ -394,7 +394,7 @@ class OneLaunch:
         """How tensors of keys of another mask lie for this one."""
         return (t.with_rows(self.num_keys) for t in tensors)
 
-    def _announced(self, k: Layout, v: Layout, stream: int) -> tuple[Mover | None, Arriving | None]:
+    def _announced(self, k: Layout, v: Layout, stream: int) -> tuple[StepMover | None, Arriving | None]:
         """What moves keys, and what it queues; None and None where no keys arrive, or not so."""
         if self.remote is None:
             return None, None

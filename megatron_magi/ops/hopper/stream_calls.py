@@ -12,8 +12,8 @@ from megatron_magi.cuda.call_list import CallList, Step
 from megatron_magi.ops.hopper.support import stream_lock
 
 
-class Mover(Protocol):
-    """What moves rows of several ranks in an order of its own, and queues lists with such steps."""
+class StepMover(Protocol):
+    """What moves rows between ranks by steps of lists, which it queues in an order of its own."""
 
     def version(self) -> tuple:
         """Another one when steps no longer hold."""
@@ -62,18 +62,18 @@ class StreamCalls:
     """
 
     def __init__(
-        self, form: CallsForm, mover: Mover | None, lists: Sequence[Sequence[Step]], slots: Sequence[str]
+        self, form: CallsForm, mover: StepMover | None, lists: Sequence[Sequence[Step]], slots: Sequence[str]
     ) -> None:
         lock = stream_lock(form.device, form.stream)
         self._begin(form, mover, [CallList(steps, slots, form.stream, lock) for steps in lists])
 
-    def _begin(self, form: CallsForm, mover: Mover | None, lists: list[CallList]) -> None:
+    def _begin(self, form: CallsForm, mover: StepMover | None, lists: list[CallList]) -> None:
         # Not kept alive: with the group goes memory that other ranks have mapped.
         self._mover = None if mover is None else ref(mover)
         self._version = None if mover is None else mover.version()
         self.form, self._lists = form, lists
 
-    def like(self, mover: Mover | None, numbers: Mapping[str, int]) -> StreamCalls:
+    def like(self, mover: StepMover | None, numbers: Mapping[str, int]) -> StreamCalls:
         """The same of a mask with these numbers."""
         made = object.__new__(StreamCalls)
         made._begin(self.form, mover, [calls.with_numbers(numbers) for calls in self._lists])
