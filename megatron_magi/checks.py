@@ -98,6 +98,12 @@ def number(value: Any, name: str, least: float) -> None:
         raise ValueError(f"{name}: expected a finite number of at least {least}, got {value!r}")
 
 
+def check_local(x: Any, name: str) -> None:
+    """Raises ValueError for a DTensor: a tensor stands for this rank's numbers alone."""
+    if hasattr(x, "to_local"):
+        raise ValueError(f"{name}: expected a plain tensor, got a {type(x).__name__}; give {name}.to_local()")
+
+
 @contextmanager
 def renamed(inside: str, outside: str) -> Iterator[None]:
     """A ValueError of the block that begins with the argument ``inside`` begins with ``outside`` instead."""

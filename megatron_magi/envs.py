@@ -18,6 +18,7 @@ from megatron_magi.variables import (
     FORCE_JIT,
     HIERARCHICAL,
     HIGH_PRECISION,
+    KERNEL_BACKEND,
     MAX_CONNECTIONS,
     NO_CACHE,
     OLD_HIGH_PRECISION,
@@ -25,6 +26,7 @@ from megatron_magi.variables import (
     PREBUILD_JOBS,
     PREFIX,
     PROFILE,
+    SDPA_BACKEND,
     VARIABLES,
     VERBOSE,
     WORKSPACE,
@@ -89,6 +91,8 @@ class Environment:
                 value = variable.field_value if value else variable.off_value
                 if value is None:
                     continue
+            elif variable.choice_values:
+                value = variable.choice_values[variable.choices.index(value)]
             part, field = variable.field.split(".")
             config = replace(config, **{part: replace(getattr(config, part), **{field: value})})
         return config
@@ -163,6 +167,8 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     given = {r.variable.name: r.variable.parse(r.text) for r in found if r.text is not None}
     if len({given[name] for name in (HIGH_PRECISION, OLD_HIGH_PRECISION) if name in given}) > 1:
         raise ValueError(f"{OLD_HIGH_PRECISION}: contradicts {HIGH_PRECISION}, its newer name")
+    if given.get(SDPA_BACKEND) and given.get(KERNEL_BACKEND, "sdpa") != "sdpa":
+        raise ValueError(f"{SDPA_BACKEND}: contradicts {KERNEL_BACKEND}, which newer scripts set")
     unknown = unknown_names(environ)
     if unknown:
         warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=2)

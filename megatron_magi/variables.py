@@ -41,6 +41,7 @@ class Variable:
         field: the configuration's field that it sets, as ``part.name``; None for other uses.
         state: see `State`.
         choices: allowed values of a ``CHOICE``.
+        choice_values: what each of them sets the field to; itself when empty.
         least: smallest ``COUNT``.
         field_value: what to set the field to when a toggle is 1; True when None.
         off_value: what to set the field to when a toggle with a ``field_value`` is 0; left as it is when None.
@@ -54,6 +55,7 @@ class Variable:
     field: str | None = None
     state: State = State.USED
     choices: tuple[str, ...] = ()
+    choice_values: tuple[str, ...] = ()
     least: int = 0
     field_value: str | None = None
     off_value: str | None = None
@@ -67,7 +69,8 @@ class Variable:
         """
         value = self._parse(text.strip())
         if self.state is State.UNAVAILABLE and value != self.default:
-            raise ValueError(f"{self.name}={text}: {self.description} Unset it or leave it at {self.show_default()}.")
+            harmless = "" if self.default is None else f" or leave it at {self.show_default()}"
+            raise ValueError(f"{self.name}={text}: {self.description} Unset it{harmless}.")
         return value
 
     def _parse(self, text: str) -> bool | int | str:
@@ -129,6 +132,7 @@ OLD_HIGH_PRECISION = PREFIX + "FFA_BACKWARD_HIGH_PRECISION_REDUCE"
 _BUILD_JOBS = "90 % of the cores"
 _NO_NVCC = "Kernels are compiled by NVRTC, one thread each."
 WORKSPACE, VERBOSE, DEBUG = PREFIX + "WORKSPACE_BASE", PREFIX + "BUILD_VERBOSE", PREFIX + "BUILD_DEBUG"
+KERNEL_BACKEND, SDPA_BACKEND = PREFIX + "KERNEL_BACKEND", PREFIX + "SDPA_BACKEND"
 NO_CACHE, FORCE_JIT = PREFIX + "NO_BUILD_CACHE", PREFIX + "FORCE_JIT_BUILD"
 PROFILE = PREFIX + "PROFILE_MODE"
 PREBUILD, PREBUILD_JOBS = PREFIX + "PREBUILD_FFA", PREFIX + "PREBUILD_FFA_JOBS"
@@ -204,6 +208,24 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             default_text="on with --hierarchical-context-parallel-sizes or a two-dimensional mesh",
         ),
         _unavailable("QO_COMM", "Sending queries and outputs instead of keys and values is not available yet."),
+        Variable(
+            KERNEL_BACKEND,
+            Kind.CHOICE,
+            None,
+            "Which attention runs: `ffa` the Hopper kernels, `sdpa` the dense definition (see SDPA_BACKEND), `sdpa_ol` "
+            "blocked attention in torch, in any precision too; `fa4` is not available yet. No choice falls back.",
+            "attend.impl",
+            choices=("ffa", "sdpa", "sdpa_ol"),
+            choice_values=("ffa", "reference", "torch"),
+            default_text="`ffa` where it is possible, else `sdpa_ol`",
+        ),
+        Variable(
+            PREFIX + "PRECISION",
+            Kind.TEXT,
+            None,
+            "Attention in another dtype than that of its tensors is not available yet: convert q, k and v.",
+            state=State.UNAVAILABLE,
+        ),
         _unavailable("FA4_BACKEND", "The Flash-Attention 4 backend for Blackwell is not available yet."),
         _toggle(
             "CPP_BACKEND",
@@ -217,6 +239,13 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _unneeded(
             PREFIX + "FLATTEN_HEAD_GROUPS", "Belongs to the solver for query and output communication, see QO_COMM."
         ),
+        _unneeded(
+            PREFIX + "MIN_CHUNKS_PER_RANK",
+            "The planner chooses the size of chunks; a `chunk_size` that is given is not made smaller.",
+            Kind.COUNT,
+            8,
+            least=1,
+        ),
         _unneeded(PREFIX + "AUTO_RANGE_MERGE", "Plans never hold ranges that could be merged."),
         _unneeded(PREFIX + "CATGQA", "How query heads that share a key head are processed is the kernel's own choice."),
         _unneeded(PREFIX + "FFA_FORWARD_INPLACE_CORRECT", "Partial results are always merged in place."),
@@ -226,7 +255,7 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _toggle(
             "SDPA_BACKEND",
             "Attention by its dense definition in torch, in any precision up to fp64: slow, needs memory for the "
-            "whole matrix, for comparison only.",
+            f"whole matrix, for comparison only. {KERNEL_BACKEND}=sdpa is the same; another value of that is an error.",
             "attend.impl",
             field_value="reference",
         ),
@@ -243,6 +272,12 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "Passes of attention, our kernels and collectives are NVTX ranges and are timed; rank 0 prints a summary "
             "when the process ends, `megatron_magi.profiling.summary()` returns it at any time. Read when the package "
             "is imported. For development: it costs host time, and kernels no longer overlap at their ends.",
+        ),
+        _unneeded(
+            PREFIX + "LOG_LEVEL",
+            'Messages go to the logger `megatron_magi`: `logging.getLogger("megatron_magi").setLevel("INFO")`.',
+            Kind.TEXT,
+            None,
         ),
     ),
     "Building": (
@@ -294,6 +329,9 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             Kind.TEXT,
             None,
             default_text="that of the GPU",
+        ),
+        _unneeded(
+            PREFIX + "ALLOW_BUILD_WITH_CUDA12", "Kernels are compiled by the NVRTC that torch brings.", Kind.TEXT, None
         ),
         _unneeded("NVSHMEM_DIR", "Native communication does without, see NATIVE_GRPCOLL.", Kind.TEXT, None),
     ),

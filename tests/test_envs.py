@@ -51,6 +51,12 @@ KNOWN = {
     "BUILD_COMPUTE_CAPABILITY",
     "FFA_FORWARD_INPLACE_CORRECT",
     "FFA_BACKWARD_HIGH_PRECISION_REDUCE",
+    # Those that v1.1.1 reads, in its documents or not.
+    "ALLOW_BUILD_WITH_CUDA12",
+    "KERNEL_BACKEND",
+    "LOG_LEVEL",
+    "MIN_CHUNKS_PER_RANK",
+    "PRECISION",
 }
 UNAVAILABLE = ["FA4_BACKEND", "QO_COMM"]
 
@@ -84,6 +90,9 @@ def test_an_empty_environment_gives_the_defaults_of_the_configuration():
         ("SANITY_CHECK", "1", "attend", "sanity_check", True),
         ("SDPA_BACKEND", "1", "attend", "impl", "reference"),
         ("SDPA_BACKEND", "0", "attend", "impl", "auto"),
+        ("KERNEL_BACKEND", "ffa", "attend", "impl", "ffa"),
+        ("KERNEL_BACKEND", "sdpa", "attend", "impl", "reference"),
+        ("KERNEL_BACKEND", "sdpa_ol", "attend", "impl", "torch"),
         ("FFA_FORWARD_SM_MARGIN", "0", "attend", "forward_sm_margin", 0),
         ("FFA_BACKWARD_SM_MARGIN", "12", "attend", "backward_sm_margin", 12),
         ("BACKWARD_HIGH_PRECISION_REDUCE", "1", "comm", "backward_high_precision_reduce", True),
@@ -114,6 +123,11 @@ def test_asking_for_what_is_not_there_yet_is_one_clear_error(name):
     with pytest.raises(ValueError, match=f"{PREFIX}{name}=1: .*not available yet.*leave it at 0"):
         config_of(**{name: "1"})
     assert config_of(**{name: "0"}) == envs.load({}).default_config()
+
+
+def test_another_precision_than_that_of_the_tensors_is_refused():
+    with pytest.raises(ValueError, match=rf"^{PREFIX}PRECISION=fp64: .* not available yet: convert.*\. Unset it\.$"):
+        config_of(PRECISION="fp64")
 
 
 @pytest.mark.parametrize(("text", "told", "nodes"), [("", 4, 4), ("", None, None), ("0", 4, None), ("1", 4, 4)])
@@ -156,6 +170,7 @@ def test_what_is_not_needed_is_accepted_and_changes_nothing():
         (PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE", "0"),
         (PREFIX + "DSINK_ALL_REDUCE_OP", "max"),
         (PREFIX + "CATGQA", "on"),
+        (PREFIX + "KERNEL_BACKEND", "fa4"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "0"),
         ("MAX_JOBS", "all"),
     ],
@@ -170,6 +185,13 @@ def test_the_old_and_the_new_name_of_one_variable_must_agree():
     assert config_of(**both).comm.backward_high_precision_reduce
     with pytest.raises(ValueError, match="FFA_BACKWARD_HIGH_PRECISION_REDUCE: contradicts"):
         config_of(**both | {"FFA_BACKWARD_HIGH_PRECISION_REDUCE": "0"})
+
+
+def test_two_variables_that_choose_the_attention_must_agree():
+    assert config_of(SDPA_BACKEND="1", KERNEL_BACKEND="sdpa").attend.impl == "reference"
+    assert config_of(SDPA_BACKEND="0", KERNEL_BACKEND="ffa").attend.impl == "ffa"
+    with pytest.raises(ValueError, match="SDPA_BACKEND: contradicts MAGI_ATTENTION_KERNEL_BACKEND"):
+        config_of(SDPA_BACKEND="1", KERNEL_BACKEND="ffa")
 
 
 def test_typed_values_and_defaults_can_be_read_by_name():

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_magi import api
+from megatron_magi import api, index_sparse_attention, slice_attention
 from megatron_magi.attention import distributed_attention
 from megatron_magi.comm import dispatch as rows
 from megatron_magi.comm import roll as rolls
@@ -79,3 +80,28 @@ def test_a_mesh_is_its_group_everywhere(ranks):
         for message, said in zip(messages, expected, strict=True):
             assert message.startswith("cp_group_or_mesh: ")
             assert said in message
+
+
+def distributed_tensors(rank, num_ranks):
+    x = distribute_tensor(torch.zeros(TOTAL, 2, 8), init_device_mesh("cpu", (num_ranks,)), [Replicate()])
+    key, plain = api.magi_attn_varlen_key([0, TOTAL], [0, TOTAL]), x.to_local()
+    calls = {
+        "x": [lambda: api.dispatch(x, key), lambda: api.undispatch(x, key), lambda: api.roll(x, 1, 0, key)],
+        "q": [
+            lambda: api.calc_attn(x, x, x, key),
+            lambda: slice_attention(x, x, x, builders.causal(TOTAL)),
+            lambda: api.flex_flash_attn_func(x, x, x),
+            lambda: index_sparse_attention(x, x, x, torch.zeros(TOTAL, 1, 1, dtype=torch.int64)),
+        ],
+        "v": [lambda: api.calc_attn(plain, plain, x, key)],
+        "sink": [lambda: api.calc_attn(plain, plain, plain, key, sink=x[0])],
+    }
+    for name, wrong in calls.items():
+        for call in wrong:
+            with pytest.raises(ValueError, match=rf"^{name}: .* got a DTensor; give {name}\.to_local"):
+                call()
+
+
+def test_distributed_tensors_are_refused_by_name(ranks):
+    """torch would say that an operator got mixed tensors, of which the caller knows neither."""
+    ranks(2, distributed_tensors)

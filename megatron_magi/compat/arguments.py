@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_magi.checks import check_local
+
 
 def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
     """``x``, which must be a dense tensor of at least one dimension.
@@ -16,6 +18,7 @@ def tensor(x: Any, name: str, shape: str) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor {shape}, got {type(x).__name__}")
+    check_local(x, name)
     if x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"{name}: expected a dense tensor {shape}, got a sparse or nested one")
     if x.dim() == 0:

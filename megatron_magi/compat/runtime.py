@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_magi.calibration import with_present_rates
+from megatron_magi.checks import renamed
 from megatron_magi.comm.agreement import Agreement, start_agreement
 from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.dispatch import UndispatchArgs
@@ -241,9 +242,9 @@ class RuntimeCache:
         if runtime is None:
             shard = None if key.key_for_dispatch is None else self.get(key.key_for_dispatch).shard
             cp_size = 1 if key.cp_group is None else key.cp_group.size()
-            plan = make_plan(
-                key.mask, with_present_rates(key.config), cp_size, None if shard is None else shard.dispatch
-            )
+            dispatch = None if shard is None else shard.dispatch
+            with renamed("cp_size", "cp_group_or_mesh"):
+                plan = make_plan(key.mask, with_present_rates(key.config), cp_size, dispatch)
             runtime = KeyRuntime(plan, key.cp_group, shard)
             self._runtimes.put(key, runtime, runtime.num_bytes)
         return runtime

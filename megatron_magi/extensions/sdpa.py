@@ -51,6 +51,9 @@ def sdpa_func_with_sink(
     head_dim_v = v.shape[-1]
     if q.is_cuda:
         q, k, v = (F.pad(x, (0, -x.shape[-1] % _HEAD_DIM_GRAIN)) for x in (q, k, v))
+    elif q.shape[-1] != head_dim_v:  # the kernel takes one for all
+        width = max(q.shape[-1], head_dim_v)
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     mask = None if attn_mask is None else _additive(attn_mask, (*q.shape[:3], k.shape[2]), q)
     kernel = _kernel(q, k, v, mask)(scale, is_causal, mask)
     out, lse = attention_with_sink(kernel, *(x.transpose(1, 2) for x in (q, k, v)), sink, sink_layout)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_magi.checks import flag, int_at_least
+from megatron_magi.checks import check_local, flag, int_at_least
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
 
@@ -128,9 +128,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensor(name: str, t: Any) -> None:
-    """Raises ValueError, naming the argument, unless it is a tensor, not a sparse or nested one."""
+    """Raises ValueError, naming the argument, unless it is a tensor, not a sparse, nested or distributed one."""
     if not isinstance(t, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(t).__name__}")
+    if type(t) is not Tensor:
+        check_local(t, name)
     if t.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor, got one of layout {t.layout}")
 

@@ -42,6 +42,8 @@ def test_dispatch_fills_padding_and_keeps_the_dtype():
     assert padding.tolist() == [[3.0, 3.0]] * 2
     padding.sum().backward()  # as with any other length
     assert empty.grad.shape == empty.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dispatch(empty.half(), torch.tensor([0])).dtype == torch.float16
 
 
 def quantized(rank, num_ranks, device="cpu"):

@@ -63,6 +63,7 @@ def refused(rank, num_ranks):
         (777, 247, 512, MagiConfig(dispatch=DispatchConfig(pad_size=0)), "pad_size: 247, but the configuration says 0"),
         (777, 4, None, MagiConfig(dispatch=DispatchConfig(alignment=4)), "pad_size: got 4, .* need 7"),
         (16, 1 << 20, None, None, "pad_size: expected at most 131072 for 16 tokens over 2"),
+        (1, None, None, uneven, "cp_group_or_mesh: 1 tokens .* fewer than 2 ranks; .* or even shards"),
         (16, None, 10**7, None, "chunk_size: expected at most 65536 for 16 tokens over 2"),
     ]:
         with pytest.raises(ValueError, match=f"^{message}"):

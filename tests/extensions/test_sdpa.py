@@ -64,6 +64,16 @@ def test_it_is_attention_with_the_sink_in_its_matrix(layout, kind):
     assert_equal(grads(out, inputs), grads(want[0], inputs))
 
 
+@pytest.mark.parametrize("head_dim_v", [DIM - 3, DIM + 4])
+def test_values_may_have_a_head_dim_of_their_own(head_dim_v):
+    q, k, _, sink = tensors(6, 9)
+    v = torch.randn(BATCH, HEADS_KV, 9, head_dim_v, dtype=torch.float64, requires_grad=True)
+    out, lse = sdpa_func_with_sink(q, k, v, sink, enable_gqa=True, return_lse=True)
+    want = dense(q, k, v, sink, torch.ones(6, 9, dtype=torch.bool))
+    assert_equal([out, lse], want)
+    assert_equal(grads(out, [q, k, v, sink]), grads(want[0], [q, k, v, sink]))
+
+
 @pytest.mark.parametrize("layout", ["sh", "ssh"])
 def test_gradients_are_those_of_small_differences(layout):
     inputs = tensors(4, 5, layout)
