@@ -21,7 +21,8 @@ def rewrite_argv(argv: Sequence[str]) -> list[str]:
         argv: arguments without the program's name.
 
     Raises:
-        ValueError: ``--attention-backend`` is given twice with different values, one of them magi.
+        ValueError: ``--attention-backend`` is given twice with different values, one of them magi; an ``auto`` before
+            it does not count.
     """
     out: list[str] = []
     values: list[str] = []
@@ -39,7 +40,8 @@ def rewrite_argv(argv: Sequence[str]) -> list[str]:
             continue
         out.append(argument)
     if _VALUE in values:
-        others = sorted(set(values) - {_VALUE, "auto"})
+        # Rewritten, it is an auto before the flag; the last value counts, so an auto behind it is another backend.
+        others = sorted(set(values) - {_VALUE, "auto"} | set(values[values.index(_VALUE) + 1 :]) - {_VALUE})
         if others:
             raise ValueError(f"attention_backend: given as {_VALUE} and as {', '.join(others)}")
         if OPTION not in out:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_hybrid_data_context_parallel_groups
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -50,6 +51,8 @@ def _has_cu_seqlens(args: Any) -> bool:
 
 def _has_mtp(args: Any, vp_stage: int | None) -> bool:
     layout = args.pipeline_model_parallel_layout
+    if layout is not None:  # Megatron keeps what it has parsed
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
     return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, **_chunk(vp_stage))
 
 

@@ -35,6 +35,13 @@ def test_two_backends_are_refused() -> None:
         rewrite_argv(["--attention-backend", "flash", "--attention-backend", "magi"])
 
 
+def test_auto_after_magi_is_another_backend_and_before_it_is_none() -> None:
+    with pytest.raises(ValueError, match="attention_backend: given as magi and as auto"):
+        rewrite_argv(["--attention-backend", "magi", "--attention-backend", "auto"])
+    both = rewrite_argv(["--attention-backend", "auto", "--attention-backend=magi"])
+    assert both == ["--attention-backend", "auto", "--attention-backend", "auto", "--magi-attention"]
+
+
 def test_installed_version_is_known() -> None:
     check_version()
     check_version("0.19.2+local")
