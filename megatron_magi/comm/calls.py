@@ -120,8 +120,8 @@ class CallLog:
             self._settle(self._unsettled)
         if self._broken is not None:
             raise RuntimeError(self._broken)
+        self._phase = _Phase.CHECKING  # before the number: to the thread no call is over as it begins
         self._count += 1
-        self._phase = _Phase.CHECKING
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -153,9 +153,8 @@ class CallLog:
         self._phase = _Phase.RUNNING
 
     def begin(self, record: NamedTuple) -> int:
-        """A call that is itself a comparison, to be finished by `wait`; its number."""
-        with self:
-            self._records.append((self._count, record, 0))
+        """In place of `agree`, in a call that is itself a comparison, to be finished by `wait`: its number."""
+        self._records.append((self._count, record, 0))
         return self._count
 
     def wait(self, call: int, done: Callable[[], bool], *, alike_is_done: bool = False) -> None:

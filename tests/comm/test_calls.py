@@ -434,6 +434,31 @@ def test_a_collective_of_nccl_is_given_up_for_a_message(change, expected):
             assert "rank 1 of the group (global rank 1)" in message and expected in message, message
 
 
+class Watched(calls.CallLog):
+    """Notes, after each change of an attribute, whether the thread would take a call for one it could tell of."""
+
+    unknown: list = []  # noqa: RUF012
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        call = self._count
+        if call and self.has_begun(call) and not any(number == call for number, *_ in self._records):
+            self.unknown.append(name)
+
+
+def watch(rank, num_ranks):
+    key = new_key(dist.group.WORLD)
+    calls.log_of(dist.group.WORLD).__class__ = Watched
+    roll(key)
+    roll(key)
+    return Watched.unknown
+
+
+def test_no_call_has_begun_before_the_thread_can_tell_of_it(ranks):
+    """It answers a question once: what is not there then is never told, and who asks waits for the time-out."""
+    assert ranks(2, watch) == [[], []]
+
+
 class Failing:
     """Something outside of a process group: fails when it is told to."""
 
