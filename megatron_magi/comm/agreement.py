@@ -68,10 +68,10 @@ class Agreement:
         try:
             done.wait()
         except RuntimeError as error:
-            text, absent = log.explanation(self._call)
-            if text is None and not absent:
+            text, note = log.explanation(self._call)
+            if text is None and not note:
                 raise
-            raise RuntimeError(text or f"{self._what}: {absent} did not take part: {error}") from error
+            raise RuntimeError(text or f"{note}: {error}") from error
 
 
 def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> Agreement:
