@@ -68,10 +68,10 @@ class Agreement:
         try:
             done.wait()
         except RuntimeError as error:
-            text, absent = log.explanation(self._call)
-            if text is None and not absent:
+            text, note = log.explanation(self._call)
+            if text is None and not note:
                 raise
-            raise RuntimeError(text or f"{self._what}: {absent} did not take part: {error}") from error
+            raise RuntimeError(text or f"{note}: {error}") from error
 
 
 def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> Agreement:
@@ -95,15 +95,16 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
     if num_ranks == 1:
         return Agreement(None, torch.tensor([value], device="cpu"), group, what)
     log = log_of(dist.group.WORLD if group is None else group)
-    call = log.begin(_Comparison(what))
-    on_gpu = _needs_gpu(group)
-    mine = torch.tensor([value], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-    values = torch.empty(num_ranks, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-    if on_gpu:
-        return Agreement(_gather_aside(values, mine, group), values, group, what, log, call)
-    # The work keeps both tensors.
-    work = all_gather_single(values, mine, group=group, async_op=True)
-    return Agreement(work, values, group, what, log, call)
+    with log:
+        call = log.begin(_Comparison(what))
+        on_gpu = _needs_gpu(group)
+        mine = torch.tensor([value], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        values = torch.empty(num_ranks, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        if on_gpu:
+            return Agreement(_gather_aside(values, mine, group), values, group, what, log, call)
+        # The work keeps both tensors.
+        work = all_gather_single(values, mine, group=group, async_op=True)
+        return Agreement(work, values, group, what, log, call)
 
 
 def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.cuda.Event:

@@ -120,8 +120,8 @@ class CallLog:
             self._settle(self._unsettled)
         if self._broken is not None:
             raise RuntimeError(self._broken)
+        self._phase = _Phase.CHECKING  # before the number: to the thread no call is over as it begins
         self._count += 1
-        self._phase = _Phase.CHECKING
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -153,9 +153,8 @@ class CallLog:
         self._phase = _Phase.RUNNING
 
     def begin(self, record: NamedTuple) -> int:
-        """A call that is itself a comparison, to be finished by `wait`; its number."""
-        with self:
-            self._records.append((self._count, record, 0))
+        """In place of `agree`, in a call that is itself a comparison, to be finished by `wait`: its number."""
+        self._records.append((self._count, record, 0))
         return self._count
 
     def wait(self, call: int, done: Callable[[], bool], *, alike_is_done: bool = False) -> None:
@@ -176,15 +175,15 @@ class CallLog:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
             if waited >= ASK_S:
-                inquiry = inquiry or _Inquiry(self, self._board, call, began, self._timeout_s)
+                inquiry = inquiry or _Inquiry(self, call, began)
                 if inquiry.look() and alike_is_done:
                     break
             pause(waited, self._longest_pause_s)
         self._board.clear(call)
 
     def explanation(self, call: int) -> tuple[str | None, str]:
-        """Explains a failed collective: what ranks disagree in, None if in nothing; and those that did not answer."""
-        inquiry = _Inquiry(self, self._board, call, time.monotonic(), self._timeout_s)
+        """Explains a failed collective: what ranks disagree in, None if in nothing; and who is absent or failed too."""
+        inquiry = _Inquiry(self, call, time.monotonic(), has_failed=True)
         end = time.monotonic() + EXPLAIN_S
         while self._broken is None and time.monotonic() < end:
             try:
@@ -195,7 +194,9 @@ class CallLog:
             except RuntimeError as error:
                 return str(error), ""
             time.sleep(BUSY_S)
-        return self._broken, self.names(inquiry.missing)
+        if absent := self.names(inquiry.missing):
+            return self._broken, f"{self.operation(call)}: {absent} did not take part"
+        return self._broken, self._failure(inquiry.answers, call) or ""
 
     def _compare(self, record: NamedTuple, plan: int) -> None:
         call = self._count
@@ -213,20 +214,22 @@ class CallLog:
     def _fail(self, error: Exception) -> None:
         """Tells the others that this rank has raised an error, or raises theirs if that is why."""
         call, phase = self._count, self._phase
+        answer = {"begun": True} if phase is _Phase.RUNNING else {}
         if phase is _Phase.RUNNING and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
             with suppress(dist.DistError):  # from the store: no rank can be asked
-                text, absent = self.explanation(call)
+                text, note = self.explanation(call)
                 if text is not None:
                     self._broken = text
                     raise RuntimeError(text) from error
-                if absent:
-                    error.add_note(f"{self.operation(call)}: {absent} did not take part")
+                if note:
+                    error.add_note(note)
+                answer = self._told(call)  # those that have failed alike are asking still
         self._failures.add(call)
         self._unsettled = call
         text = f"raised {type(error).__name__}: {error}"
         with suppress(RuntimeError):
             self._lingers_until = time.monotonic() + 2 * LOOK_S
-            self._board.answer(call, {"failed": text})
+            self._board.answer(call, {**answer, "failed": text})
             if phase is not _Phase.COMPARING:  # there it is a conclusion, of which the others know
                 self._board.post({"kind": "failed", "call": call, "text": text})
 
@@ -257,13 +260,15 @@ class CallLog:
 
     def tell(self, call: int) -> None:
         """Answers what a call is on this rank, if that is known still."""
+        if told := self._told(call):
+            self._board.answer(call, told)
+
+    def _told(self, call: int) -> dict[str, Any]:
         for number, record, plan in reversed(list(self._records)):  # the other thread may add to them
             if number == call:
                 fields = {name: str(value) for name, value in record._asdict().items()}
-                if plan:
-                    fields["plan"] = f"{plan:#018x}"
-                self._board.answer(call, {"fields": fields, "begun": self.has_begun(call)})
-                return
+                return {"fields": {**fields, "plan": f"{plan:#018x}"}, "begun": self.has_begun(call)}
+        return {}
 
     def look(self) -> bool:
         """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
@@ -342,16 +347,14 @@ class CallLog:
         failed = [f"{self.names([rank])} {a['failed']}" for rank, a in sorted(answers.items()) if "failed" in a]
         return f"{self.operation(call)}: {'; '.join(failed)}" if failed else None
 
-    def difference(self, answers: dict[int, dict[str, Any]], call: int) -> str | None:
-        """What is wrong with a call, None if the answers are alike."""
-        failure = self._failure(answers, call)
-        if failure is not None:
+    def difference(self, answers: dict[int, dict[str, Any]], call: int, has_failed: bool = False) -> str | None:
+        """What is wrong with a call, None if the answers are alike; where it ``has_failed`` not who failed alike."""
+        if failure := self._failure({r: a for r, a in answers.items() if not (has_failed and "fields" in a)}, call):
             return failure
         fields = {rank: answers[rank]["fields"] for rank in sorted(answers)}
         texts = {rank: json.dumps(f) for rank, f in fields.items()}
         counts = Counter(texts.values())
-        # Of two that are as common, that of the lowest rank.
-        first = max(texts, key=lambda rank: counts[texts[rank]])
+        first = max(texts, key=lambda rank: counts[texts[rank]])  # of two that are as common, that of the lowest rank
         expected = fields[first]
         differ = [
             f"{self.names([rank])} has {_differences(found, expected)}"
@@ -367,19 +370,20 @@ class CallLog:
 class _Inquiry:
     """What one rank finds out about a call that takes long."""
 
-    def __init__(self, log: CallLog, board: Board, call: int, began: float, timeout_s: float) -> None:
-        self._log, self._board, self._call, self._began, self._timeout_s = log, board, call, began, timeout_s
-        self._answers: dict[int, dict[str, Any]] = {}
+    def __init__(self, log: CallLog, call: int, began: float, has_failed: bool = False) -> None:
+        self._log, self._board, self._timeout_s = log, log._board, log._timeout_s
+        self._call, self._began, self._has_failed = call, began, has_failed
+        self.answers: dict[int, dict[str, Any]] = {}
         self._last = 0.0
         self._differ_since: float | None = None
         self._has_warned = False
         log.tell(call)
-        board.ask(call)
+        self._board.ask(call)
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have not told what the call is."""
-        return [rank for rank in range(self._board.size) if rank not in self._answers]
+        return [rank for rank in range(self._board.size) if rank not in self.answers]
 
     def look(self) -> bool:
         """Whether the call is known to be the same on all ranks.
@@ -391,11 +395,10 @@ class _Inquiry:
         if now - self._last < max(BUSY_S, BUSY_S * self._board.size / 100):
             return False
         self._last = now
-        text = self._board.conclusion(self._call)
-        if text is not None:
+        if (text := self._board.conclusion(self._call)) is not None:
             raise RuntimeError(text)
-        self._board.answers(self._call, self._answers)
-        text = self._log.difference(self._answers, self._call)
+        self._board.answers(self._call, self.answers)
+        text = self._log.difference(self.answers, self._call, self._has_failed)
         if text is None:
             if self.missing:
                 self._warn(now - self._began)
@@ -415,7 +418,7 @@ class _Inquiry:
             logger.warning("%s: waiting for %s for %.0f s", operation, names, waited)
 
     def _raise(self, text: str) -> None:
-        ends = any(answer.get("begun") for answer in self._answers.values())
+        ends = any(answer.get("begun") for answer in self.answers.values())
         raise RuntimeError(self._log.conclude(self._call, text, ends=ends))
 
 

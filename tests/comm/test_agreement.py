@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_magi.comm import agreement
 from megatron_magi.comm.agreement import start_agreement
 from megatron_magi.testing.spawn import run_ranks
+from tests.comm.test_calls import be_quick
 
 
 def message_of(rank, num_ranks, values):
@@ -61,6 +63,29 @@ def test_the_default_device_of_new_tensors_does_not_matter(ranks, num_ranks):
 
 def test_one_rank_without_a_group_agrees_with_itself():
     start_agreement(3, None, "plan").wait()
+
+
+def start_without_memory(rank, num_ranks, fails_on):
+    """What is raised by a comparison that some ranks cannot start, and by the next."""
+    be_quick()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in fails_on:
+
+            def no_memory(*_args, **_options):
+                raise torch.OutOfMemoryError("none left")
+
+            patch.setattr(agreement, "all_gather_single", no_memory)
+        first = message_of(rank, num_ranks, [1] * num_ranks)
+    return first, message_of(rank, num_ranks, [2] * num_ranks)
+
+
+def test_a_comparison_that_one_rank_cannot_start_is_a_message_on_all(ranks):
+    told = "plan: rank 1 of the group (global rank 1) raised OutOfMemoryError: none left"
+    assert ranks(2, start_without_memory, [1]) == [(told, told), ("none left", told)]
+
+
+def test_a_comparison_that_no_rank_can_start_leaves_the_group_as_it_is(ranks):
+    assert ranks(2, start_without_memory, [0, 1]) == [("none left", None)] * 2
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 63])

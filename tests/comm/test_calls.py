@@ -44,8 +44,8 @@ def attend(
     return api.calc_attn(q.requires_grad_(grad), k, v, key, sink=sink, **more)[0]
 
 
-def undispatch(key, width=3, **more):
-    return api.undispatch(torch.ones(len(api.get_position_ids(key)), width), key, **more)
+def undispatch(key, width=3, grad=False, **more):
+    return api.undispatch(torch.ones(len(api.get_position_ids(key)), width, requires_grad=grad), key, **more)
 
 
 def dispatch(key, grad=False, **more):
@@ -70,6 +70,7 @@ CASES = {
     "two": (attend, {"dim_v": 4, "softcap": 2.0}, "has head_dim_v 4 instead of 8 and softcap 2.0 instead of 0.0"),
     "rows": (attend, {"rows": 7}, r"raised ValueError: q: expected \[\d+, heads, dim\]"),
     "width": (undispatch, {"width": 4}, r"undispatch: .* has row_shape \(4,\) instead of \(3,\)"),
+    "grad of rows": (undispatch, {"grad": True}, "undispatch: .* has gradient True instead of False"),
     "partial": (undispatch, {"is_partial_grad": True}, "has is_partial_grad True instead of False"),
     "shift": (roll, {"shift": 2}, r"roll: .* has shift 2 instead of \d+"),
     "no flag": (attend, {"return_max_logits": 1}, "attention: .* raised ValueError: return_max_logits: expected True"),
@@ -151,7 +152,7 @@ def test_a_key_that_no_rank_can_make_leaves_the_group_as_it_is(ranks):
         assert message.startswith("ValueError: cu_seqlens_q") and then == "no error"
 
 
-def raise_inside(rank, num_ranks, fails_on):
+def raise_inside(rank, num_ranks, fails_on, kind=MemoryError):
     """A rank fails when others wait for its keys already; messages of this call and the next."""
     be_quick()
     key = api.magi_attn_varlen_key([0, TOTAL], [0, TOTAL], cp_group_or_mesh=dist.group.WORLD)
@@ -160,7 +161,7 @@ def raise_inside(rank, num_ranks, fails_on):
         if rank in fails_on:
 
             def no_memory(*_args, **_options):
-                raise MemoryError("none left")
+                raise kind("none left")
 
             patch.setattr("megatron_magi.attention.distributed.group_cast", no_memory)
         first = outcome(attend, key)
@@ -169,17 +170,16 @@ def raise_inside(rank, num_ranks, fails_on):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_an_error_half_way_on_one_rank_is_raised_by_all(ranks, num_ranks):
+    told = "RuntimeError: attention: rank 1 of the group (global rank 1) raised MemoryError: none left"
     for rank, (first, second) in enumerate(ranks(num_ranks, raise_inside, [ODD])):
-        if rank == ODD:
-            assert first[0] == "MemoryError: none left"
-        else:
-            assert "attention: rank 1 of the group (global rank 1) raised MemoryError: none left" in first[0]
-            assert first[1] < 10 and second[0] == first[0], "the group is out of step for good"
+        assert first[0] == ("MemoryError: none left" if rank == ODD else told) and first[1] < 10
+        assert second[0] == told and second[1] < 10, "the group is out of step for good, also to the rank that failed"
 
 
-def test_an_error_on_all_ranks_is_each_ones_own_and_the_group_goes_on(ranks):
-    assert [(first[0], second[0]) for first, second in ranks(2, raise_inside, [0, 1])] == [
-        ("MemoryError: none left", "no error")
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])  # of a RuntimeError it is asked what others did
+def test_an_error_on_all_ranks_is_each_ones_own_and_the_group_goes_on(ranks, kind):
+    assert [(first[0], second[0]) for first, second in ranks(2, raise_inside, [0, 1], kind)] == [
+        (f"{kind.__name__}: none left", "no error")
     ] * 2
 
 

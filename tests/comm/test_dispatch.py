@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_magi.comm.dispatch import UndispatchArgs, dispatch, undispatch
+from megatron_magi.comm.dispatch import UndispatchArgs, dispatch, dispatch_replicated, undispatch
 from megatron_magi.comm.roll import RollArgs, make_roll_args, roll
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import random_tensor
@@ -37,6 +37,7 @@ def test_dispatch_fills_padding_and_keeps_the_dtype():
     assert flags.dtype == torch.bool and flags.tolist() == [True, False, True, False]
     wide = dispatch(torch.arange(8.0).view(2, 4, 1), index, dim=1, pad_value=0.5)
     assert wide.shape == (2, 4, 1) and wide[1, :, 0].tolist() == [5.0, 0.5, 7.0, 0.5]
+    assert dispatch(torch.zeros(2, 0, 3), torch.tensor([0]), dim=1, pad_value=3).tolist() == [[[3.0] * 3]] * 2
     empty = torch.zeros(0, 2, requires_grad=True)
     padding = dispatch(empty, torch.tensor([0, 1]), pad_value=3)
     assert padding.tolist() == [[3.0, 3.0]] * 2
@@ -54,10 +55,12 @@ def quantized(rank, num_ranks, device="cpu"):
     values = torch.arange(1.0, 15.0).view(7, 2)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
         x = values.to(dtype).to(device)
-        local = dispatch(x, mine, pad_value=2)
-        assert local.dtype == dtype and (local.float()[mine == 7] == 2).all()
+        with torch.device("meta"):  # of new tensors, which does not matter
+            local = dispatch(x, mine, pad_value=0.5)
+        assert local.dtype == dtype and (local.float()[mine == 7] == 0.5).all()
+        assert torch.equal(dispatch(x.T, mine, dim=1, pad_value=0.5).T.float(), local.float())
         assert torch.equal(undispatch(local, args).float(), x.float())
-        assert torch.equal(roll(local, rolling).float(), dispatch(x.float().roll(1, 0), mine, pad_value=2))
+        assert torch.equal(roll(local, rolling).float(), dispatch(x.float().roll(1, 0), mine, pad_value=0.5))
     short = torch.arange(-7, 7, dtype=torch.int16, device=device).view(7, 2) * 4096  # all signs and exponents
     local = dispatch(short, mine, pad_value=2)
     assert torch.equal(undispatch(local, args), short)
@@ -220,9 +223,27 @@ def test_lengths_that_disagree_raise_and_name_the_argument():
     args = UndispatchArgs.build([np.arange(4)], 4, 0, "cpu")
     with pytest.raises(ValueError, match="x_local: 3 rows along dim 0, this rank's shard has 4"):
         undispatch(torch.zeros(3), args)
-    for index, total_seqlen in (([0, 1, 1], 3), ([0, 1, 4], 3), ([0, 1, 2], 4)):
+    with pytest.raises(ValueError, match="x: 3 rows along dim 0, but args is for 4"):
+        dispatch_replicated(torch.zeros(3), args)
+    for index, total_seqlen in (([0, 1, 1], 3), ([0, 1, 3], 3), ([0, -1, 1], 3), ([0, 1, 2], 4)):
         with pytest.raises(ValueError, match=f"global_index: expected every row .* at least {total_seqlen}"):
             UndispatchArgs.build([np.array(index)], total_seqlen, 0, "cpu")
+
+
+def use_args_of_three(rank, num_ranks):
+    args = UndispatchArgs.build(shards(6, (2, 2, 2)), 6, rank, "cpu")
+    for move in (lambda: undispatch(torch.zeros(2), args), lambda: dispatch_replicated(torch.zeros(6), args)):
+        with pytest.raises(ValueError, match="args: for 3 ranks, group has 2"):
+            move()
+
+
+def test_arguments_for_another_number_of_ranks_are_refused(ranks):
+    ranks(2, use_args_of_three)
+
+
+def test_a_sequence_without_tokens_comes_back():
+    args = UndispatchArgs.build([np.array([], dtype=np.int64)], 0, 0, "cpu")
+    assert undispatch(torch.zeros(0, 2), args).shape == (0, 2)
 
 
 @pytest.mark.gpu
