@@ -146,7 +146,8 @@ class Counting {
     const Int values[] = {pairs, rows, keys, rows * edges, keys * edges};
     for (Int what = 0; what < 5; ++what) cell(what, place, rank) += values[what];
     first_[place][rank].push_back(seen.q0);
-    changes_[place][rank].push_back({seen.k0, rows}), changes_[place][rank].push_back({seen.k1, -rows});
+    const Int see_a_key = std::min(rows, seen.hi - seen.lo);
+    changes_[place][rank].push_back({seen.k0, see_a_key}), changes_[place][rank].push_back({seen.k1, -see_a_key});
   }
 
   void count_travel() {

@@ -25,7 +25,8 @@ class Counts(NamedTuple):
         row_edges: rows times the diagonals that cut their piece.
         key_edges: keys times these.
         starts: different first rows of pieces.
-        tallest: most rows that see the same key, of pieces taken for rectangles.
+        tallest: most rows that see the same key, if a key of a piece is seen by all its rows, or by as many as lie
+            between its diagonals.
         received: rows that a rank fetches from its own node, and from others.
         sent: rows that it sends.
     """
@@ -100,7 +101,8 @@ def _count_place(
         np.add.at(counts[row], rank, values)
     lift = 1 + int(seen[:, bd.Q0].max(initial=0))
     np.add.at(counts[5], np.unique(rank * lift + seen[:, bd.Q0]) // lift, 1)
-    # From its first key on a piece adds its rows to those that see a key, behind its last one they are gone.
+    # From its first key on a piece adds as many rows to those that see a key, behind its last one they are gone.
+    rows = np.minimum(rows, seen[:, bd.D_HI] - seen[:, bd.D_LO])
     key, change = np.concatenate([seen[:, bd.K0], seen[:, bd.K1]]), np.concatenate([rows, -rows])
     rank = np.concatenate([rank, rank])
     order = np.lexsort((change, key, rank))

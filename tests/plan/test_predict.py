@@ -96,6 +96,17 @@ def test_a_key_that_many_rows_see_keeps_its_sm_busy_longer_than_the_others() -> 
     assert counts[0].area[0, 0] == counts[1].area[0, 0] and one > 2 * many
 
 
+@pytest.mark.parametrize("planner", ["python", pytest.param("native", marks=built)])
+def test_rows_of_a_window_stay_together_with_few_heads_too(planner) -> None:
+    # Key heads of one rank of 8 tensor-parallel ones: a tile of keys is no longer busy than a window is wide.
+    mask = builders.sliding_window(1 << 16, 1023, 0)
+    counts = count(mask, np.array([0, 1 << 15, 1 << 16]), np.arange(2), 2, 8)
+    assert counts.tallest.tolist() == [[1024, 1024], [0, 1023]]
+    cost = CostModel(num_heads_q=8, num_heads_kv=1)
+    plan = make_plan(mask, MagiConfig(DispatchConfig(planner=planner), overlap=OverlapConfig(cost=cost)), 2)
+    assert max(plan.stats().received_rows) == 1023
+
+
 def test_stages_of_one_launch_are_predicted_as_one() -> None:
     mask = batch("causal")
     bounds, rank = scattered(mask, 4, 0, 1024)
