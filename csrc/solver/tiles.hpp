@@ -298,13 +298,11 @@ struct Tiles {
       const Int offset = part % shape.parts * part_rows, from = row0 + offset;
       const Int rows = shape.hide_tail ? part_rows : std::clamp<Int>(height - offset, 0, part_rows);
       Int low = 0, high = kEverything, seen = 0;  // columns that all rows see, and rows that see any
-      bool starts_low = true;
       for (Int j = begin; j < end; ++j) {
         const Int a = std::max(pieces[j].q0, from), b = std::min(pieces[j].q1, from + rows);
-        const Int lowest = a < b ? std::max(pieces[j].k0, b - 1 + pieces[j].d_lo) : 0;
-        if (a < b) high = std::min({high, pieces[j].k1, a + pieces[j].d_hi}), seen += b - a;
-        low = starts_low ? lowest : std::max(low, lowest);
-        starts_low = false;
+        if (a >= b) continue;
+        low = std::max({low, pieces[j].k0, b - 1 + pieces[j].d_lo});
+        high = std::min({high, pieces[j].k1, a + pieces[j].d_hi}), seen += b - a;
       }
       if (seen < rows) high = 0;
       const Int full = std::clamp<Int>(ceil_div(low - first, shape.block_n), 0, count);
