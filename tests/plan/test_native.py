@@ -130,7 +130,9 @@ def test_candidates_of_packed_documents_are_those_of_the_python_planner(
 
 
 @built
-def test_plans_that_are_gathered_from_the_even_dispatch_equal_those_of_the_python_planner() -> None:
+@pytest.mark.parametrize("passes", [1, swaps.GATHERING_PASSES])
+def test_plans_that_are_gathered_from_the_even_dispatch_equal_those_of_the_python_planner(monkeypatch, passes) -> None:
+    monkeypatch.setattr(swaps, "GATHERING_PASSES", passes)  # more than one are needed
     mask = builders.sliding_window(left=1024, right=0, doc_lengths=uneven_lengths(1 << 18, 8, 1))
     assert_equal_plans(mask, MagiConfig(dispatch=DispatchConfig(algorithm="affinity", balance_tolerance=1.0)), 16)
 
