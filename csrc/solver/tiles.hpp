@@ -154,32 +154,27 @@ inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_
   const Columns of = segment_columns(bands, breaks);
   const std::size_t count = of.length.size();
   starts.push_back(0);
-  Int first = 0, seen = 0;  // of the open tile: its first row, and how many columns its rows see
+  Int first = 0;  // row of the open tile
   for (std::size_t i = 0; i < count; ++i) {
     const Int begin = breaks[i], end = breaks[i + 1], columns = of.length[i];
-    const Int room = block_m - (begin - first), rows = end - begin, both = seen + columns - of.shared[i];
-    if (begin == first) {
-      seen = columns;
-    } else if (rows <= room) {
-      seen = both;
-    } else {
+    const Int room = block_m - (begin - first), rows = end - begin;
+    if (begin != first && rows > room) {
       const bool goes_on = i + 1 < count && 2 * of.shared[i + 1] > columns;
       const Int whole = ceil_div(rows, block_m) + floor_div(room - rows, block_m);
-      const double saved =
+      // Tiles, if the open one is closed here.
+      const double more =
           goes_on ? static_cast<double>(room) / static_cast<double>(block_m) : static_cast<double>(whole);
-      const double cost = saved * static_cast<double>(columns + tile_cost_columns);
       const double masked = of.shared[i] || goes_on ? 0 : masked_cost * static_cast<double>(columns);
-      if (static_cast<double>(seen) + cost <= static_cast<double>(both) + masked) {
-        first = begin, seen = columns;
+      if (more * static_cast<double>(columns + tile_cost_columns) <=
+          static_cast<double>(columns - of.shared[i]) + masked) {
+        first = begin;
         starts.push_back(begin);
-      } else {
-        seen = both;
       }
     }
     if (end - first > block_m) {
       const Int full = (end - first - 1) / block_m;
       for (Int j = 1; j <= full; ++j) starts.push_back(first + j * block_m);
-      first += full * block_m, seen = columns;
+      first += full * block_m;
     }
   }
   return starts;

@@ -195,6 +195,14 @@ def test_masks_with_many_ranges_are_planned_alike():
             assert_planned_alike(bands, mask.total_seqlen_q, 128, 64, align=UNIT)
 
 
+@built
+@pytest.mark.parametrize("gap", [63, 64, 65])
+def test_columns_of_different_rows_share_a_pass_up_to_the_same_gap(gap):
+    bands = rectangles([0, 50, 0, 100], [50, 100, 100 + gap, 300])
+    assert len(plan_tiles(bands, 100, 128, 128).passes) == (1 if gap <= 64 else 2)
+    assert_planned_alike(bands, 100, 128, 128)
+
+
 def test_which_planner_plans_tiles(monkeypatch):
     bands, tiling = builders.causal(300).bands, Tiling(True, 300, (128, 64))
     plans = [make_host_plan(bands, tiling, planner) for planner in ("auto", "python")]
