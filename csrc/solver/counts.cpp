@@ -14,27 +14,23 @@ struct Band {
   Int q0, q1, k0, k1, lo, hi;  // query q sees key k if both are in range and lo <= k - q < hi
 };
 
-// Cuts off rows and keys that see nothing, and diagonals that cut nothing off; false if nothing is left.
-bool tighten(Band& b) {
-  if (b.lo >= b.hi) return false;
+// Cuts off rows and keys that see nothing, and diagonals that cut nothing off; some pair must be visible.
+void tighten(Band& b) {
   b.q0 = std::max(b.q0, b.k0 - b.hi + 1), b.q1 = std::min(b.q1, b.k1 - b.lo);
   b.k0 = std::max(b.k0, b.q0 + b.lo), b.k1 = std::min(b.k1, b.q1 - 1 + b.hi);
-  if (b.q0 >= b.q1 || b.k0 >= b.k1) return false;
   if (b.q1 - 1 + b.lo <= b.k0) b.lo = -kNoDiagonal;
   if (b.q0 + b.hi >= b.k1) b.hi = kNoDiagonal;
-  return true;
 }
 
 // Sum of first + i for start <= i < stop.
 Int ramp(Int first, Int start, Int stop) { return (stop - start) * first + (stop - start) * (start + stop - 1) / 2; }
 
-// Visible pairs.
+// Visible pairs, of which there must be some.
 Int area(const Band& b) {
   const Int q0 = std::max(b.q0, b.k0 - b.hi + 1), rows = std::min(b.q1, b.k1 - b.lo) - q0;
-  if (rows <= 0 || b.k0 >= b.k1) return 0;
   const Int high = std::clamp<Int>(b.k1 - b.hi - q0, 0, rows), low = std::clamp<Int>(b.k0 - b.lo - q0, 0, rows);
-  const Int ends = (high ? ramp(q0 + b.hi, 0, high) : 0) + (rows - high) * b.k1;
-  const Int begins = low * b.k0 + (low < rows ? ramp(q0 + b.lo, low, rows) : 0);
+  const Int ends = ramp(q0 + b.hi, 0, high) + (rows - high) * b.k1;
+  const Int begins = low * b.k0 + ramp(q0 + b.lo, low, rows);
   return ends - begins;
 }
 
@@ -87,11 +83,12 @@ class Counting {
     for (Int place : {0, 1}) first_[place].resize(cp_size), changes_[place].resize(cp_size);
   }
 
+  // A tight band: every row in its range sees a key, every key is seen.
   void add(const Band& band) {
     for (Int i = after(runs_, band.q0); i < static_cast<Int>(runs_.size()) && runs_[i].begin < band.q1; ++i) {
       Band piece = band;
       piece.q0 = std::max(piece.q0, runs_[i].begin), piece.q1 = std::min(piece.q1, runs_[i].end);
-      if (piece.q0 < piece.q1 && tighten(piece)) add_piece(piece, rank_[i]);
+      tighten(piece), add_piece(piece, rank_[i]);
     }
   }
 
@@ -141,7 +138,8 @@ class Counting {
 
   void add_place(Band seen, Int rank, Int place, Span span, Int pairs, Int keys) {
     seen.k0 = span.begin, seen.k1 = span.end;
-    if (!keys || !tighten(seen)) return;
+    if (!keys) return;
+    tighten(seen);
     const Int rows = seen.q1 - seen.q0, edges = (seen.lo != -kNoDiagonal) + (seen.hi != kNoDiagonal);
     const Int values[] = {pairs, rows, keys, rows * edges, keys * edges};
     for (Int what = 0; what < 5; ++what) cell(what, place, rank) += values[what];
@@ -199,7 +197,7 @@ class Counting {
 
 }  // namespace
 
-// `bands`: [num_bands, 6]; `out`: [9, 2, cp_size], the fields of Counts.
+// `bands`: [num_bands, 6], tight; `out`: [9, 2, cp_size], the fields of Counts.
 extern "C" __attribute__((visibility("default"))) void magi_count(const Int* bands, Int num_bands, const Int* bounds,
                                                                   const Int* rank, Int num_chunks, Int cp_size,
                                                                   Int ranks_per_node, Int* out) {

@@ -10,7 +10,7 @@ using magi::Tiles;
 static_assert(sizeof(magi::Band) == 6 * sizeof(Int));
 
 // Raised whenever results or arguments change: a library that was built from other sources is not used.
-MAGI_EXPORT Int magi_tiles_version() { return 2; }
+MAGI_EXPORT Int magi_tiles_version() { return 3; }
 
 // `counts` receives the number of tiles, of pieces, and of passes; -1 where these are to be given.
 MAGI_EXPORT Tiles* magi_tiles_begin(const magi::Band* bands, Int count, const magi::TileShape* shape, Int* counts) {

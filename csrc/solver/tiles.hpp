@@ -154,32 +154,27 @@ inline Ints tile_starts(const Bands& bands, Int num_rows, Int block_m, Int tile_
   const Columns of = segment_columns(bands, breaks);
   const std::size_t count = of.length.size();
   starts.push_back(0);
-  Int first = 0, seen = 0;  // of the open tile: its first row, and how many columns its rows see
+  Int first = 0;  // row of the open tile
   for (std::size_t i = 0; i < count; ++i) {
     const Int begin = breaks[i], end = breaks[i + 1], columns = of.length[i];
-    const Int room = block_m - (begin - first), rows = end - begin, both = seen + columns - of.shared[i];
-    if (begin == first) {
-      seen = columns;
-    } else if (rows <= room) {
-      seen = both;
-    } else {
+    const Int room = block_m - (begin - first), rows = end - begin;
+    if (begin != first && rows > room) {
       const bool goes_on = i + 1 < count && 2 * of.shared[i + 1] > columns;
       const Int whole = ceil_div(rows, block_m) + floor_div(room - rows, block_m);
-      const double saved =
+      // Tiles, if the open one is closed here.
+      const double more =
           goes_on ? static_cast<double>(room) / static_cast<double>(block_m) : static_cast<double>(whole);
-      const double cost = saved * static_cast<double>(columns + tile_cost_columns);
       const double masked = of.shared[i] || goes_on ? 0 : masked_cost * static_cast<double>(columns);
-      if (static_cast<double>(seen) + cost <= static_cast<double>(both) + masked) {
-        first = begin, seen = columns;
+      if (more * static_cast<double>(columns + tile_cost_columns) <=
+          static_cast<double>(columns - of.shared[i]) + masked) {
+        first = begin;
         starts.push_back(begin);
-      } else {
-        seen = both;
       }
     }
     if (end - first > block_m) {
       const Int full = (end - first - 1) / block_m;
       for (Int j = 1; j <= full; ++j) starts.push_back(first + j * block_m);
-      first += full * block_m, seen = columns;
+      first += full * block_m;
     }
   }
   return starts;
@@ -298,13 +293,11 @@ struct Tiles {
       const Int offset = part % shape.parts * part_rows, from = row0 + offset;
       const Int rows = shape.hide_tail ? part_rows : std::clamp<Int>(height - offset, 0, part_rows);
       Int low = 0, high = kEverything, seen = 0;  // columns that all rows see, and rows that see any
-      bool starts_low = true;
       for (Int j = begin; j < end; ++j) {
         const Int a = std::max(pieces[j].q0, from), b = std::min(pieces[j].q1, from + rows);
-        const Int lowest = a < b ? std::max(pieces[j].k0, b - 1 + pieces[j].d_lo) : 0;
-        if (a < b) high = std::min({high, pieces[j].k1, a + pieces[j].d_hi}), seen += b - a;
-        low = starts_low ? lowest : std::max(low, lowest);
-        starts_low = false;
+        if (a >= b) continue;
+        low = std::max({low, pieces[j].k0, b - 1 + pieces[j].d_lo});
+        high = std::min({high, pieces[j].k1, a + pieces[j].d_hi}), seen += b - a;
       }
       if (seen < rows) high = 0;
       const Int full = std::clamp<Int>(ceil_div(low - first, shape.block_n), 0, count);

@@ -76,6 +76,7 @@ def disjoint_bands(draw, num_rows: int, num_columns: int):
     """Random bands without overlap: random cuts of rows, in each random column intervals and diagonals.
 
     Columns are multiples of a step, so that bands of different rows often touch; so do bands along a diagonal.
+    Diagonals often pass by a corner, where they may cut off nothing or everything.
     """
     table = []
     step = draw(st.sampled_from([1, 20]))
@@ -84,8 +85,9 @@ def disjoint_bands(draw, num_rows: int, num_columns: int):
         edges = [x * step for x in sorted(draw(st.lists(st.integers(0, num_columns // step), max_size=6)))]
         for k0, k1 in itertools.pairwise(edges):
             kind = draw(st.integers(0, 5))
-            d = draw(st.integers(-num_rows, num_columns))
-            width = draw(st.integers(1, 60))
+            corner = draw(st.sampled_from([k0, k1])) - draw(st.sampled_from([q0, q1]))
+            d = draw(st.integers(-num_rows, num_columns) | st.integers(corner - 1, corner + 1))
+            width = draw(st.integers(0, 60))
             lo = {0: -bd.NO_DIAGONAL, 1: -bd.NO_DIAGONAL, 2: d, 3: d, 4: None, 5: d}[kind]
             hi = {0: bd.NO_DIAGONAL, 1: d, 2: bd.NO_DIAGONAL, 3: d + width, 4: None, 5: bd.NO_DIAGONAL}[kind]
             if lo is not None and q0 < q1 and k0 < k1:
@@ -147,6 +149,8 @@ def assert_planned_alike(bands: np.ndarray, *sizes: int, **options) -> None:
 @given(data=st.data(), num_rows=st.integers(1, 700), num_columns=st.integers(1, 700))
 def test_tiles_of_any_mask_are_those_of_the_planner_in_python(data, num_rows, num_columns):
     bands = data.draw(disjoint_bands(num_rows, num_columns))
+    scale = data.draw(st.sampled_from([1, 1, 1 << 20]))  # long rows, whose costs are large numbers
+    bands[:, bd.K0 :] = np.clip(scale * bands[:, bd.K0 :], -bd.NO_DIAGONAL, bd.NO_DIAGONAL)
     block_m, block_n = data.draw(st.sampled_from(SHAPES))
     assert_planned_alike(
         bands, num_rows, block_m, block_n,
@@ -189,6 +193,14 @@ def test_masks_with_many_ranges_are_planned_alike():
     ):
         for bands in (mask.bands, transpose(mask.bands), mask.bands[:0]):
             assert_planned_alike(bands, mask.total_seqlen_q, 128, 64, align=UNIT)
+
+
+@built
+@pytest.mark.parametrize("gap", [63, 64, 65])
+def test_columns_of_different_rows_share_a_pass_up_to_the_same_gap(gap):
+    bands = rectangles([0, 50, 0, 100], [50, 100, 100 + gap, 300])
+    assert len(plan_tiles(bands, 100, 128, 128).passes) == (1 if gap <= 64 else 2)
+    assert_planned_alike(bands, 100, 128, 128)
 
 
 def test_which_planner_plans_tiles(monkeypatch):

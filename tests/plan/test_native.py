@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from megatron_magi.config import DispatchConfig, MagiConfig
 from megatron_magi.mask import AttnMask, builders
 from megatron_magi.plan import Plan, make_plan, native, swaps
+from megatron_magi.plan.balance import candidates
 
-from .test_plan import assume_enough_tokens, configs, masks, uneven_lengths
+from .test_plan import LONG, assume_enough_tokens, configs, masks, uneven_lengths
 
 built = pytest.mark.skipif(not native.available(), reason="the planner in C++ is not built")
 
@@ -78,8 +80,59 @@ def test_plans_of_packed_documents_equal_those_of_the_python_planner(
     assert_equal_plans(mask, MagiConfig(dispatch=dispatch), cp_size)
 
 
+def assert_equal_dispatches(mask: AttnMask, chunk: int, cp_size: int, **options) -> None:
+    """The dispatches that a plan is chosen from; the last chunk may be short."""
+    bounds = np.append(np.arange(0, mask.total_seqlen_q, chunk), mask.total_seqlen_q)
+    both = (DispatchConfig(planner=planner, **options) for planner in ("python", "native"))
+    ours, theirs = (candidates(mask, bounds, cp_size, config) for config in both)
+    assert list(ours) == list(theirs)
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], name)
+
+
 @built
-def test_plans_that_are_gathered_from_the_even_dispatch_equal_those_of_the_python_planner() -> None:
+@settings(max_examples=150, deadline=None)
+@given(
+    mask=masks(max_seqlen=60, may_be_long=True),
+    cp_size=st.integers(2, 8),
+    chunk=st.integers(1, 3),
+    tolerance=st.sampled_from([1.0, 1.01, 1.25, 2.0]),
+)
+def test_candidates_of_any_mask_are_those_of_the_python_planner(mask, cp_size, chunk, tolerance) -> None:
+    chunk *= LONG if mask.total_seqlen_q >= LONG else 1
+    assume(mask.total_seqlen_q >= cp_size * chunk)
+    assert_equal_dispatches(mask, chunk, cp_size, balance_tolerance=tolerance)
+
+
+@built
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=30),
+    window=st.sampled_from([None, 5, 40]),
+    causal=st.booleans(),
+    cp_size=st.integers(2, 24),
+    chunk=st.integers(1, 10),
+    scale=st.sampled_from([1, 1 << 19]),
+    limits=st.sampled_from([{"PARTNERS": swaps.PARTNERS}, {"PARTNERS": 1, "GATHERING_PASSES": 1, "SWAPS_TRIED": 2}]),
+)
+def test_candidates_of_packed_documents_are_those_of_the_python_planner(
+    lengths, window, causal, cp_size, chunk, scale, limits
+) -> None:
+    assume(sum(lengths) >= cp_size * chunk)
+    lengths = [scale * length for length in lengths]
+    if window is None:
+        mask = builders.varlen(doc_lengths=lengths, causal=causal)
+    else:
+        mask = builders.sliding_window(left=scale * window, right=0 if causal else window, doc_lengths=lengths)
+    with patch.multiple(swaps, **limits):
+        for tolerance in (1.0, 1.03):
+            assert_equal_dispatches(mask, scale * chunk, cp_size, balance_tolerance=tolerance, algorithm="affinity")
+
+
+@built
+@pytest.mark.parametrize("passes", [1, swaps.GATHERING_PASSES])
+def test_plans_that_are_gathered_from_the_even_dispatch_equal_those_of_the_python_planner(monkeypatch, passes) -> None:
+    monkeypatch.setattr(swaps, "GATHERING_PASSES", passes)  # more than one are needed
     mask = builders.sliding_window(left=1024, right=0, doc_lengths=uneven_lengths(1 << 18, 8, 1))
     assert_equal_plans(mask, MagiConfig(dispatch=DispatchConfig(algorithm="affinity", balance_tolerance=1.0)), 16)
 

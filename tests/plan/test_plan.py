@@ -25,12 +25,15 @@ from megatron_magi.plan.types import Runtime
 from tests.mask.dense_definitions import count_cover
 
 AFFINITY = MagiConfig(dispatch=DispatchConfig(algorithm="affinity"))
+LONG = 1 << 25
 ALGORITHMS = ("auto", "affinity", "min_heap", "sorted_sequential", "zigzag", "sequential")
 
 
 @st.composite
-def masks(draw, max_seqlen: int = 48) -> AttnMask:
-    """A mask of up to five random slices that do not overlap, of any type and alignment."""
+def masks(draw, max_seqlen: int = 48, *, may_be_long: bool = False) -> AttnMask:
+    """A mask of up to five random slices that do not overlap, of any type and alignment; all lengths may be multiples
+    of `LONG`, so that no area fits in 32 bits.
+    """
     seqlen = draw(st.integers(1, max_seqlen))
     kept: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(0, 5))):
@@ -42,7 +45,8 @@ def masks(draw, max_seqlen: int = 48) -> AttnMask:
         except ValueError:
             continue
         kept.append(candidate)
-    return AttnMask(kept, seqlen)
+    scale = LONG if may_be_long and draw(st.booleans()) else 1
+    return AttnMask([(*(scale * at for at in edges), kind) for *edges, kind in kept], scale * seqlen)
 
 
 @st.composite

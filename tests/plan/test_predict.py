@@ -22,7 +22,7 @@ from megatron_magi.plan.counts import Counts, count
 from megatron_magi.plan.partition import areas_by_place, partition
 from megatron_magi.rates import H100
 
-from .test_plan import masks, uneven_lengths
+from .test_plan import LONG, masks, uneven_lengths
 
 OVERLAP = OverlapConfig(cost=CostModel(num_heads_q=32, num_heads_kv=8))
 built = pytest.mark.skipif(not native.available(), reason="the planner in C++ is not built")
@@ -50,10 +50,14 @@ def scored(mask: AttnMask, cp_size: int, config: DispatchConfig):
 @built
 @settings(max_examples=150)
 @given(
-    mask=masks(), cp_size=st.integers(1, 6), seed=st.integers(0, 99), chunk=st.integers(1, 9), node=st.integers(1, 4)
+    mask=masks(may_be_long=True),
+    cp_size=st.integers(1, 6),
+    seed=st.integers(0, 99),
+    chunk=st.integers(1, 9),
+    node=st.integers(1, 4),
 )
 def test_counts_in_cpp_equal_those_in_python(mask, cp_size, seed, chunk, node) -> None:
-    bounds, rank = scattered(mask, cp_size, seed, chunk)
+    bounds, rank = scattered(mask, cp_size, seed, chunk * (LONG if mask.total_seqlen_q >= LONG else 1))
     for ours, theirs in zip(*(c(mask, bounds, rank, cp_size, node) for c in (count, native.count)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

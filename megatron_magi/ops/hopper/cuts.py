@@ -22,31 +22,23 @@ def tile_starts(bands: bd.IntArray, num_rows: int, block_m: int, masked_cost: fl
     length, shared = _segment_columns(bands, breaks)
     # Whether the last rows of a segment can share their tile with the next segment at little cost.
     goes_on = np.append(2 * shared[1:] > length[:-1], False)
-    starts, first, seen = [0], 0, 0  # of the open tile: its first row, and how many columns its rows see
+    starts, first = [0], 0  # ``first``: first row of the open tile
     for begin, end, columns, common, open_ended in zip(
         *(x.tolist() for x in (breaks[:-1], breaks[1:], length, shared, goes_on)), strict=True
     ):
         room, rows = block_m - (begin - first), end - begin
-        both = seen + columns - common
-        if begin == first:
-            seen = columns
-        elif rows <= room:
-            seen = both
-        else:
+        if begin != first and rows > room:
             left = rows - room
             whole = -(-rows // block_m) + -left // block_m
-            saved = room / block_m if open_ended else whole
+            more = room / block_m if open_ended else whole  # tiles, if the open one is closed here
             masked = 0.0 if common or open_ended else masked_cost * columns
-            if seen + saved * (columns + tuning.TILE_COST_COLUMNS) <= both + masked:
-                first, seen = begin, columns
+            if more * (columns + tuning.TILE_COST_COLUMNS) <= columns - common + masked:
+                first = begin
                 starts.append(begin)
-            else:
-                seen = both
         if end - first > block_m:
             full = (end - first - 1) // block_m
             starts += range(first + block_m, first + full * block_m + 1, block_m)
             first += full * block_m
-            seen = columns
     return np.array(starts, dtype=np.int64)
 
 

@@ -17,7 +17,7 @@ from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.passes import assign_passes
 from megatron_magi.ops.hopper.tiles import TilePlan
 
-_VERSION = 2
+_VERSION = 3
 """Raised with that of csrc/solver/tiles.cpp: a library that was built from other sources is not used."""
 _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
