@@ -39,10 +39,10 @@ _ALIEN = (
     "attention_mask: this model computes attention by code of its own, not by transformers' interface of attention "
     f"functions, so attn_implementation='{NAME}' cannot be used"
 )
-"""Said where a model takes a `LayerMask` for a tensor."""
+"""Said where a model takes a mask for a tensor."""
 
-REFUSED = ("head_mask", "position_bias", "alibi", "output_attentions")
-"""Arguments that change or ask for the attention matrix."""
+REFUSED = ("head_mask", "position_bias", "alibi", "indices", "block_indices", "sinks", "output_attentions")
+"""Arguments that change or ask for the attention matrix: biases, keys that a layer selects, a sink for each row."""
 
 
 def register() -> None:
@@ -51,7 +51,23 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, layer_mask)
 
 
-class LayerMask:
+class NoTensor:
+    """Given to layers as their mask. What uses it as a tensor is a model's own attention, and raises an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_ALIEN} (it asks the mask for {name!r})")
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **_options: Any) -> Any:
+        raise ValueError(_ALIEN)
+
+    def _refuse_use(self, *_: Any) -> Any:
+        raise ValueError(_ALIEN)
+
+    __getitem__ = __add__ = __sub__ = __mul__ = __and__ = __or__ = __invert__ = __rsub__ = __rmul__ = _refuse_use
+
+
+class LayerMask(NoTensor):
     """The mask of a layer, over the sequences of a batch one after another.
 
     Attributes:
@@ -66,14 +82,6 @@ class LayerMask:
         self._parts, self._kv_length = parts, kv_length
         self.has_documents, self.has_window = has_documents, has_window
         self._last: tuple[Any, AttnMask] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{_ALIEN} (it asks the mask for {name!r})")
-
-    def _refuse_use(self, *_: Any) -> Any:
-        raise ValueError(_ALIEN)
-
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __rsub__ = _refuse_use
 
     @cached_property
     def intervals(self) -> Intervals:
