@@ -216,6 +216,7 @@ def attention(
     Args:
         query: ``[batch_size, num_heads_q, q_length, head_dim]``.
         key, value: ``[batch_size, num_heads_kv, kv_length, head_dim]``; the head dim of values may be another.
+            Under autocast all three are cast to its dtype.
         attention_mask: what `layer_mask` made; or bool, or 0 and the smallest number, ``[batch_size or 1, 1 or
             num_heads_q, q_length or 1, kv_length]``; or None for causal (by ``is_causal`` or the module's), full if
             not.
@@ -235,7 +236,7 @@ def attention(
     """
     _refuse(dropout, cu_seq_lens_q, cu_seq_lens_k, options)
     batch_size, num_heads, q_length, _ = query.shape
-    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
+    q, k, v = (_as_autocast(x).transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     sink = None if s_aux is None else s_aux.reshape(1, num_heads).to(torch.promote_types(s_aux.dtype, torch.float32))
     logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
     if hasattr(attention_mask, "shard"):
@@ -261,6 +262,13 @@ def attention(
         _check_keys(mask, len(k))
         out, _ = slice_attention(q, k, v, mask, **logits)
     return out.view(batch_size, q_length, num_heads, -1), None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """In autocast's dtype, as torch's own attention takes it: rotated queries and keys are wider than values there."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_keys(mask: AttnMask, num_keys: int) -> None:

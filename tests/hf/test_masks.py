@@ -125,6 +125,19 @@ def test_a_model_computes_what_it_does_with_eager_attention(name, kind):
         assert (magi(**batch, use_cache=False).logits - expected)[seen].abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_a_model_under_autocast_computes_what_it_does_with_eager_attention(name):
+    logits = []
+    for kind in ("magi", "eager"):
+        model = make_model(name, kind)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**padded_batch(), use_cache=False)
+        out.loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+        logits.append(out.logits.float()[padded_batch()["attention_mask"].bool()])
+    assert (logits[0] - logits[1]).abs().mean() < 0.02 * logits[1].abs().mean()
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])
 def test_generation_with_a_cache_gives_the_tokens_of_eager_attention(name):
     batch = padded_batch()
