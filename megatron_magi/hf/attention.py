@@ -39,10 +39,10 @@ _ALIEN = (
     "attention_mask: this model computes attention by code of its own, not by transformers' interface of attention "
     f"functions, so attn_implementation='{NAME}' cannot be used"
 )
-"""Said where a model takes a `LayerMask` for a tensor."""
+"""Said where a model takes a mask for a tensor."""
 
-REFUSED = ("head_mask", "position_bias", "alibi", "output_attentions")
-"""Arguments that change or ask for the attention matrix."""
+REFUSED = ("head_mask", "position_bias", "alibi", "indices", "block_indices", "sinks", "output_attentions")
+"""Arguments that change or ask for the attention matrix: biases, keys that a layer selects, a sink for each row."""
 
 
 def register() -> None:
@@ -51,7 +51,23 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, layer_mask)
 
 
-class LayerMask:
+class NoTensor:
+    """Given to layers as their mask. What uses it as a tensor is a model's own attention, and raises an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_ALIEN} (it asks the mask for {name!r})")
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **_options: Any) -> Any:
+        raise ValueError(_ALIEN)
+
+    def _refuse_use(self, *_: Any) -> Any:
+        raise ValueError(_ALIEN)
+
+    __getitem__ = __add__ = __sub__ = __mul__ = __and__ = __or__ = __invert__ = __rsub__ = __rmul__ = _refuse_use
+
+
+class LayerMask(NoTensor):
     """The mask of a layer, over the sequences of a batch one after another.
 
     Attributes:
@@ -66,14 +82,6 @@ class LayerMask:
         self._parts, self._kv_length = parts, kv_length
         self.has_documents, self.has_window = has_documents, has_window
         self._last: tuple[Any, AttnMask] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{_ALIEN} (it asks the mask for {name!r})")
-
-    def _refuse_use(self, *_: Any) -> Any:
-        raise ValueError(_ALIEN)
-
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __rsub__ = _refuse_use
 
     @cached_property
     def intervals(self) -> Intervals:
@@ -208,6 +216,7 @@ def attention(
     Args:
         query: ``[batch_size, num_heads_q, q_length, head_dim]``.
         key, value: ``[batch_size, num_heads_kv, kv_length, head_dim]``; the head dim of values may be another.
+            Under autocast all three are cast to its dtype.
         attention_mask: what `layer_mask` made; or bool, or 0 and the smallest number, ``[batch_size or 1, 1 or
             num_heads_q, q_length or 1, kv_length]``; or None for causal (by ``is_causal`` or the module's), full if
             not.
@@ -227,7 +236,7 @@ def attention(
     """
     _refuse(dropout, cu_seq_lens_q, cu_seq_lens_k, options)
     batch_size, num_heads, q_length, _ = query.shape
-    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
+    q, k, v = (_as_autocast(x).transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     sink = None if s_aux is None else s_aux.reshape(1, num_heads).to(torch.promote_types(s_aux.dtype, torch.float32))
     logits = {"sink": sink, "softmax_scale": scaling, "softcap": softcap or 0.0}
     if hasattr(attention_mask, "shard"):
@@ -253,6 +262,13 @@ def attention(
         _check_keys(mask, len(k))
         out, _ = slice_attention(q, k, v, mask, **logits)
     return out.view(batch_size, q_length, num_heads, -1), None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """In autocast's dtype, as torch's own attention takes it: rotated queries and keys are wider than values there."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_keys(mask: AttnMask, num_keys: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat.runtime import DistAttnRuntimeKey
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
-from megatron_magi.hf.attention import WINDOWS, LayerMask, check_mask, check_no_window, document_bounds_of
+from megatron_magi.hf.attention import WINDOWS, LayerMask, NoTensor, check_mask, check_no_window, document_bounds_of
 from megatron_magi.hf.intervals import Intervals
 from megatron_magi.hf.mask_functions import Rows, Unknown, at_positions, intervals_of, parts_of, to_numpy
 from megatron_magi.mask import AttnMask
@@ -31,7 +32,8 @@ IGNORED = -100
 """The label that has no loss."""
 
 
-class ShardMask(NamedTuple):
+@dataclass(eq=False)
+class ShardMask(NoTensor):
     """The mask argument of layers, for a sharded batch."""
 
     shard: Shard

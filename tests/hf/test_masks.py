@@ -17,7 +17,7 @@ from transformers import masking_utils as hf_masks
 from megatron_magi.hf import log_probs
 from megatron_magi.hf.attention import LayerMask, attention, layer_mask
 from megatron_magi.hf.intervals import Intervals
-from megatron_magi.hf.shard import ShardOnes
+from megatron_magi.hf.shard import ShardMask, ShardOnes
 from megatron_magi.mask import builders
 from megatron_magi.mask.dense import dense_mask
 from megatron_magi.packing import make_prefix_tree
@@ -125,6 +125,19 @@ def test_a_model_computes_what_it_does_with_eager_attention(name, kind):
         assert (magi(**batch, use_cache=False).logits - expected)[seen].abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_a_model_under_autocast_computes_what_it_does_with_eager_attention(name):
+    logits = []
+    for kind in ("magi", "eager"):
+        model = make_model(name, kind)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**padded_batch(), use_cache=False)
+        out.loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+        logits.append(out.logits.float()[padded_batch()["attention_mask"].bool()])
+    assert (logits[0] - logits[1]).abs().mean() < 0.02 * logits[1].abs().mean()
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])
 def test_generation_with_a_cache_gives_the_tokens_of_eager_attention(name):
     batch = padded_batch()
@@ -217,6 +230,9 @@ OF_FEWER_KEYS = LayerMask([Intervals.of_dense(np.tri(6, 5, dtype=bool))], 5)
         ({"dropout": 0.1}, "dropout: attention dropout"),
         ({"head_mask": torch.ones(4)}, "head_mask: not supported"),
         ({"output_attentions": True}, "output_attentions: not supported"),
+        ({"block_indices": torch.zeros(1, 2, 6, 1, dtype=torch.int64)}, "block_indices: not supported"),  # MiniMax-M3
+        ({"indices": torch.zeros(1, 6, 2, dtype=torch.int64)}, "indices: not supported"),  # DeepSeek-V3.2
+        ({"sinks": torch.zeros(1, 4, 6, 1)}, "sinks: not supported"),  # Inkling 2
         ({"attention_mask": BIAS + 0.5}, "attention_mask: a bias"),
         (
             {"attention_mask": torch.eye(6).bool().expand(1, 4, 6, 6).clone().index_fill(1, torch.tensor(2), True)},
@@ -281,6 +297,15 @@ def test_a_model_with_attention_of_its_own_is_refused(name):
     }[name]
     with pytest.raises((ValueError, AttributeError), match=r"^attention_mask: this model computes attention by code"):
         make_model(config)(input_ids=torch.arange(8)[None], use_cache=False)
+
+
+@pytest.mark.parametrize("mask", [OF_FEWER_KEYS, ShardMask(None, None)], ids=["layer", "shard"])
+def test_a_mask_that_a_model_takes_for_a_tensor_is_an_error(mask):
+    scores = torch.zeros(1, 4, 6, 6)
+    uses = [lambda: scores + mask, lambda: scores.masked_fill(mask, 0.0), lambda: mask[:, :, :6], lambda: 1.0 - mask]
+    for use in [*uses, lambda: torch.where(mask, scores, 0.0), lambda: mask.dtype]:
+        with pytest.raises((ValueError, AttributeError), match=r"^attention_mask: this model computes attention by"):
+            use()
 
 
 def test_views_of_a_shards_mask_lead_to_the_shard_and_results_with_other_tensors_are_plain():
