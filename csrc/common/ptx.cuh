@@ -43,6 +43,18 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// Whether barrier_wait would return at once.
+DEVICE bool barrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // ---- named barriers of the hardware (ids 1..15; 0 is __syncthreads) ----
 
 DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

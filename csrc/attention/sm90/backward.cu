@@ -18,7 +18,9 @@
 // which is what the kernel waits for.
 //
 // Heads of 64 leave registers for the operands that are the item's for good: keys for S, values for dP, and keys,
-// transposed, for dQ, of which a warpgroup then computes, transposed too, half the queries.
+// transposed, for dQ, of which a warpgroup then computes, transposed too, half the queries. All products of a block are
+// then issued together, S and dP being those of the next block: the warpgroups take turns, and while the products of
+// one run, the other is at its exponentials and dS, with no product of its own in front of them.
 //
 // Compile-time: HEAD_DIM, HEAD_DIM_V, DTYPE (Bf16 or Fp16), SOFTCAP (0 or 1), STAGES, ADD_DQ (0 or 1: without, the
 // order of additions does not depend on time), SPLIT_STATS (0 or 1), GATED (0 or 1: keys from a number on lie
@@ -36,18 +38,18 @@ constexpr int kGroups = 2;       // consumer warpgroups
 constexpr int kKeys = 64;        // keys of a warpgroup
 constexpr int kTileKeys = kGroups * kKeys;
 constexpr int kQueries = 64;  // queries of a block
-constexpr int kDsBuffers = 2;
 constexpr int kDqColumns = kHeadDim / kGroups;
 constexpr u32 kPieceFloats = kDqColumns * 16;         // sums of 16 rows and half the columns: those of one warp
 constexpr bool kDqSharesDp = kDqColumns == kQueries;  // they use the same registers in alternation
 constexpr bool kSplit = SPLIT_STATS;
 constexpr bool kHold = kHeadDim == 64 && ADD_DQ;  // operands in registers
+constexpr int kDsBuffers = kHold ? 3 : 2;
 static_assert(kHeadDim == kHeadDimV && !(kSplit && SOFTCAP));
 using T = DTYPE;
 
-// Named barriers: the place where a warpgroup puts what is to be added is free, is full; and dS of each warpgroup is
-// there, two that alternate.
-constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5;
+// Named barriers: the place where a warpgroup puts what is to be added is free, is full; dS of each warpgroup is
+// there, one for each buffer; a warpgroup may issue its products.
+constexpr u32 kPlaceFree = 1, kPlaceFull = 3, kDsThere = 5, kTurn = 11;
 
 // Sums lie in pieces: 16 rows and half the columns as a warp's accumulators lie in registers. With kHold those of dQ
 // are turned: of every 16 queries four pieces of 16 columns.
@@ -349,29 +351,30 @@ struct Consumer {
     for (int j = 0; j < 8; ++j) x[j] = load_shared_v2(values + 32 * j);
   }
 
-  DEVICE BlockInfo block_info() const {
-    const int4 x = s.info[ring.index];
+  static DEVICE BlockInfo uniform_info(const int4& x) {
     return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
   }
 
+  DEVICE BlockInfo block_info() const { return uniform_info(s.info[ring.index]); }
+
   // S of the block; or dP, of values and dout.
   template <bool kOfValues>
-  DEVICE void issue_logits(float (&x)[32], const Held& held) {
-    const Operand block(smem_address(kOfValues ? s.dout[ring.index] : s.q[ring.index]));
-    if constexpr (kHold)
-      issue_transposed_logits<kHeadDim>(x, kOfValues ? held.v : held.k, block, s.ones[kOfValues], s.stats[ring.index]);
-    else
-      issue_transposed_logits<kHeadDim>(x, Operand(smem_address(kOfValues ? s.v : s.k) + warpgroup * kKeys * 128),
-                                        block, s.ones[kOfValues], s.stats[ring.index]);
+  DEVICE void issue_logits(float (&x)[32]) {
+    issue_transposed_logits<kHeadDim>(x, Operand(smem_address(kOfValues ? s.v : s.k) + warpgroup * kKeys * 128),
+                                      Operand(smem_address(kOfValues ? s.dout[ring.index] : s.q[ring.index])),
+                                      s.ones[kOfValues], s.stats[ring.index]);
+  }
+
+  // S and dP.
+  DEVICE void issue_held_logits(float (&x)[32], float (&y)[32], const Held& held) {
+    const void* stats = s.stats[ring.index];
+    issue_transposed_logits<kHeadDim>(x, held.k, Operand(smem_address(s.q[ring.index])), s.ones[0], stats);
+    issue_transposed_logits<kHeadDim>(y, held.v, Operand(smem_address(s.dout[ring.index])), s.ones[1], stats);
   }
 
   // Of dS in such a buffer.
-  DEVICE void issue_dq_of(float (&dq)[kDqColumns / 2], int index, const Held& held) {
-    const u32 ds = smem_address(s.ds[index]);
-    if constexpr (kHold)
-      issue_turned_dq(dq, held.k_turned, Operand(ds + warpgroup * (kQueries / 2) * 128));
-    else
-      issue_dq(dq, Operand(ds), k_half);
+  DEVICE void issue_held_dq(float (&dq)[kDqColumns / 2], int index, const Held& held) {
+    issue_turned_dq(dq, held.k_turned, Operand(smem_address(s.ds[index]) + warpgroup * (kQueries / 2) * 128));
   }
 
   // ldmatrix: lane L gives the address of row L % 8 of matrix L / 8. Matrices 1 and 3 are the lower rows of an operand,
@@ -390,7 +393,7 @@ struct Consumer {
     for (int i = 0; i < kTileKeys / 16; ++i) load_transposed_x4(turned + i * 16 * 128, held.k_turned + 4 * i);
   }
 
-  DEVICE void form_probs(float (&logits)[32], u32 (&probs)[16], const float2 (&lse)[8], const BlockInfo& info) {
+  DEVICE void form_probs(float (&logits)[32], const float2 (&lse)[8], const BlockInfo& info) {
     if (SOFTCAP) apply_softcap(logits, p.softcap_factor);
     if (info.pass_masked & (1 << warpgroup)) {
       const int2* of_key = s.bounds[ring.index] + row;
@@ -403,8 +406,11 @@ struct Consumer {
       const float x = kSplit ? logits[i] * p.scale_log2 : fmaf(logits[i], p.scale_log2, i % 2 ? -two.y : -two.x);
       logits[i] = exp2_fast(x);
     }
+  }
+
+  DEVICE void pack(u32 (&packed)[16], const float (&x)[32]) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) probs[i] = T::pack(logits[2 * i], logits[2 * i + 1]);
+    for (int i = 0; i < 16; ++i) packed[i] = T::pack(x[2 * i], x[2 * i + 1]);
   }
 
   // `values`: address of lse of this thread's first two queries.
@@ -454,6 +460,13 @@ struct Consumer {
     named_arrive(kPlaceFull + warpgroup, 160);
   }
 
+  // The first part of handing over: what is left is a fence, and to say that the place is full.
+  DEVICE void place_dq(const float (&dq)[kDqColumns / 2], int piece) {
+    named_sync(kPlaceFree + warpgroup, 160);
+    put<0, kHold>(dq, s.place[warpgroup]);
+    if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = {piece, 0};
+  }
+
   DEVICE void hand_over(const float (&dq)[kDqColumns / 2], const Parcel& parcel) {
     named_sync(kPlaceFree + warpgroup, 160);
     put<0, kHold>(dq, s.place[warpgroup]);
@@ -476,34 +489,33 @@ struct Consumer {
 
   DEVICE void announce_ds() { named_arrive(kDsThere + 2 * buffer.index + warpgroup, 128 * kGroups); }
 
+  DEVICE void take_turn() { named_sync(kTurn + warpgroup, 128 * kGroups); }
+
+  DEVICE void give_turn() { named_arrive(kTurn + 1 - warpgroup, 128 * kGroups); }
+
   // One query block. dQ lags a block behind, so that the warpgroups need not march in step. Returns whether there is a
   // next block.
-  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Held& held, Parcel& previous) {
+  DEVICE bool step(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2], Parcel& previous) {
     const int now = ring.index;
     float x[32], y[32], own[kDqSharesDp ? 1 : kDqColumns / 2];
     auto& dq = choose<kDqSharesDp>(y, own);  // registers are scarce
     u32 probs[16], ds[16];
     barrier_wait(smem_address(&s.q_full[now]), ring.parity);
-    if (!kHold) issue_logits<false>(x, held);
+    issue_logits<false>(x);
     const BlockInfo info = block_info();
     const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
     float2 lse[8], delta[8];
     if (!kSplit) load_values(lse, values);
     barrier_wait(smem_address(&s.dout_full[now]), ring.parity);
-    // What reads shared memory behind a product waits until the tensor cores have taken it.
-    if (kHold) issue_logits<false>(x, held);
-    issue_logits<true>(y, held);
+    issue_logits<true>(y);
     wgmma_wait<1>();  // S
     pin(x);
-    if constexpr (kHold) pin(held.k);
     // Always so; but ptxas moves nothing across a branch, and would else move the exponentials behind the next wait.
-    if (info.piece >= 0) form_probs(x, probs, lse, info);
-    if (kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
+    if (info.piece >= 0) form_probs(x, lse, info), pack(probs, x);
     issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
-    if (!kHold && !kSplit) load_values(delta, values + sizeof(Shared::lse));
+    if (!kSplit) load_values(delta, values + sizeof(Shared::lse));
     wgmma_wait<1>();  // dP
     pin(y);
-    if constexpr (kHold) pin(held.v);
     form_ds(x, y, delta, values, ds);
     if constexpr (ADD_DQ) {
       if (previous.piece >= 0) wait_ds();
@@ -512,24 +524,19 @@ struct Consumer {
       store_ds(ds);
       // Of the first block this is computed of whatever lies there, and not used: a product on one side of a branch
       // would serialise all of them.
-      issue_dq_of(dq, before, held);
+      issue_dq(dq, Operand(smem_address(s.ds[before])), k_half);
     }
     issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
-    if constexpr (ADD_DQ && !kHold) fence_async_proxy();
+    if constexpr (ADD_DQ) fence_async_proxy();
     wgmma_wait<1>();  // dV, dQ
     pin(probs);
     pin(dv);
     release(s.dout_empty[now], lane);
     if constexpr (ADD_DQ) {
       pin(dq);
-      if constexpr (kHold) pin(held.k_turned);
-      if (!kHold) announce_ds();
-      if (previous.piece >= 0)
-        hand_over(dq, previous);
-      else if (kHold)
-        fence_async_proxy();
-      if (kHold) announce_ds();  // one fence for dS and dQ
-      previous = {info.piece + warpgroup * (kHold ? 4 : p.units), 0};
+      announce_ds();
+      if (previous.piece >= 0) hand_over(dq, previous);
+      previous = {info.piece + warpgroup * p.units, 0};
     }
     wgmma_wait<0>();  // dK
     pin(ds);
@@ -541,26 +548,96 @@ struct Consumer {
 
   // All query blocks of one work item.
   DEVICE void accumulate(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
-    barrier_wait(smem_address(&s.kv_full), kv_parity);
-    kv_parity ^= 1;
-    Held held;
-    if constexpr (kHold) {
-      hold_operands(held);
-      release(s.kv_empty, lane);
-    }
     Parcel previous = {-1, 0};
-    while (step(dk, dv, held, previous)) {
+    while (step(dk, dv, previous)) {
     }
-    float dq[kDqColumns / 2];
     if constexpr (ADD_DQ) {
+      float dq[kDqColumns / 2];
       wait_ds();
-      issue_dq_of(dq, buffer.index, held);
+      issue_dq(dq, Operand(smem_address(s.ds[buffer.index])), k_half);
       wgmma_wait<0>();
       pin(dq);
-      if constexpr (kHold) pin(held.k_turned);
+      release(s.kv_empty, lane);
+      hand_over(dq, previous);
+    } else {
+      release(s.kv_empty, lane);
     }
-    if (!kHold) release(s.kv_empty, lane);
-    if constexpr (ADD_DQ) hand_over(dq, previous);
+  }
+
+  // The same with operands in registers. Where a block begins, its S and dP are there, and no product is under way:
+  // what reads or writes shared memory, and exponentials, would wait until the tensor cores have taken it.
+  DEVICE void accumulate_held(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDimV / 2]) {
+    Held held;
+    hold_operands(held);
+    release(s.kv_empty, lane);
+    float x[32], y[32], dq[kDqColumns / 2];
+    auto is_there = [&](const Ring<kStages>& block) {
+      return barrier_test(smem_address(&s.q_full[block.index]), block.parity) &
+             barrier_test(smem_address(&s.dout_full[block.index]), block.parity);
+    };
+    auto await = [&] {
+      barrier_wait(smem_address(&s.q_full[ring.index]), ring.parity);
+      barrier_wait(smem_address(&s.dout_full[ring.index]), ring.parity);
+    };
+    await();
+    BlockInfo info = block_info();
+    issue_held_logits(x, y, held);
+    wgmma_wait<0>();
+    pin(x), pin(y), pin(held.k), pin(held.v);
+    int before = -1;                  // piece of dQ of the block before
+    bool is_placed = false, is_last;  // whether dQ lies in its place
+    do {
+      const int now = ring.index, of_before = buffer.index;
+      is_last = info.last;
+      const u32 values = smem_address(s.lse[now]) + lane % 4 * 8;
+      float2 lse[8], delta[8];
+      if (!kSplit) load_values(lse, values);
+      form_probs(x, lse, info);
+      if (!kSplit) load_values(delta, values + sizeof(Shared::lse));
+      Ring<kStages> next = ring;
+      next.advance();
+      const bool is_next = is_there(next);  // asked before the answer is needed
+      u32 probs[16], ds[16];
+      form_ds(x, y, delta, values, ds);
+      pack(probs, x);
+      buffer.advance();
+      store_ds(ds);
+      fence_async_proxy();
+      if (is_placed) named_arrive(kPlaceFull + warpgroup, 160);
+      if (is_last) announce_ds();
+      ring.advance();
+      if (!is_last && !is_next) await();
+      take_turn();  // the other warpgroup's dS of the block before is there, too
+      issue_key_gradient<kHeadDimV>(dv, probs, Operand(smem_address(s.dout[now]), kQueries * 128));
+      issue_key_gradient<kHeadDim>(dk, ds, Operand(smem_address(s.q[now]), kQueries * 128));
+      // Of the first block dQ, and of the last S and dP, are computed of whatever lies there, and not used: a product
+      // on one side of a branch would serialise all of them.
+      issue_held_dq(dq, of_before, held);
+      wgmma_wait<1>();  // dV, dK
+      pin(probs), pin(ds), pin(dv), pin(dk);
+      issue_held_logits(x, y, held);
+      wgmma_wait<2>();  // dQ: the other warpgroup may write to that buffer after its next turn
+      pin(dq), pin(held.k_turned);
+      give_turn();
+      const int4 next_info = s.info[ring.index];  // of the last block nothing that is used
+      release(s.q_empty[now], lane);
+      release(s.dout_empty[now], lane);
+      is_placed = before >= 0;
+      if (is_placed) place_dq(dq, before);
+      before = info.piece + 4 * warpgroup;
+      wgmma_wait<0>();
+      pin(x), pin(y), pin(held.k), pin(held.v);
+      info = uniform_info(next_info);
+    } while (!is_last);
+    if (is_placed) {
+      fence_async_proxy();
+      named_arrive(kPlaceFull + warpgroup, 160);
+    }
+    wait_ds();
+    issue_held_dq(dq, buffer.index, held);
+    wgmma_wait<0>();
+    pin(dq), pin(held.k_turned);
+    hand_over(dq, {before, 0});
   }
 
   // dK and dV of one query head of several.
@@ -597,6 +674,7 @@ struct Consumer {
 
   DEVICE void run() {
     Ring<2> slot;
+    if (kHold && warpgroup == 1) give_turn();
     while (true) {
       barrier_wait(smem_address(&s.item_full[slot.index]), slot.parity);
       // The item stays there until its gradients are written: registers are scarce meanwhile.
@@ -607,7 +685,14 @@ struct Consumer {
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
-      if (!item.empty()) accumulate(dk, dv);
+      if (!item.empty()) {
+        barrier_wait(smem_address(&s.kv_full), kv_parity);
+        kv_parity ^= 1;
+        if constexpr (kHold)
+          accumulate_held(dk, dv);
+        else
+          accumulate(dk, dv);
+      }
       if (item.heads < p.group) {
         if (!kHold || !item.empty()) add_key_gradients(item, dk, dv);
       } else if (!item.empty() || p.store != kAddFloat)
@@ -615,6 +700,7 @@ struct Consumer {
       release(s.item_empty[slot.index], lane);
       slot.advance();
     }
+    if (kHold && warpgroup == 0) take_turn();
     named_sync(kPlaceFree + warpgroup, 160);
     if (threadIdx.x % 128 == 0) s.parcel[warpgroup].piece = -1;
     __syncwarp();

@@ -105,11 +105,21 @@ def backward_macros(
 ) -> tuple[str, ...]:
     """What a backward kernel is compiled for; ``gated`` and ``captured`` as in `forward_macros`."""
     return (
-        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_STAGES}",
+        f"HEAD_DIM={dims[0]}", f"HEAD_DIM_V={dims[1]}", f"STAGES={_backward_stages(dims, adds_dq)}",
         element(dtype), f"SOFTCAP={int(softcap)}", f"ADD_DQ={int(adds_dq)}",
         f"SPLIT_STATS={int(splits_stats(dtype, dims, softcap, adds_dq))}", *_if_gated(gated),
         *if_captured(captured),
     )  # fmt: skip
+
+
+def _holds_keys(dims: tuple[int, int], adds_dq: bool) -> bool:
+    """Whether the backward kernel holds keys and values in registers, and issues the products of a block together."""
+    return adds_dq and dims[0] == 64
+
+
+def _backward_stages(dims: tuple[int, int], adds_dq: bool) -> int:
+    """Stages of queries, and buffers of dS, of the backward kernel."""
+    return _STAGES + _holds_keys(dims, adds_dq)
 
 
 def splits_stats(dtype: torch.dtype, dims: tuple[int, int], softcap: bool, adds_dq: bool) -> bool:
@@ -226,10 +236,11 @@ def backward_kernel(
 ) -> Kernel:
     """Attention backward: dk and dv, and with ``adds_dq`` dq."""
     defines = backward_macros(dtype, dims, softcap, adds_dq, gated, captured)
-    tiles = (128 + 64 * _STAGES) * sum(dims) + 2 * 128 * 64  # k, v, q, dout; two of dS
-    shared = 2 * tiles + 4 * 64 * dims[0] + _STAGES * (512 + 1024) + _SPARE_BYTES
-    shared += 4 * 2 * 128 * dims[0] if adds_dq and dims[0] == 64 else 0  # dk and dv on their way out
-    shared += (_STAGES * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else _SPARE_BYTES
+    stages = _backward_stages(dims, adds_dq)
+    tiles = (128 + 64 * stages) * sum(dims) + stages * 128 * 64  # k, v, q, dout, dS
+    shared = 2 * tiles + 4 * 64 * dims[0] + stages * (512 + 1024) + _SPARE_BYTES
+    shared += 4 * 2 * 128 * dims[0] if _holds_keys(dims, adds_dq) else 0  # dk and dv on their way out
+    shared += (stages * 2 + 4) * 1024 if splits_stats(dtype, dims, softcap, adds_dq) else stages * 512
     return _load(device, "backward", defines, 384, shared)
 
 
