@@ -11,6 +11,7 @@ from megatron_magi.ops.hopper import tuning
 from megatron_magi.ops.hopper.support import sm_count
 from megatron_magi.ops.impl import sparse_hopper
 from megatron_magi.ops.sparse_pattern import SparsePattern
+from tests.gpu_memory import needs_gigabytes
 from tests.ops.hold_sms import sms_taken
 from tests.ops.sparse_cases import Case, make_case
 
@@ -29,6 +30,7 @@ def case_of_cut_lists(k_block: int, heads: tuple[int, int]) -> Case:
 @pytest.mark.parametrize("free", [1, 8])
 @pytest.mark.parametrize(("k_block", "heads"), [(64, (128, 1)), (128, (128, 1)), (64, (96, 3))])
 def test_parts_of_lists_wait_for_no_block_without_an_sm(monkeypatch, k_block, heads, free):
+    needs_gigabytes(4)  # one such test at a time: each takes the GPU's SMs from the others
     x = case_of_cut_lists(k_block, heads)
     monkeypatch.setattr(tuning, "SPARSE_PART_BYTES", x.q.numel() // heads[1])  # a quarter of what a key head reads
     out, lse, _ = sparse_hopper.forward(x.q, x.k, x.v, x.pattern, x.scale, sink_lse=None, return_max_logits=False)
