@@ -52,13 +52,12 @@ def attention_cells(head_dim, mask, length, second_run):
     """Rates by provider, forward and backward."""
     if (head_dim, mask) == (128, "window"):
         found = rows("attention_windows.csv")
-    elif head_dim == 64 and mask in ("varlen_full", "varlen_causal") and length <= 32768:
-        found = rows("attention_64_documents.csv")
+    elif head_dim == 64:
+        found = rows("attention_64.csv")
     elif second_run:
-        found = [r for r in rows("attention_again.csv") if int(r["head_dim"]) == head_dim]
+        found = [r for r in rows("attention_again.csv") if int(r["head_dim"]) == 128]
     else:
-        names = ["attention.csv", "attention_long.csv"] if head_dim == 128 else ["attention_64.csv"]
-        found = [r for name in names for r in rows(name)]
+        found = [r for name in ("attention.csv", "attention_long.csv") for r in rows(name)]
     return by_provider(found, mask, length)
 
 
@@ -74,6 +73,28 @@ def test_rates_of_attention_are_those_of_the_results():
             expected = f"{ours[0]:.0f} / {ours[1]:.0f} ({ratios[0]} / {ratios[1]})"
             assert cell.replace("*", "") == expected, (name, length)
             assert re.findall(r"\*\*([\d.]+)\*\*", cell) == [r for r in ratios if float(r) < 1], (name, length)
+
+
+def ratios_of_heads_of_64(*masks):
+    """Lowest and highest ratio to the fastest other library, as the pages write it: forward, backward."""
+    cells = {(r["mask"], int(r["length"])) for r in rows("attention_64.csv") if not masks or r["mask"] in masks}
+    assert len(cells) == 5 * len(masks or ("full", "causal", "varlen_full", "varlen_causal"))
+    ranges = []
+    for way in zip(*(by_provider(rows("attention_64.csv"), *cell) for cell in cells), strict=True):
+        ratios = sorted(rates.pop("ffa") / max(rates.values()) for rates in way)
+        ranges.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f}")
+    return ranges
+
+
+def test_ranges_of_heads_of_64_are_those_of_the_results():
+    performance, readme = (" ".join((ROOT / page).read_text().split()) for page in ("docs/performance.md", "README.md"))
+    forward, backward = ratios_of_heads_of_64()
+    assert f"fastest; heads of 64: {backward} |" in performance
+    assert f"with heads of 64 the forward at {forward} and the backward at {backward} times" in performance
+    assert f"with head dimension 64 at {backward} (" in readme
+    _, dense = ratios_of_heads_of_64("full", "causal")
+    _, documents = ratios_of_heads_of_64("varlen_full", "varlen_causal")
+    assert f"With heads of 64 it is {dense} on full and causal masks and {documents} on documents." in performance
 
 
 def test_rates_beside_magi_attention_are_those_of_the_results():
