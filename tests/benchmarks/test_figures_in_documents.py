@@ -135,3 +135,87 @@ def test_times_of_training_steps_are_those_of_the_results(name, mask):
     long, short = (f"{float(row['step_ms']):,.0f}" for row in theirs)
     long_way, short_way = (row["provider"].removeprefix("te_") for row in theirs)
     assert line[2] == f"{long} ({long_way}) / {short} ms ({short_way})"
+
+
+DISTRIBUTED = {
+    "full": "full",
+    "one causal document": "causal",
+    "8 documents": "documents_8",
+    "64 documents": "documents_64",
+    "documents of 64 to 640 tokens": "short_documents",
+    "window of 1,024": "window",
+    "documents, block causal": "block_causal",
+}
+OTHER_METHODS = {"all-gather": "all_gather", "ring": "ring", "Ulysses": "ulysses"}
+
+
+def both_passes(row):
+    return float(row["forward_ms"]) + float(row["backward_ms"])
+
+
+def distributed_cells(mask, length):
+    """Measured rows by way."""
+    found = [r for r in rows("distributed_ways_2gpu.csv") if (r["mask"], int(r["tokens_a_gpu"])) == (mask, length)]
+    return {r["way"]: r for r in found if r["forward_ms"]}
+
+
+def test_distributed_rates_are_those_of_the_results():
+    _, *lines = table("docs/performance.md", "mask, tokens a GPU | magi | alone")
+    assert len(lines) == 3 * len(DISTRIBUTED)
+    ratios = []
+    for label, *cells in lines:
+        name, length = label.removesuffix(" *").rsplit(", ", 1)
+        ways = distributed_cells(DISTRIBUTED[name], LENGTHS[length])
+        rates = {way: f"{r['forward_tflops_a_gpu']} / {r['backward_tflops_a_gpu']}" for way, r in ways.items()}
+        took = {way: both_passes(r) / both_passes(ways["magi"]) for way, r in ways.items()}
+        title, best = min(((t, w) for t, w in OTHER_METHODS.items() if w in ways), key=lambda other: took[other[1]])
+        expected = [rates["magi"], rates["alone"], f"{took['alone']:.2f}", f"{title}, {rates[best]}"]
+        zigzag = f"{took['magi_zigzag']:.2f}" if "magi_zigzag" in ways else "(the same)"
+        assert cells == [*expected, f"{took[best]:.2f}", zigzag], label
+        ratios.append(took[best])
+    span = [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+    for page in ("docs/performance.md", "README.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        stated = re.findall(r"takes ([\d.]+) \(dense(?: masks)?\) to ([\d.]+)", text)
+        assert stated and all(list(pair) == span for pair in stated), page
+
+
+def test_added_time_of_one_launch_is_that_of_the_results():
+    names = {"64 documents": "64", "64 to 1,024 tokens each": "short", "window of 1,024": "window"}
+    names["one causal document"] = "causal"
+    found = {(r["mask"], int(r["tokens_a_gpu"]), r["pass"]): r for r in rows("one_launch_2gpu_last.csv")}
+    _, *lines = table("docs/performance_details.md", "mask, tokens a GPU (fetched) | forward | alone | added")
+    assert 2 * len(lines) == len(found)
+    for label, *cells in lines:
+        name, length, megabytes = re.fullmatch(r"(.*), (\d+k) \(([\d.]+) MB\)", label).groups()
+        passes = [found[names[name], LENGTHS[length], which] for which in ("forward", "backward")]
+        assert {r["fetched_mb"] for r in passes} == {megabytes}, label
+        columns = ("us", "alone_us", "beside_us", "host_us")
+        assert cells == [f"{int(r[column]):,}" for r in passes for column in columns], label
+
+
+def test_ratios_of_training_steps_at_8k_are_those_of_both_runs():
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    fastest, medians = {}, {}
+    for name in ("training_speed_2gpu.csv", "training_speed_2gpu_earlier.csv"):
+        for length in ("32768", "8192"):
+            for mask in ("causal", "documents", "window_sink"):
+                same = [r for r in rows(name) if (r["mask"], r["tokens_per_gpu"]) == (mask, length)]
+                magi = [r for r in same if r["provider"] == "magi"]
+                # The best of TE's methods by each column, among those that ran the same mask.
+                of_te = [r for r in same if r["provider"] != "magi" and r["ran"] == mask]
+                for ratios, column in ((fastest, "best_step_ms"), (medians, "step_ms")):
+                    if magi:
+                        ratio = min(float(r[column]) for r in of_te) / float(magi[0][column])
+                        ratios.setdefault((name, length), []).append(ratio)
+    shown = {key: [f"{r:.2f}" for r in found] for key, found in fastest.items()}
+    new, earlier = "training_speed_2gpu.csv", "training_speed_2gpu_earlier.csv"
+    assert f"the ratios are {', '.join(shown[new, '32768'] + shown[new, '8192'])}. Packed" in text
+    first, *rest = shown[earlier, "8192"]
+    assert f"({first}, {' and '.join(rest)} by the fastest steps)" in text
+    at_8k = [f"{r:.2f}" for r in medians[earlier, "8192"]]
+    for page in (text, " ".join((ROOT / "README.md").read_text().split())):
+        assert f"ratios were {at_8k[0]}, {at_8k[1]} and {at_8k[2]}" in page
+    both = medians[new, "8192"] + medians[earlier, "8192"]
+    assert f"{min(both):.2f} to {max(both):.2f} times at 8k" in text
+    assert f"{min(medians[new, '32768']):.2f} to {max(medians[new, '32768']):.2f} times as long as magi at 32k" in text
