@@ -11,7 +11,7 @@ import torch
 
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.checks import number
-from megatron_magi.comm.agreement import start_agreement
+from megatron_magi.comm.agreement import start_agreement, told
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.static_args import StaticArgs
@@ -116,9 +116,11 @@ def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Any, RankPlan]]]) -
         None; or the number of a pair that does not fit, the same on all ranks, and why.
 
     Raises:
-        ValueError, RuntimeError: as `StaticPlans.load`.
+        ValueError, RuntimeError: as `StaticPlans.load`; other ranks raise a RuntimeError that says which.
     """
-    group, reasons = pairs[0][0]._group, [static._why_not(plans) for static, plans in pairs]
+    group = pairs[0][0]._group
+    with told(group):
+        reasons = [static._why_not(plans) for static, plans in pairs]
     first = next((number for number, reason in enumerate(reasons) if reason), len(pairs))
     ranks: list[int] = []
     if group is not None and group.size() > 1:
