@@ -92,7 +92,8 @@ class StaticPlans:
 
         Raises:
             ValueError: names are others.
-            RuntimeError: a rank did not come to an earlier call in time; it is named. Or a graph is being captured.
+            RuntimeError: another rank raised an error in this call, or did not come to an earlier one in time; it is
+                named. Or a graph is being captured.
         """
         large = load_together([(self, plans)])
         return None if large is None else large[1]
@@ -116,7 +117,7 @@ def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Any, RankPlan]]]) -
         None; or the number of a pair that does not fit, the same on all ranks, and why.
 
     Raises:
-        ValueError, RuntimeError: as `StaticPlans.load`; other ranks raise a RuntimeError that says which.
+        ValueError, RuntimeError: as `StaticPlans.load`.
     """
     group = pairs[0][0]._group
     with told(group):
