@@ -29,6 +29,7 @@ from megatron_magi.attention import distributed_attention
 from megatron_magi.checks import IntArrayLike, flag, instance, integer, renamed
 from megatron_magi.comm import dispatch as _dispatch
 from megatron_magi.comm import roll as _roll
+from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.compat import arguments, exports
 from megatron_magi.compat.exports import *  # noqa: F403, every name of its `__all__`, and of no other, is ours too
@@ -41,7 +42,7 @@ from megatron_magi.compat.exports import (
 )
 from megatron_magi.compat.keys import made_on_all_ranks, new_key, new_mask_key
 from megatron_magi.compat.masks import mask_from_ranges, mask_of_key
-from megatron_magi.compat.runtime import RuntimeCache, default_device, told
+from megatron_magi.compat.runtime import RuntimeCache, default_device
 from megatron_magi.compat.static_keys import StaticKey
 from megatron_magi.eager import outside_graphs
 
@@ -275,9 +276,9 @@ def dispatch(
         arguments.rows(x, "x", total_seqlen, f"the sequence has {total_seqlen} tokens")
         arguments.check_pad_value(pad_value, x.dtype)
         flag(is_partial_grad, "is_partial_grad")
-    if not gathers:
-        return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
-    args = runtime.shard.undispatch_args(x.device)
+        if not gathers:
+            return _dispatch.dispatch(x, runtime.shard.rows(x.device), pad_value=pad_value)
+        args = runtime.shard.undispatch_args(x.device)
     return _dispatch.dispatch_replicated(x, args, runtime.group, pad_value=pad_value, verify=verify)
 
 
@@ -304,7 +305,7 @@ def undispatch(x: torch.Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool =
     with told(runtime.group, verify):
         arguments.tensor(x, "x", "[num_rows, ...]")
         flag(is_partial_grad, "is_partial_grad")
-    args = runtime.shard.undispatch_args(x.device)
+        args = runtime.shard.undispatch_args(x.device)
     with renamed("x_local", "x"):
         return _dispatch.undispatch(x, args, runtime.group, is_partial_grad=is_partial_grad, verify=verify)
 
@@ -333,7 +334,7 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
         arguments.tensor(x, "x", "of this rank's rows")
         # Shifts by whole sequences are none, and one shift has one plan.
         shift = integer(shift, "shift") % max(key.mask.total_seqlen_q, 1)
-    args = runtime.shard.roll_args(shift, x.device)
+        args = runtime.shard.roll_args(shift, x.device)
     with renamed("x_local", "x"):
         return _roll.roll(x, args, runtime.group, dim=dim, impl=comm.impl, verify=comm.verify)
 

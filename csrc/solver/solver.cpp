@@ -8,7 +8,7 @@ using magi::Int;
 using magi::Ints;
 
 // Raised whenever results or arguments change: a library that was built from other sources is not used.
-MAGI_EXPORT Int magi_solver_version() { return 3; }
+MAGI_EXPORT Int magi_solver_version() { return 4; }
 
 // Each chunk's rank: largest chunk first to the least loaded rank, then swaps until no load is above `target`.
 MAGI_EXPORT void magi_balance(Int num_chunks, Int cp_size, const Int* area, const Int* capacity, Int target,

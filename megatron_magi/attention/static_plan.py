@@ -11,7 +11,7 @@ import torch
 
 from megatron_magi.attention.runtime import plan_casts
 from megatron_magi.checks import number
-from megatron_magi.comm.agreement import start_agreement
+from megatron_magi.comm.agreement import start_agreement, told
 from megatron_magi.comm.group_collective import GroupCastArgs, raise_failure
 from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.comm.static_args import StaticArgs
@@ -92,7 +92,8 @@ class StaticPlans:
 
         Raises:
             ValueError: names are others.
-            RuntimeError: a rank did not come to an earlier call in time; it is named. Or a graph is being captured.
+            RuntimeError: another rank raised an error in this call, or did not come to an earlier one in time; it is
+                named. Or a graph is being captured.
         """
         large = load_together([(self, plans)])
         return None if large is None else large[1]
@@ -118,7 +119,9 @@ def load_together(pairs: Sequence[tuple[StaticPlans, Mapping[Any, RankPlan]]]) -
     Raises:
         ValueError, RuntimeError: as `StaticPlans.load`.
     """
-    group, reasons = pairs[0][0]._group, [static._why_not(plans) for static, plans in pairs]
+    group = pairs[0][0]._group
+    with told(group):
+        reasons = [static._why_not(plans) for static, plans in pairs]
     first = next((number for number, reason in enumerate(reasons) if reason), len(pairs))
     ranks: list[int] = []
     if group is not None and group.size() > 1:

@@ -6,13 +6,15 @@ What ranks mean with a call is compared in `megatron_magi.comm.calls`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_magi.comm.calls import CallLog, log_of
+from megatron_magi.comm.calls import CallLog, calls_of, log_of
 from megatron_magi.comm.groups import all_gather_single, names_of
 
 
@@ -105,6 +107,23 @@ def start_agreement(value: int, group: dist.ProcessGroup | None, what: str) -> A
         # The work keeps both tensors.
         work = all_gather_single(values, mine, group=group, async_op=True)
         return Agreement(work, values, group, what, log, call)
+
+
+@contextmanager
+def told(group: dist.ProcessGroup | None, verify: bool = True) -> Iterator[None]:
+    """Around what comes before a call on ``group``: other ranks, which wait in the call, hear of an error in it.
+
+    Args:
+        group: the ranks; None where there is no call, or one rank alone.
+        verify: as of the call, see `megatron_magi.comm.calls.calls_of`.
+    """
+    try:
+        yield
+    except Exception:
+        if group is None:
+            raise
+        with calls_of(group, group.size(), verify):
+            raise
 
 
 def _gather_aside(values: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.cuda.Event:

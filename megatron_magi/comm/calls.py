@@ -99,6 +99,7 @@ class CallLog:
         self._phase = _Phase.OVER
         self._records: deque[tuple[int, NamedTuple, int]] = deque(maxlen=_NUM_RECORDS)
         self._failures: set[int] = set()
+        self._telling = threading.Lock()  # held to answer, so that no answer takes the place of an error
         self._unsettled: int | None = None  # the last failure, until it is known what the others made of it
         self._broken: str | None = None
         self._known: set[tuple[NamedTuple | None, NamedTuple]] = set()
@@ -110,9 +111,8 @@ class CallLog:
         self._stop = threading.Event()
         crowd = max(1.0, dist.get_world_size() / 1000)  # all ranks of a job share one store
         self._longest_pause_s = 0.05 * crowd
-        self._thread = threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._stop, LOOK_S * crowd), daemon=True
-        )
+        watched = weakref.ref(self), self._stop, LOOK_S * crowd
+        self._thread = threading.Thread(target=_watch, args=watched, daemon=True)
         self._thread.start()
 
     def __enter__(self) -> CallLog:
@@ -224,12 +224,13 @@ class CallLog:
                 if note:
                     error.add_note(note)
                 answer = self._told(call)  # those that have failed alike are asking still
-        self._failures.add(call)
         self._unsettled = call
         text = f"raised {type(error).__name__}: {error}"
         with suppress(RuntimeError):
             self._lingers_until = time.monotonic() + 2 * LOOK_S
-            self._board.answer(call, {**answer, "failed": text})
+            with self._telling:
+                self._failures.add(call)
+                self._board.answer(call, {**answer, "failed": text})
             if phase is not _Phase.COMPARING:  # there it is a conclusion, of which the others know
                 self._board.post({"kind": "failed", "call": call, "text": text})
 
@@ -244,9 +245,8 @@ class CallLog:
             waited = time.monotonic() - began
             if waited > self._timeout_s:
                 others = [rank for rank in range(self._board.size) if rank not in failed]
-                self.conclude(
-                    call, f"{self.operation(call)}: {self.names(others)} did not fail as others did", ends=True
-                )
+                text = f"{self.operation(call)}: {self.names(others)} did not fail as others did"
+                self.conclude(call, text, ends=True)
             pause(waited, self._longest_pause_s)
         self._unsettled = None
 
@@ -259,9 +259,10 @@ class CallLog:
         return call < self._count or self._phase in (_Phase.RUNNING, _Phase.OVER)
 
     def tell(self, call: int) -> None:
-        """Answers what a call is on this rank, if that is known still."""
-        if told := self._told(call):
-            self._board.answer(call, told)
+        """Answers what a call is on this rank, if that is known still and it has not raised an error in it."""
+        with self._telling:
+            if call not in self._failures and (told := self._told(call)):
+                self._board.answer(call, told)
 
     def _told(self, call: int) -> dict[str, Any]:
         for number, record, plan in reversed(list(self._records)):  # the other thread may add to them
@@ -272,8 +273,7 @@ class CallLog:
 
     def look(self) -> bool:
         """Reads what other ranks have told and acts on it; whether something is left to be done soon."""
-        text = None if self._broken is not None else next(filter(None, (g.failure() for g in self._guards())), None)
-        if text is not None:
+        if self._broken is None and (text := next(filter(None, (g.failure() for g in self._guards())), None)):
             self._end(self._count, text)
         for event in self._board.unread():
             if event["kind"] == "question":
@@ -285,6 +285,7 @@ class CallLog:
                 self._abort()
             else:
                 self._alarms[_Alarm(event["call"], event["text"])] = None
+        self._questions -= self._failures  # the error is the answer
         for call in [call for call in self._questions if self.has_begun(call)]:
             self.tell(call)
             self._questions.remove(call)

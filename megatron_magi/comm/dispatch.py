@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from megatron_magi.checks import integer
 from megatron_magi.comm.calls import calls_of
@@ -103,7 +102,9 @@ def dispatch(x: torch.Tensor, index: torch.Tensor, *, dim: int = 0, pad_value: f
     dim = sequence_dimension(dim, x)
     total_seqlen = x.shape[dim]
     if total_seqlen == 0:
-        return F.pad(x, [0, 0] * (x.dim() - dim - 1) + [0, index.numel()], value=pad_value)
+        padding = x.new_full((*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]), pad_value)
+        padding.narrow(dim, 0, 0).copy_(x)  # differentiable, as any other length is
+        return padding
     out = x.index_select(dim, index.clamp(max=total_seqlen - 1))
     is_pad = (index >= total_seqlen).view(-1, *([1] * (x.dim() - dim - 1)))
     return out.masked_fill(is_pad, pad_value)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from megatron_magi import envs
+from megatron_magi.comm.agreement import told
 from megatron_magi.comm.groups import Group, group_of
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, ranks_per_node_of, told
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, ranks_per_node_of
 from megatron_magi.compat.types import DistAttnConfig, HeadShape, head_shape_of, magi_config, with_head_shape
 from megatron_magi.config import MagiConfig
 from megatron_magi.mask import AttnMask

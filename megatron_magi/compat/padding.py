@@ -33,9 +33,11 @@ def pad_at_dim(x: torch.Tensor, dim: int, pad_size: int, value: float = 0.0, sid
         raise ValueError(f"side: expected 'left' or 'right', got {side!r}")
     tensor(x, "x", "with a dimension that can grow")
     shape = list(x.shape)
-    shape[_dimension(x, dim)] = int_at_least(pad_size, "pad_size", 0)
-    padding = x.new_full(shape, value)
-    return torch.cat([padding, x] if side == "left" else [x, padding], dim)
+    shape[_dimension(x, dim)] += int_at_least(pad_size, "pad_size", 0)
+    # Not by torch.cat, which under autocast raises an error for its other 16-bit dtype.
+    out = x.new_full(shape, value)
+    out.narrow(dim, pad_size if side == "left" else 0, x.shape[dim]).copy_(x)
+    return out
 
 
 def unpad_at_dim(x: torch.Tensor, dim: int, pad_size: int) -> torch.Tensor:

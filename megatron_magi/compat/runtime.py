@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_magi.calibration import with_present_rates
 from megatron_magi.checks import renamed
 from megatron_magi.comm.agreement import Agreement, start_agreement
-from megatron_magi.comm.calls import calls_of
 from megatron_magi.comm.dispatch import UndispatchArgs
 from megatron_magi.comm.group_collective import GroupCastArgs
 from megatron_magi.comm.roll import RollArgs, make_roll_args
@@ -126,18 +123,6 @@ def default_device(group: dist.ProcessGroup | None) -> torch.device:
     if device.type == "cuda" and group is not None and "nccl" not in dist.get_backend_config(group):
         return torch.device("cpu")
     return device
-
-
-@contextmanager
-def told(group: dist.ProcessGroup | None, verify: bool) -> Iterator[None]:
-    """Around what comes before a call on ``group``: other ranks, which wait in the call, hear of an error in it."""
-    try:
-        yield
-    except Exception:
-        if group is None:
-            raise
-        with calls_of(group, group.size(), verify):
-            raise
 
 
 class ShardIndex:

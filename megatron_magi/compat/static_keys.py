@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron_magi.attention import StaticPlans
-from megatron_magi.compat.runtime import DistAttnRuntimeKey, KeyRuntime, RuntimeCache, default_device
+from megatron_magi.comm.agreement import told
+from megatron_magi.compat.runtime import DistAttnRuntimeKey, RuntimeCache, default_device
 from megatron_magi.config import MagiConfig
 from megatron_magi.plan import RankPlan
 
@@ -43,9 +44,11 @@ class StaticKey:
 
         Raises:
             ValueError: the group or the configuration is another.
-            RuntimeError: the ranks' keys disagree, or a rank did not come to an earlier call in time.
+            RuntimeError: the ranks' keys disagree, another rank raised an error in this call, or a rank did not come to
+                an earlier one in time.
         """
-        runtime: KeyRuntime = self._runtimes.get(key).agreed()
-        if (key.cp_group, key.config) != (self._key.cp_group, self.config):
-            raise ValueError("key: its group and configuration must be those of the first key")
-        return self._static.load({"mask": runtime.rank_plan})
+        with told(self.group):
+            runtime = self._runtimes.get(key)
+            if (key.cp_group, key.config) != (self._key.cp_group, self.config):
+                raise ValueError("key: its group and configuration must be those of the first key")
+        return self._static.load({"mask": runtime.agreed().rank_plan})

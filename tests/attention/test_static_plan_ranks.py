@@ -34,6 +34,7 @@ from tests.attention.test_static_plan import (
     some_masks,
     tensors,
 )
+from tests.comm.test_calls import be_quick
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -115,6 +116,21 @@ def test_several_are_loaded_together_on_all_ranks_or_none_is(ranks):
     assert any(causal != window for *_, causal, window in found)
     assert found[0][3] == (1, "no room on ranks [1] of the group")
     assert found[1][3] == (1, "it has 64 rows, of 1 ranks, not 512 of 2")
+
+
+def load_other_names(rank: int, num_ranks: int) -> list[str]:
+    be_quick()
+    plan = shards_of(builders.causal(1024))[rank]
+    static = StaticPlans({0: plan}, CPU, dist.group.WORLD)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        static.load({rank: plan})
+    return str(error.value)
+
+
+def test_plans_that_one_rank_cannot_load_are_a_message_on_all(ranks):
+    own = "plans: expected 0, got 1"
+    told = f"static plans: rank 1 of the group (global rank 1) raised ValueError: {own}"
+    assert ranks(2, load_other_names) == [told, own]
 
 
 class Slots:

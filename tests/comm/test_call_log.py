@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
+from contextlib import suppress
 
 import torch.distributed as dist
 
 from megatron_magi.comm import calls
-from tests.comm.test_calls import ODD, be_quick, new_key, outcome, roll, undispatch
+from megatron_magi.comm.dispatch import RowsCall
+from tests.comm.test_calls import ODD, attend, be_quick, new_key, outcome, roll, undispatch
 
 
 class Watched(calls.CallLog):
@@ -51,3 +55,65 @@ def come_after_the_message(rank, num_ranks):
 def test_ranks_that_differ_do_not_wait_for_one_that_may_never_come(ranks):
     for message in ranks(3, come_after_the_message):
         assert re.search(r"rank 1 of the group .* has row_shape \(4,\) instead of \(5,\)", message), message
+
+
+class Slow(calls.CallLog):
+    """Its thread takes long to answer a question, until this rank has raised an error if it can."""
+
+    answers, failed = threading.Event(), threading.Event()
+
+    def _told(self, call):
+        told = super()._told(call)
+        if threading.current_thread() is self._thread:
+            self.answers.set()
+            self.failed.wait(1)
+        return told
+
+    def _fail(self, error):
+        super()._fail(error)
+        self.failed.set()
+
+
+def until(is_so):
+    for _ in range(1000):
+        if is_so():
+            return
+        time.sleep(0.02)
+    raise AssertionError("did not come")
+
+
+def fail_while_a_question_is_answered(rank, num_ranks):
+    be_quick()
+    log = calls.log_of(dist.group.WORLD)
+    log.__class__ = Slow
+    with suppress(MemoryError), log:
+        log.agree(RowsCall("test", None, ()))
+        log._board.post({"kind": "question", "call": log._count})
+        assert Slow.answers.wait(20)
+        raise MemoryError
+    until(lambda: not log._questions)
+    dist.barrier()
+    told = {}
+    log._board.answers(log._count, told)
+    return [told[rank].get("failed") for rank in range(num_ranks)]
+
+
+def test_an_error_is_told_though_a_question_is_being_answered(ranks):
+    """The next call waits until all ranks have told theirs."""
+    assert ranks(2, fail_while_a_question_is_answered) == [["raised MemoryError: "] * 2] * 2
+
+
+def fail_when_asked(rank, num_ranks):
+    be_quick()
+    key = new_key(dist.group.WORLD)
+    log = calls.log_of(dist.group.WORLD)
+    if rank == ODD:
+        until(lambda: log._questions)
+    outcome(attend, key, rows=7 if rank == ODD else None)
+    dist.barrier()
+    until(lambda: log._board._num_read == log._board._store().add("events", 0) and not log._questions)
+
+
+def test_a_question_about_a_call_that_failed_is_not_kept(ranks):
+    """The thread would look at the store ten times a second from then on."""
+    ranks(2, fail_when_asked)

@@ -313,6 +313,32 @@ def want_gradient_alone(rank, num_ranks):
     return found if rank == ODD else outcome(attend, key)
 
 
+def fail_before(rank, num_ranks):
+    """One rank has no room for the index tensors of a call."""
+    be_quick()
+    found = []
+    for call, change in ((undispatch, {}), (roll, {}), (dispatch, {"grad": True})):
+        group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=40))
+        key = new_key(group)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == ODD:
+
+                def no_memory(*_args):
+                    raise torch.OutOfMemoryError("none left")
+
+                for module in ("dispatch", "roll"):
+                    patch.setattr(f"megatron_magi.comm.{module}.upload", no_memory)
+            found.append(outcome(call, key, **change))
+    return found
+
+
+def test_what_one_rank_lacks_for_a_call_is_a_message_on_all(ranks):
+    theirs, mine = ranks(2, fail_before)
+    for name, (told, seconds), (own, _) in zip(("undispatch", "roll", "dispatch"), theirs, mine, strict=True):
+        assert own == "OutOfMemoryError: none left" and seconds < 10
+        assert told == f"RuntimeError: {name}: rank 1 of the group (global rank 1) raised {own}"
+
+
 def test_a_gradient_of_dispatch_that_one_rank_alone_wants_is_a_message(ranks):
     """Without a gradient `dispatch` sends nothing, so the others are in their next call."""
     for message, seconds in ranks(2, want_gradient_alone):

@@ -38,6 +38,8 @@ def test_dispatch_fills_padding_and_keeps_the_dtype():
     wide = dispatch(torch.arange(8.0).view(2, 4, 1), index, dim=1, pad_value=0.5)
     assert wide.shape == (2, 4, 1) and wide[1, :, 0].tolist() == [5.0, 0.5, 7.0, 0.5]
     assert dispatch(torch.zeros(2, 0, 3), torch.tensor([0]), dim=1, pad_value=3).tolist() == [[[3.0] * 3]] * 2
+    most = 2**63 - 1
+    assert dispatch(torch.zeros(0, dtype=torch.int64), torch.tensor([0]), pad_value=most).tolist() == [most]
     empty = torch.zeros(0, 2, requires_grad=True)
     padding = dispatch(empty, torch.tensor([0, 1]), pad_value=3)
     assert padding.tolist() == [[3.0, 3.0]] * 2

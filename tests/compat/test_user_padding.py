@@ -29,6 +29,15 @@ def test_unpadding_takes_off_what_padding_put_on(dim):
     assert torch.equal(api.unpad_at_dim(x, dim, 0), x) and api.pad_at_dim(x, dim, 0).dtype == x.dtype
 
 
+def test_what_is_filled_in_is_exact_and_autocast_changes_no_dtype():
+    most = 2**63 - 1
+    assert api.pad_at_dim(torch.tensor([1]), 0, 1, value=most).tolist() == [1, most]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16):
+            padded = api.pad_at_dim(torch.ones(2, dtype=dtype), 0, 1)
+        assert padded.dtype == dtype and padded.tolist() == [1, 1, 0]
+
+
 def test_a_padded_mask_is_the_mask_with_rows_that_see_nothing():
     q_ranges, k_ranges = api.AttnRanges.from_ranges([[0, 4], [4, 9]]), api.AttnRanges.from_ranges([[0, 4], [0, 9]])
     types = [api.AttnMaskType.FULL, api.AttnMaskType.CAUSAL]

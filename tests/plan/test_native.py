@@ -91,7 +91,7 @@ def assert_equal_dispatches(mask: AttnMask, chunk: int, cp_size: int, **options)
 
 
 @built
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     mask=masks(max_seqlen=60, may_be_long=True),
     cp_size=st.integers(2, 8),
@@ -105,7 +105,7 @@ def test_candidates_of_any_mask_are_those_of_the_python_planner(mask, cp_size, c
 
 
 @built
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=30),
     window=st.sampled_from([None, 5, 40]),
