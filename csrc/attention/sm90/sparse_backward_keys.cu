@@ -174,10 +174,10 @@ DEVICE int entries_below(const int* list, int count, int number) {
 // lowest waits for nobody, as all lower ones are done; and the team that took it is on an SM, where it has nothing to
 // do before, as it takes its items in rising order. A part without entries waits and tells the next all the same, so
 // that it does not matter what a list contains. Were the first items dealt out by block number, some could wait for
-// that of a block which gets no SM while other kernels stay on theirs.
+// that of a block which gets no SM while other kernels stay on theirs. A second team lets others be first for 10 us.
 DEVICE void produce(const SparseKeysParams& p, Buffers& b, State& s, int team) {
   const SparseTiles& t = p.tiles;
-  while (team > 0 && load_relaxed(t.counter) < gridDim.x) sleep_ns(100);  // each SM gets an item before one gets two
+  for (int i = 0; team > 0 && i < 100 && load_relaxed(t.counter) < gridDim.x; ++i) sleep_ns(100);
   Loader loader{p, b, s};
   const int most_parts = ADD_DQ ? 1 : p.parts;
   const int steps = t.packs * (((t.query_block << t.log2_heads) + kPlaces - 1) / kPlaces);  // of an entry
