@@ -255,7 +255,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
         _toggle(
             "SDPA_BACKEND",
             "Attention by its dense definition in torch, in any precision up to fp64: slow, needs memory for the "
-            f"whole matrix, for comparison only. {KERNEL_BACKEND}=sdpa is the same; another value of that is an error.",
+            f"whole matrix, for comparison only. {KERNEL_BACKEND}=sdpa is the same; with another value "
+            "of that variable both together are an error.",
             "attend.impl",
             field_value="reference",
         ),
