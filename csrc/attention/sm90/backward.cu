@@ -456,21 +456,24 @@ struct Consumer {
   // What was laid down goes to sums in device memory.
   DEVICE void announce(const Parcel& parcel) {
     if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = parcel;
+    announce_place();
+  }
+
+  // Lays down dQ; it is added once a fence is passed and the place is said to be full.
+  DEVICE void place_dq(const float (&dq)[kDqColumns / 2], const Parcel& parcel) {
+    named_sync(kPlaceFree + warpgroup, 160);
+    put<0, kHold>(dq, s.place[warpgroup]);
+    if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = parcel;
+  }
+
+  DEVICE void announce_place() {
     fence_async_proxy();
     named_arrive(kPlaceFull + warpgroup, 160);
   }
 
-  // The first part of handing over: what is left is a fence, and to say that the place is full.
-  DEVICE void place_dq(const float (&dq)[kDqColumns / 2], int piece) {
-    named_sync(kPlaceFree + warpgroup, 160);
-    put<0, kHold>(dq, s.place[warpgroup]);
-    if (threadIdx.x % 128 == 0) s.parcel[warpgroup] = {piece, 0};
-  }
-
   DEVICE void hand_over(const float (&dq)[kDqColumns / 2], const Parcel& parcel) {
-    named_sync(kPlaceFree + warpgroup, 160);
-    put<0, kHold>(dq, s.place[warpgroup]);
-    announce(parcel);
+    place_dq(dq, parcel);
+    announce_place();
   }
 
   // Adds accumulators of half the columns, from kFirst on, to sums: those of this thread in a piece.
@@ -623,16 +626,13 @@ struct Consumer {
       release(s.q_empty[now], lane);
       release(s.dout_empty[now], lane);
       is_placed = before >= 0;
-      if (is_placed) place_dq(dq, before);
+      if (is_placed) place_dq(dq, {before, 0});
       before = info.piece + 4 * warpgroup;
       wgmma_wait<0>();
       pin(x), pin(y), pin(held.k), pin(held.v);
       info = uniform_info(next_info);
     } while (!is_last);
-    if (is_placed) {
-      fence_async_proxy();
-      named_arrive(kPlaceFull + warpgroup, 160);
-    }
+    if (is_placed) announce_place();
     wait_ds();
     issue_held_dq(dq, buffer.index, held);
     wgmma_wait<0>();
