@@ -162,6 +162,18 @@ def test_long_tiles_for_which_there_is_no_room_follow_each_other_key_head_by_key
     assert [head for _, head in whole] == sorted(head for _, head in whole)
 
 
+@pytest.mark.parametrize(("max_split", "apart"), [(10**6, 1), (0, 8)])
+def test_where_dq_is_added_neighbouring_tiles_of_a_window_follow_each_other(max_split, apart):
+    plan = backward_plan(builders.sliding_window(65536, 1023, 0))
+    schedule = schedule_of(plan, 8, 8, SMS, max_split=max_split, long_tile=long_tile(*drift(plan)))
+    whole = unpack(schedule.items)
+    assert schedule.num_split == 0 and {count for *_, count in whole} == {8}
+    near = whole[: -4 * SMS]  # the last go by decreasing cost
+    places = {(int(plan.tiles[tile, 0]), head): i for i, (tile, head, _) in enumerate(near)}
+    distances = [places[row + 128, head] - i for (row, head), i in places.items() if (row + 128, head) in places]
+    assert len(distances) > 0.9 * len(near) and set(distances) == {apart}
+
+
 @pytest.mark.parametrize(("mask", "count"), [(builders.causal(65536), 4), (builders.full(65536), 4)])
 def test_the_longest_tiles_are_worked_on_in_pieces_of_all_tiles_the_first_before_the_second(mask, count):
     plan = backward_plan(mask)

@@ -6,7 +6,8 @@ the same gradients of queries, while these are in the L2 cache; each adds its pa
 is room for so many tiles; those for which there is none follow each other key head by key head. The longest are worked
 on in pieces, of all tiles the first before the second: else more queries would be in use than the cache keeps. Tiles
 that are not split, for want of room or as they are short, take all query heads of a key head at once, and write dk and
-dv themselves.
+dv themselves. Where dq is added they follow each other key head by key head: SMs drift apart, and neighbouring tiles of
+one key head, which share queries, should still begin one right after the other.
 Where all do so and dq is not added, what counts is that no SM is left with a long one at the end.
 """
 
@@ -187,9 +188,10 @@ def _schedule(work: _Work, division: _Division) -> Schedule:
     are_many = width == group and len(place) * heads_kv > tuning.FALLING_COST_MOST_ITEMS * num_sms
     num_last = -(-(tuning.LAST_OF_MANY_ITEMS if are_many else tuning.LAST_ITEMS) * num_sms // heads_kv)
     ends_short = not num_long or (are_many and len(short) >= num_last)
+    last = short[:0]
     if ends_short:
-        last = short >= len(place) - num_last
-        short = np.concatenate([short[~last], np.sort(short[last])])
+        is_last = short >= len(place) - num_last
+        short, last = short[~is_last], np.sort(short[is_last])
     heads = range(0, heads_kv * group, width)
     *sections, split = _sections([tiles[tiles < num_split] for tiles in documents], costs) or [split]
     alone = len(heads) - _heads_together(costs[np.sort(split)], len(heads), num_sms)
@@ -198,8 +200,9 @@ def _schedule(work: _Work, division: _Division) -> Schedule:
     of_first = _pieces(split, costs, width, piece) if piece else _section(split, [0], width)
     parts += [np.add(of_first, (0, head, 0, 0)) for head in heads[:alone]]
     parts.append(_section(np.sort(split), heads[alone:], width))
-    of_short = _section(short, work.first_heads, group)
-    parts = [*parts, of_short] if ends_short else [of_short, *parts]
+    heads_at_once = [[head] for head in work.first_heads] if width < group else [work.first_heads]
+    of_short = [_section(short, some, group) for some in heads_at_once] + [_section(last, work.first_heads, group)]
+    parts = [*parts, *of_short] if ends_short else [*of_short, *parts]
     items = np.concatenate(parts)
     if width < group and num_split == len(place) and not piece:
         items = _cut_last(items, costs, num_sms)
