@@ -62,6 +62,22 @@ def test_calls_that_have_all_been_waited_for_are_not_waited_for_again(monkeypatc
     assert queued == [0, 1]
 
 
+def test_calls_in_a_graph_wait_for_those_beside_them_which_are_made_part_of_it_first(monkeypatch):
+    """A graph can not wait for a stream of which it knows nothing."""
+    done, current = [], Stream()
+    current.wait_stream = lambda other: done.append(("wait", other))
+    side = SimpleNamespace(wait_event=lambda event: done.append(("fork", event)))
+    mover = object.__new__(native.Native)
+    mover._device, mover._side, mover._streams = torch.device("cuda", 0), side, {9: current}
+    mover._ready = SimpleNamespace(record=lambda stream: done.append(("record", stream)))
+    mover._last, mover._joins, mover._beside, mover._sends_beside = 7, 0, 1, False
+    mover._lock, mover._notice, mover._room = threading.Lock(), bytes(5), SimpleNamespace(stays=False)
+    monkeypatch.setattr(native, "is_capturing", lambda _device: True)
+    mover.queue(SimpleNamespace(queue=lambda *_: done.append(("queue", None))), 9)
+    assert done == [("record", current), ("fork", mover._ready), ("wait", side), ("queue", None)]
+    assert not mover._beside and mover._room.stays
+
+
 def test_rows_are_sent_after_calls_that_send_and_have_not_been_waited_for(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     mover = object.__new__(native.Native)

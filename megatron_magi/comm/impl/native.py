@@ -214,7 +214,10 @@ class Native:
             captures = is_capturing(self._device)
             if captures or self._beside or self._last != raw:
                 current = self._take_turn(raw, captures)
-                if self._beside and not captures:
+                if self._beside:
+                    if captures:  # the other stream may not be part of the graph yet, which cannot wait for what is not
+                        self._ready.record(current)
+                        self._side.wait_event(self._ready)
                     self._join(current)
             calls.queue(*addresses)
 
