@@ -91,6 +91,20 @@ def test_a_mask_with_another_form_has_other_kernels_or_tiles(monkeypatch):
     assert forms[0][0].tiles != forms[2][0].tiles
 
 
+def test_a_rank_that_fetches_nothing_computes_beside_what_publishes_its_keys(monkeypatch):
+    q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
+    operands, use = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), gated.PassUse(AttnOptions(0.1), 0)
+    none, places = lie(0, HEADS_KV), (("scratch", "later.k"), ("scratch", "later.v"))
+    with fake_driver(monkeypatch):
+        known = gated.forward_pass(*operands, 0, bands_of(MASKS["causal"], 0), use)
+        step = gated.forward_step(*operands, Arriving((none, none), places, (), 0, 0, 0, 0, 0), known.form, use, False)
+        numbers = {**_later_numbers(0, {"later.k": none, "later.v": none}), **known.numbers}
+        assert step.config.num_attributes == 1, "it does not wait for the kernel before it"
+        assert "later.num_rows" in {field.name for field in step.fields}
+        assert all(numbers[rows.name] > 0 for rows in step.maps), "a tensor map has rows"
+        memory([step], numbers)
+
+
 @pytest.mark.parametrize("num_arriving", [0, 600])
 def test_what_a_worker_finds_for_another_shape_of_pass_is_found_anew(monkeypatch, num_arriving):
     q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_magi.cuda.arriving import Arriving
 from megatron_magi.cuda.call_list import Step
 from megatron_magi.cuda.launch import MAX_BYTES, MAX_LAUNCHES, prepared
-from megatron_magi.cuda.layout import Like
+from megatron_magi.cuda.layout import Layout, Like
 from megatron_magi.lru import LruCache, Use
 from megatron_magi.mask import bands as bd
 from megatron_magi.ops.frozen import FrozenMemo
@@ -172,8 +172,8 @@ def key_tiling(problem: Problem, choice: BackwardChoice, num_arriving: int, num_
 
 
 def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str, int]:
-    """Rows of the tensors up to the last that sees or is seen, by the names of these numbers."""
-    row, own, later = *seen_rows(bands), 0
+    """Rows of the tensors up to the last that sees or is seen, at least one, by the names of these numbers."""
+    row, own, later = *seen_rows(bands), 1
     if num_arriving:
         row, own, _, later, _ = seen_rows_and_keys(bands, first_arriving(num_own))
     return {"seen.rows": row, "seen.keys": own, "seen.later": later}
@@ -330,7 +330,8 @@ def forward_step(
 
     Args:
         inputs, output: as of `forward_pass`.
-        arriving: keys and values, at least one row; how many is a number of the mask. None: own keys alone.
+        arriving: keys and values; how many rows is a number of the mask. Without rows what brings them still makes
+            this rank's known to others, beside which the kernel runs. None: own keys alone.
         form: `Pass.form` of the masks that it serves.
         use: how it is queued.
         max_logits: fp32 ``[num_heads]``, -inf, is updated.
@@ -343,7 +344,7 @@ def forward_step(
         fields["max_logits"] = ("max_logits", 0)
     places, later, values = (), (), {}
     if arriving is not None:
-        places, later = arriving.places, tuple(arriving.tensors)
+        places, later = arriving.places, tuple(Layout.of(t).with_rows(max(1, len(t))) for t in arriving.tensors)
         values, numbers = {"gate": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
     key = (
         "gated forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],

@@ -183,7 +183,8 @@ class OneLaunch:
             )  # fmt: skip
         if walk is None:
             return None
-        scratch = q.new_empty(walk.num_scratch, dtype=torch.uint8) if self.num_recv else None
+        # Tensor maps need an address where no key arrives, too.
+        scratch = q.new_empty(walk.num_scratch or _ALIGNMENT, dtype=torch.uint8) if self.remote is not None else None
         of_keys = rows_k.data_ptr(), rows_v.data_ptr(), 0 if scratch is None else scratch.data_ptr()
         max_logits, more = None, []
         if sink is not None:
@@ -315,8 +316,7 @@ class OneLaunch:
         known = gated.forward_pass(*operands, self.num_recv, self.bands, use, self.numbers[0])
 
         def steps() -> list[Sequence[Step]]:
-            comes = arriving if self.num_recv else None
-            return [(*moving, gated.forward_step(*operands, comes, known.form, use, max_logits))]
+            return [(*moving, gated.forward_step(*operands, arriving, known.form, use, max_logits))]
 
         more = [name for name, there in (("sink", sink is not None), ("max_logits", max_logits)) if there]
         slots = (*slots, "q", "k", "v", "out", "lse", *more)
