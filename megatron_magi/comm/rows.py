@@ -150,8 +150,7 @@ def merge_rows(
     """
     dtype = accumulator_dtype(out.dtype, lse.dtype)
     top = lse.index_select(0, arrivals.rows).to(dtype)
-    weight = torch.where(top == -torch.inf, 0.0, 1.0).to(dtype)
-    total = _weighted(out.index_select(0, arrivals.rows).to(dtype), weight)
+    weight, total = torch.ones_like(top), out.index_select(0, arrivals.rows).to(dtype)
     for k, size in enumerate(arrivals.level_sizes):
         index = arrivals.level(k)
         part_lse = arriving_lse.index_select(0, index).to(dtype)

@@ -12,7 +12,7 @@ from megatron_magi.comm.row_memory import MOST_TENSORS, WIDEST
 MOST_BYTES = 1 << 30
 """Most bytes of a slot, of which a rank has two; calls that need more use another implementation."""
 MAX_CHUNKS = 1 << 16
-"""Most chunks of rows a call: kMaxChunks of peers.cuh."""
+"""Chunks of rows that may be told of in a slot, kMaxChunks of peers.cuh: more than what fits in the largest makes."""
 _LEAST_BYTES = 16 << 20
 _CHUNK_BYTES = 64 << 10  # about what is told of together
 _LEAST_CHUNK_BYTES, _CHUNKS = 8 << 10, 128  # where rows are few: as many threads as there are take part
@@ -49,7 +49,7 @@ class Room:
             return f"moves at most {MOST_TENSORS} tensors at once, got {len(layout.sizes)}"
         row_bytes = slot_row_bytes(layout)
         num_bytes = row_bytes * most_rows
-        if num_bytes > self.most_bytes or most_rows > MAX_CHUNKS << chunk_shift(row_bytes):
+        if num_bytes > self.most_bytes:
             return f"moves at most {self.most_bytes} bytes a rank, got {most_rows} rows of {row_bytes}"
         if num_bytes > self._memory.slot_bytes or not self._memory.slot_bytes:
             wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
@@ -75,8 +75,7 @@ class Room:
 
 def most_rows(layout: RowLayout) -> int:
     """Rows that fit in the largest slot."""
-    row_bytes = slot_row_bytes(layout)
-    return min(MOST_BYTES // row_bytes, MAX_CHUNKS << chunk_shift(row_bytes))
+    return MOST_BYTES // slot_row_bytes(layout)
 
 
 @lru_cache(maxsize=64)
@@ -87,7 +86,7 @@ def slot_row_bytes(layout: RowLayout) -> int:
 
 def chunk_shift(row_bytes: int) -> int:
     """Log2 of the rows that are published together."""
-    return min(max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1, 16)
+    return max(_CHUNK_BYTES // row_bytes, CHUNK_ROWS).bit_length() - 1
 
 
 def sent_shift(row_bytes: int, most_rows: int) -> int:

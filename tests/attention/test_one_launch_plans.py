@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -216,6 +217,9 @@ def test_a_forward_that_fetches_much_from_several_ranks_goes_by_stages():
         plan = plan_of(builders.causal(total), num_ranks, 1)
         casts = [joined_cast(plan.for_rank(rank), torch.device("cpu")) for rank in range(num_ranks)]
         assert {one_launch.Fetched(cast, lambda: None, "auto").forward_pays(k, k) for cast in casts} == {expected}
+    for more, expected in ((0, True), (1, False)):  # rows of 4 KB, of which 64 MB hold 16,384
+        cast = SimpleNamespace(num_ranks=3, most=(1 << 20, (1 << 14) + more, 1 << 20))
+        assert one_launch.Fetched(cast, lambda: None, "auto").forward_pays(k, k) is expected
 
 
 def test_stages_that_are_kept_or_not_overlapped_stay_stages():

@@ -219,8 +219,9 @@ def test_roll_and_undispatch_work_on_one_rank_without_a_group():
 
 
 def test_lengths_that_disagree_raise_and_name_the_argument():
-    with pytest.raises(ValueError, match="global_index: does not hold every one of 4 tokens exactly once"):
-        make_roll_args([np.array([0, 1]), np.array([1, 2])], 1, 4, 0)
+    for second in ([1, 2], [2, 4], [1, 3]):
+        with pytest.raises(ValueError, match="global_index: does not hold every one of 4 tokens exactly once"):
+            make_roll_args([np.array([0, 1]), np.array(second)], 1, 4, 0)
     args = RollArgs.build(make_roll_args([np.arange(4)], 1, 4, 0), "cpu")
     with pytest.raises(ValueError, match="x_local: 3 rows along dim 0, this rank's shard has 4"):
         roll(torch.zeros(3), args)

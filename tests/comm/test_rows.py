@@ -47,3 +47,12 @@ def test_nan_that_counts_stays_visible_and_garbage_without_weight_does_not():
     torch.testing.assert_close(merged[0][4], out[1, 4])
     assert (merged[1][4] == torch.inf).all()
     assert merged[0][[1, 2, 6]].isfinite().all()
+
+
+def test_sums_are_rounded_once_and_those_of_integers_are_exact():
+    for into, parts, expected in (
+        (torch.tensor([[256.0]], dtype=torch.bfloat16), torch.ones(2, 1, dtype=torch.bfloat16), 258),  # 256 + 1 is 256
+        (torch.tensor([[1 << 60]]), torch.ones(2, 1, dtype=torch.int64), (1 << 60) + 2),
+    ):
+        rows.sum_rows(parts, arrivals_of(np.array([0, 0]), "cpu"), into)
+        assert into.item() == expected

@@ -33,13 +33,20 @@ def test_slots_grow_with_need_and_what_does_not_fit_is_refused():
     assert room.refusal(layout, 4097) is None and slots.grown[1:] == [32 << 20]
     assert "at most 1073741824 bytes" in room.refusal(layout, (1 << 18) + 1)
     assert "built with peers" in room.refusal(layout, None)
+    assert room.refusal(RowLayout.make(((),) * 4, (torch.int8,) * 4), 1) is None
     assert "at most 4 tensors" in room.refusal(RowLayout.make(((),) * 5, (torch.int8,) * 5), 1)
-    narrow = RowLayout.make(((),), (torch.int8,))
-    assert "at most" in room.refusal(narrow, (native_slots.MAX_CHUNKS << native_slots.chunk_shift(16)) + 1)
     assert len(slots.grown) == 2
     assert "rank 1: out of memory" in room.refusal(layout, 1 << 17) and slots.grown[2:] == [512 << 20]
     assert "at most 33554432 bytes" in room.refusal(layout, 1 << 17)  # it is not tried again
     assert room.refusal(layout, 4097) is None and slots.grown[3:] == [32 << 20]
+
+
+def test_no_slot_holds_more_chunks_than_can_be_told_of():
+    for row_bytes in [*range(16, 1 << 17, 16), native_slots.MOST_BYTES]:
+        fits = native_slots.MOST_BYTES // row_bytes
+        for num_rows in {fits, *(1 << n for n in range(fits.bit_length()))}:
+            for shift in (native_slots.chunk_shift(row_bytes), native_slots.sent_shift(row_bytes, num_rows)):
+                assert -(-num_rows >> shift) <= native_slots.MAX_CHUNKS
 
 
 def test_ranks_that_did_not_meet_to_make_room_do_not_try_again_alone():

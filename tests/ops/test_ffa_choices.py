@@ -54,11 +54,12 @@ def test_dq_of_scattered_blocks_has_a_kernel_of_its_own(tokens, density, heads, 
 
 
 @pytest.mark.parametrize(
-    ("heads_kv", "group", "adds_dq", "by_heads"), [(4, 1, True, True), (4, 1, False, False), (4, 4, True, False)]
+    ("heads_kv", "group", "adds_dq", "by_heads"),
+    [(4, 1, True, True), (4, 1, False, False), (4, 4, True, True), (4, 4, False, False)],
 )
-def test_tiles_of_single_heads_that_add_dq_go_head_by_head_from_fewer_blocks_on(heads_kv, group, adds_dq, by_heads):
+def test_tiles_that_add_dq_go_head_by_head(heads_kv, group, adds_dq, by_heads):
     mask = builders.sliding_window(8192, 1000, causal=True)  # 18 blocks a tile, fewer than are long for packed groups
     plan = make_host_plan(mask.bands, Tiling(True, 8192, (128, 64)))
-    items = plan.schedule(heads_kv, group, 1, max_split=4 * adds_dq).items
-    changes = np.count_nonzero(np.diff(items[:, 1] & 0xFFFF))
-    assert (changes < plan.num_tiles) == by_heads
+    schedule = plan.schedule(heads_kv, group, 1, max_split=4 * adds_dq)
+    changes = np.count_nonzero(np.diff(schedule.items[:, 1] & 0xFFFF))
+    assert (changes < plan.num_tiles) == by_heads and schedule.num_split == 0

@@ -96,6 +96,7 @@ def test_long_tiles_alone_need_not_look_like_documents_though_all_tiles_do():
 
 def assert_complete(schedule: Schedule, costs: np.ndarray, heads_kv: int, group: int) -> None:
     """Every block of every tile meets every query head once; only items of one query head are in pieces."""
+    assert schedule.items.dtype == np.int32, "kernels read them as they are"
     met = [np.zeros((heads_kv * group, cost), dtype=int) for cost in costs]
     seen = set()
     for tile, heads, block, blocks in schedule.items.tolist():
@@ -152,6 +153,13 @@ def test_with_heads_of_64_causal_documents_are_sections_and_one_alone_is_not():
         assert np.array_equal(wide.items, narrow.items) == same
         first = [head for _, head, heads in unpack(narrow.items) if heads == 1][: narrow.num_split]
         assert (set(first) == {0}) != same  # all tiles of a head follow each other
+
+
+def test_tiles_that_are_not_long_are_split_where_sms_would_idle():
+    plan = backward_plan(builders.full(1024))
+    schedule = schedule_of(plan, 1, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS_MOVING)
+    assert_complete(schedule, plan.costs, 1, 8)
+    assert plan.costs.max() < LONG_BLOCKS_MOVING and length_of_work(schedule.items, plan)[0] == plan.costs.max()
 
 
 def test_long_tiles_for_which_there_is_no_room_follow_each_other_key_head_by_key_head():

@@ -131,7 +131,7 @@ def local_first(schedule: Schedule, costs: np.ndarray, group: int, is_own: np.nd
 def _near_schedule(work: _Work, max_split: int, long_tile: int, narrow: bool) -> Schedule:
     """Items in an order in which those that share queries are near each other."""
     starts, costs, heads_kv, group, num_sms = work
-    width = 1 if max_split or group == 1 else group
+    width = 1 if max_split else group
     most = max_split if width < group else len(costs)
     candidates = [long_tile]
     if width < group:
