@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import json
 import logging
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
@@ -32,23 +31,12 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
+from megatron_magi.comm import waits
 from megatron_magi.comm.board import Board
 from megatron_magi.comm.groups import abort, names_of, pause, timeout_s
+from megatron_magi.comm.inquiry import Inquiry, failures
 
 logger = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-"""How often the thread looks at the store; less often in jobs of more than a thousand ranks, which share one store."""
-BUSY_S = 0.1
-"""How often it looks while something is to be answered or decided."""
-ASK_S = 1.0
-"""How long a rank waits for the others before it asks what they are doing."""
-GRACE_S = 2.0
-"""How long ranks that take part in a call wait, after another has raised an error in it, to raise one of their own."""
-EXPLAIN_S = 3 * LOOK_S
-"""How long a rank whose collective has failed waits for an explanation."""
-WARN_S = 30.0
-"""How long a rank waits for the others before it says so in the log."""
 
 _NOT_ERRORS = (getattr(torch.utils.checkpoint, "_StopRecomputationError", ()),)
 """What checkpointing raises, on all ranks alike, once it has recomputed as much as it needs."""
@@ -111,7 +99,7 @@ class CallLog:
         self._stop = threading.Event()
         crowd = max(1.0, dist.get_world_size() / 1000)  # all ranks of a job share one store
         self._longest_pause_s = 0.05 * crowd
-        watched = weakref.ref(self), self._stop, LOOK_S * crowd
+        watched = weakref.ref(self), self._stop, waits.LOOK_S * crowd
         self._thread = threading.Thread(target=_watch, args=watched, daemon=True)
         self._thread.start()
 
@@ -169,13 +157,13 @@ class CallLog:
             RuntimeError: the ranks disagree, or some did not come within the time-out of the group.
         """
         began = time.monotonic()
-        inquiry: _Inquiry | None = None
+        inquiry: Inquiry | None = None
         while not done():
             waited = time.monotonic() - began
             if self._broken is not None:
                 raise RuntimeError(self._broken)
-            if waited >= ASK_S:
-                inquiry = inquiry or _Inquiry(self, call, began)
+            if waited >= waits.ASK_S:
+                inquiry = inquiry or self._inquire(call, began)
                 if inquiry.look() and alike_is_done:
                     break
             pause(waited, self._longest_pause_s)
@@ -183,8 +171,8 @@ class CallLog:
 
     def explanation(self, call: int) -> tuple[str | None, str]:
         """Explains a failed collective: what ranks disagree in, None if in nothing; and who is absent or failed too."""
-        inquiry = _Inquiry(self, call, time.monotonic(), has_failed=True)
-        end = time.monotonic() + EXPLAIN_S
+        inquiry = self._inquire(call, time.monotonic(), has_failed=True)
+        end = time.monotonic() + waits.EXPLAIN_S
         while self._broken is None and time.monotonic() < end:
             try:
                 if inquiry.look():
@@ -193,10 +181,14 @@ class CallLog:
                 raise
             except RuntimeError as error:
                 return str(error), ""
-            time.sleep(BUSY_S)
+            time.sleep(waits.BUSY_S)
         if absent := self.names(inquiry.missing):
             return self._broken, f"{self.operation(call)}: {absent} did not take part"
-        return self._broken, self._failure(inquiry.answers, call) or ""
+        return self._broken, failures(self, call, inquiry.answers) or ""
+
+    def _inquire(self, call: int, began: float, has_failed: bool = False) -> Inquiry:
+        self.tell(call)
+        return Inquiry(self, self._board, call, began, self._timeout_s, has_failed)
 
     def _compare(self, record: NamedTuple, plan: int) -> None:
         call = self._count
@@ -227,7 +219,7 @@ class CallLog:
         self._unsettled = call
         text = f"raised {type(error).__name__}: {error}"
         with suppress(RuntimeError):
-            self._lingers_until = time.monotonic() + 2 * LOOK_S
+            self._lingers_until = time.monotonic() + 2 * waits.LOOK_S
             with self._telling:
                 self._failures.add(call)
                 self._board.answer(call, {**answer, "failed": text})
@@ -297,8 +289,8 @@ class CallLog:
                 self._alarms[alarm] = since = now if since is None else since
                 if alarm.rank is None:
                     self._end(alarm.call, alarm.text)
-                elif now - since >= GRACE_S:
-                    self._end(alarm.call, self._failure({alarm.rank: {"failed": alarm.text}}, alarm.call))
+                elif now - since >= waits.GRACE_S:
+                    self._end(alarm.call, f"{self.operation(alarm.call)}: {self.names([alarm.rank])} {alarm.text}")
         return bool(self._questions or self._alarms)
 
     def _end(self, call: int, text: str) -> None:
@@ -325,7 +317,7 @@ class CallLog:
         """
         text = self._board.conclude(call, text)
         self._board.post({"kind": "conclusion", "call": call, "text": text, "ends": ends})
-        self._lingers_until = time.monotonic() + 2 * LOOK_S
+        self._lingers_until = time.monotonic() + 2 * waits.LOOK_S
         if ends:
             self._broken = text
         return text
@@ -334,7 +326,7 @@ class CallLog:
         """Ends the thread; before that gives others the time to read, as the store may end with this process."""
         time.sleep(max(0.0, self._lingers_until - time.monotonic()))
         self._stop.set()
-        self._thread.join(2 * LOOK_S)
+        self._thread.join(2 * waits.LOOK_S)
 
     def operation(self, call: int) -> str:
         """What this rank does in a call, by name."""
@@ -343,84 +335,6 @@ class CallLog:
     def names(self, ranks: Iterable[int]) -> str:
         """Ranks in words."""
         return names_of(ranks, self._world_ranks)
-
-    def _failure(self, answers: dict[int, dict[str, Any]], call: int) -> str | None:
-        failed = [f"{self.names([rank])} {a['failed']}" for rank, a in sorted(answers.items()) if "failed" in a]
-        return f"{self.operation(call)}: {'; '.join(failed)}" if failed else None
-
-    def difference(self, answers: dict[int, dict[str, Any]], call: int, has_failed: bool = False) -> str | None:
-        """What is wrong with a call, None if the answers are alike; where it ``has_failed`` not who failed alike."""
-        if failure := self._failure({r: a for r, a in answers.items() if not (has_failed and "fields" in a)}, call):
-            return failure
-        fields = {rank: answers[rank]["fields"] for rank in sorted(answers)}
-        texts = {rank: json.dumps(f) for rank, f in fields.items()}
-        counts = Counter(texts.values())
-        first = max(texts, key=lambda rank: counts[texts[rank]])  # of two that are as common, that of the lowest rank
-        expected = fields[first]
-        differ = [
-            f"{self.names([rank])} has {_differences(found, expected)}"
-            for rank, found in fields.items()
-            if found != expected
-        ]
-        if not differ:
-            return None
-        agree = [rank for rank in fields if fields[rank] == expected]
-        return f"{expected['operation']}: ranks disagree: {'; '.join(differ)}, as ranks {agree} of the group have"
-
-
-class _Inquiry:
-    """What one rank finds out about a call that takes long."""
-
-    def __init__(self, log: CallLog, call: int, began: float, has_failed: bool = False) -> None:
-        self._log, self._board, self._timeout_s = log, log._board, log._timeout_s
-        self._call, self._began, self._has_failed = call, began, has_failed
-        self.answers: dict[int, dict[str, Any]] = {}
-        self._last = 0.0
-        self._differ_since: float | None = None
-        self._has_warned = False
-        log.tell(call)
-        self._board.ask(call)
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not told what the call is."""
-        return [rank for rank in range(self._board.size) if rank not in self.answers]
-
-    def look(self) -> bool:
-        """Whether the call is known to be the same on all ranks.
-
-        Raises:
-            RuntimeError: it is not, or ranks did not come in time.
-        """
-        now = time.monotonic()
-        if now - self._last < max(BUSY_S, BUSY_S * self._board.size / 100):
-            return False
-        self._last = now
-        if (text := self._board.conclusion(self._call)) is not None:
-            raise RuntimeError(text)
-        self._board.answers(self._call, self.answers)
-        text = self._log.difference(self.answers, self._call, self._has_failed)
-        if text is None:
-            if self.missing:
-                self._warn(now - self._began)
-            return not self.missing
-        self._differ_since = now if self._differ_since is None else self._differ_since
-        # The message is better with all of them, but one may never come.
-        if not self.missing or now - self._differ_since >= ASK_S:
-            self._raise(text)
-        return False
-
-    def _warn(self, waited: float) -> None:
-        operation, names = self._log.operation(self._call), self._log.names(self.missing)
-        if waited >= self._timeout_s:
-            self._raise(f"{operation}: {names} did not come within {self._timeout_s:g} s")
-        if waited >= WARN_S and not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s: waiting for %s for %.0f s", operation, names, waited)
-
-    def _raise(self, text: str) -> None:
-        ends = any(answer.get("begun") for answer in self.answers.values())
-        raise RuntimeError(self._log.conclude(self._call, text, ends=ends))
 
 
 class NoCalls:
@@ -478,7 +392,7 @@ def _close_logs() -> None:
 def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: float) -> None:
     """What the thread of a log does. It ends with the log, or with the store."""
     busy, failures = False, 0
-    while not stop.wait(BUSY_S if busy else interval_s):
+    while not stop.wait(waits.BUSY_S if busy else interval_s):
         log = log_ref()
         if log is None or not dist.is_initialized():
             return
@@ -490,11 +404,3 @@ def _watch(log_ref: weakref.ref[CallLog], stop: threading.Event, interval_s: flo
                 logger.debug("the store is gone, as it is when a job ends", exc_info=True)
                 return
         del log
-
-
-def _differences(found: dict[str, str], expected: dict[str, str]) -> str:
-    """Where two records differ, in words; in the operation alone if in that."""
-    if found["operation"] != expected["operation"]:
-        return f"operation {found['operation']} instead of {expected['operation']}"
-    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
-    return " and ".join(f"{name} {found.get(name)} instead of {expected.get(name)}" for name in names)

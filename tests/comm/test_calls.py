@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_magi import api
-from megatron_magi.comm import calls
+from megatron_magi.comm import calls, waits
 from megatron_magi.comm.board import Board
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.testing.spawn import run_ranks
@@ -28,7 +28,7 @@ ODD = 1
 
 def be_quick():
     """Shorter waits, in this process alone: the tests are many."""
-    calls.LOOK_S, calls.ASK_S, calls.BUSY_S, calls.GRACE_S = 0.1, 0.1, 0.02, 0.3
+    waits.LOOK_S, waits.ASK_S, waits.BUSY_S, waits.GRACE_S = 0.1, 0.1, 0.02, 0.3
 
 
 def new_key(group):

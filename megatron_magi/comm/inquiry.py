@@ -1,0 +1,130 @@
+"""What a rank finds out about a call that takes long or has failed, by asking the other ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from megatron_magi.comm import waits
+from megatron_magi.comm.board import Board
+
+logger = logging.getLogger(__name__)
+
+Answers = dict[int, dict[str, Any]]
+"""By rank of the group, what it has told of a call: ``fields`` and ``begun``, or the text with which it ``failed``."""
+
+
+class Log(Protocol):
+    """What an inquiry needs of the log of calls that makes it."""
+
+    def operation(self, call: int) -> str:
+        """What this rank does in a call, by name."""
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Ranks in words."""
+
+    def conclude(self, call: int, text: str, *, ends: bool) -> str:
+        """Makes ``text`` what all ranks raise, unless there is a text already, which is returned."""
+
+
+class Inquiry:
+    """Asks all ranks of a group what a call is to them.
+
+    Args:
+        log: names the call and the ranks, and has conclusions raised on all of them.
+        board: where the ranks ask and answer. This rank has answered there.
+        call: its number.
+        began: when this rank began to wait for it, by `time.monotonic`.
+        timeout_s: how long it waits for the others.
+        has_failed: the call has failed on this rank, so it is no difference that others failed alike.
+    """
+
+    def __init__(
+        self, log: Log, board: Board, call: int, began: float, timeout_s: float, has_failed: bool = False
+    ) -> None:
+        self._log, self._board, self._call = log, board, call
+        self._began, self._timeout_s, self._has_failed = began, timeout_s, has_failed
+        self.answers: Answers = {}
+        self._last = 0.0
+        self._differ_since: float | None = None
+        self._has_warned = False
+        board.ask(call)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not told what the call is."""
+        return [rank for rank in range(self._board.size) if rank not in self.answers]
+
+    def look(self) -> bool:
+        """Whether the call is known to be the same on all ranks.
+
+        Raises:
+            RuntimeError: it is not, or ranks did not come in time.
+        """
+        now = time.monotonic()
+        if now - self._last < max(waits.BUSY_S, waits.BUSY_S * self._board.size / 100):
+            return False
+        self._last = now
+        if (text := self._board.conclusion(self._call)) is not None:
+            raise RuntimeError(text)
+        self._board.answers(self._call, self.answers)
+        text = self._difference()
+        if text is None:
+            if self.missing:
+                self._warn(now - self._began)
+            return not self.missing
+        self._differ_since = now if self._differ_since is None else self._differ_since
+        # The message is better with all of them, but one may never come.
+        if not self.missing or now - self._differ_since >= waits.ASK_S:
+            self._raise(text)
+        return False
+
+    def _difference(self) -> str | None:
+        """What is wrong with the call, None if the answers are alike."""
+        told = {r: a for r, a in self.answers.items() if not (self._has_failed and "fields" in a)}
+        if failure := failures(self._log, self._call, told):
+            return failure
+        fields = {rank: self.answers[rank]["fields"] for rank in sorted(self.answers)}
+        texts = {rank: json.dumps(f) for rank, f in fields.items()}
+        counts = Counter(texts.values())
+        first = max(texts, key=lambda rank: counts[texts[rank]])  # of two that are as common, that of the lowest rank
+        expected = fields[first]
+        differ = [
+            f"{self._log.names([rank])} has {_differences(found, expected)}"
+            for rank, found in fields.items()
+            if found != expected
+        ]
+        if not differ:
+            return None
+        agree = [rank for rank in fields if fields[rank] == expected]
+        return f"{expected['operation']}: ranks disagree: {'; '.join(differ)}, as ranks {agree} of the group have"
+
+    def _warn(self, waited: float) -> None:
+        operation, names = self._log.operation(self._call), self._log.names(self.missing)
+        if waited >= self._timeout_s:
+            self._raise(f"{operation}: {names} did not come within {self._timeout_s:g} s")
+        if waited >= waits.WARN_S and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: waiting for %s for %.0f s", operation, names, waited)
+
+    def _raise(self, text: str) -> None:
+        ends = any(answer.get("begun") for answer in self.answers.values())
+        raise RuntimeError(self._log.conclude(self._call, text, ends=ends))
+
+
+def failures(log: Log, call: int, answers: Answers) -> str | None:
+    """Which ranks have raised which error in a call, None if none has."""
+    failed = [f"{log.names([rank])} {a['failed']}" for rank, a in sorted(answers.items()) if "failed" in a]
+    return f"{log.operation(call)}: {'; '.join(failed)}" if failed else None
+
+
+def _differences(found: dict[str, str], expected: dict[str, str]) -> str:
+    """Where two records differ, in words; in the operation alone if in that."""
+    if found["operation"] != expected["operation"]:
+        return f"operation {found['operation']} instead of {expected['operation']}"
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    return " and ".join(f"{name} {found.get(name)} instead of {expected.get(name)}" for name in names)
