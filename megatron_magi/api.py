@@ -104,7 +104,8 @@ def magi_attn_flex_key(
             rank any number will do, 0 too).
         chunk_size: tokens a chunk, the grain of load balance; chosen when None.
         cp_group_or_mesh: the ranks: a group, or a mesh of one or two dimensions. One rank when None. Of two dimensions
-            the second is the ranks of a node: keys cross between nodes once (`CommConfig.ranks_per_node`).
+            the second is the ranks of a node: keys cross between nodes once (`CommConfig.ranks_per_node`). A mesh whose
+            ranks are not in ascending order is one level.
         dist_attn_config: everything else; what it leaves open comes from the environment
             (`megatron_magi.envs`) and from defaults that adapt to the mask.
         is_same_source, is_q_permutable, is_k_permutable: must be True: queries and keys are the

@@ -155,8 +155,8 @@ SECTIONS: dict[str, tuple[Variable, ...]] = {
             "none",
             "How the gradient of the sink is reduced over the context-parallel ranks inside the operator. Each rank "
             "computes a partial sum; `none` is right where the framework sums parameter gradients over these ranks "
-            "anyway as Megatron and FSDP do, `sum` where nothing does (refused with Megatron and `context_parallel`), "
-            "`avg` divides by the number of ranks as well.",
+            "anyway as Megatron and FSDP do, `sum` where nothing does (refused in Megatron's trainer and by "
+            "`megatron_magi.hf.context_parallel`), `avg` divides by the number of ranks as well.",
             "comm.dsink_all_reduce",
             choices=("none", "sum", "avg"),
         ),

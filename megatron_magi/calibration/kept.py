@@ -14,6 +14,7 @@ import torch
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.build import default_cache_dir
 from megatron_magi.rates import H100, Rates, rates_of
+from megatron_magi.variables import WORKSPACE
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,11 @@ def with_present_rates(config: MagiConfig) -> MagiConfig:
 def _read(file: Path, device_name: str) -> Rates:
     """Read once a process: ranks that begin together go on with the same rates."""
     try:
-        text = file.read_text()
-    except FileNotFoundError:
+        rates = Rates.from_json(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
         return rates_of(device_name)
-    try:
-        rates = Rates.from_json(text)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}; make it readable, or set {WORKSPACE} to another folder") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}; remove it, or calibrate again") from None
     logger.info("dispatches are chosen by the rates in %s", file)

@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return parser
     group = parser.add_argument_group(
         title="magi attention",
-        description="--attention-backend magi, a value that Megatron's own help does not list, selects this package's "
-        "attention. pretrain_scripts/pretrain_gpt.py also takes --config FILE, a YAML file of arguments.",
+        description="--attention-backend magi selects this package's attention. pretrain_scripts/pretrain_gpt.py also "
+        "takes --config FILE, a YAML file of arguments.",
     )
     group.add_argument(
         FLAG,
@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--magi-loss-log",
         metavar="PATH",
         default=None,
-        help="Append one JSON line an iteration: the exact loss, its number of tokens, the gradient norm and, "
-        "with --attention-backend magi, balance and rows moved.",
+        help="Append one JSON line an iteration: the exact losses, the gradient norm and, with "
+        "--attention-backend magi, balance and rows fetched.",
     )
     group.add_argument(
         "--magi-chunk-size",

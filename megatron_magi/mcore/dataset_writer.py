@@ -7,20 +7,22 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_magi.checks import IntArrayLike, int_array
 
-def write_indexed_dataset(prefix: str | Path, documents: Iterable[np.ndarray], *, eod: int) -> np.ndarray:
+
+def write_indexed_dataset(prefix: str | Path, documents: Iterable[IntArrayLike], *, eod: int) -> np.ndarray:
     """Writes ``prefix.bin`` and ``prefix.idx``, each document followed by ``eod``.
 
     Args:
         prefix: path without suffix, as ``--data-path`` takes it; its folder must exist.
-        documents: tokens of each document, one-dimensional integer arrays without ``eod``.
+        documents: tokens of each document, one-dimensional, without ``eod``.
         eod: token that ends a document, the largest there is.
 
     Returns:
         Tokens of each document, ``eod`` included, int64 ``[num_documents]``.
 
     Raises:
-        ValueError: a document is not one-dimensional, or has a token that is not in ``[0, eod)``.
+        ValueError: a document is not one-dimensional, or has an entry that is no integer in ``[0, eod)``.
     """
     import torch
 
@@ -33,10 +35,10 @@ def write_indexed_dataset(prefix: str | Path, documents: Iterable[np.ndarray], *
     lengths = []
     with builder.data_file:  # closed by `finalize`, and where a document is refused
         for number, document in enumerate(documents):
-            if document.ndim != 1 or (document.size and not 0 <= document.min() <= document.max() < eod):
+            tokens = int_array(document, f"documents: document {number}")
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < eod:
                 raise ValueError(f"documents: document {number} is not a row of tokens in [0, {eod})")
-            tokens = torch.from_numpy(np.append(document.astype(np.int64), eod))
-            builder.add_document(tokens, [len(tokens)])
-            lengths.append(len(tokens))
+            lengths.append(len(tokens) + 1)
+            builder.add_document(torch.from_numpy(np.append(tokens, eod)), [lengths[-1]])
         builder.finalize(get_idx_path(str(prefix)))
     return np.array(lengths, dtype=np.int64)

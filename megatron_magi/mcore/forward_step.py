@@ -31,6 +31,9 @@ from megatron_magi.mcore.loss_log import LossLog
 from megatron_magi.mcore.planner import Planner
 from megatron_magi.mcore.settings import captures, layer_masks, magi_config, summary, with_nodes
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
+from megatron_magi.ops.hopper.support import why_not
+from megatron_magi.upload import current_device
+from megatron_magi.variables import KERNEL_BACKEND
 
 
 def make_dispatcher(args: Namespace) -> BatchDispatcher:
@@ -125,12 +128,18 @@ def check_captures(args: Namespace, shape: AttnShape, impl: str, group: dist.Pro
 
 
 def attention_shape(args: Namespace, config: MagiConfig) -> AttnShape:
-    """Heads and dtype of attention on this rank, and what computes it."""
-    cost = config.overlap.cost
+    """Heads and dtype of attention on this rank, and what computes it.
+
+    Raises:
+        ValueError: the Hopper kernels are asked for, and do not take this.
+    """
+    cost, impl, device = config.overlap.cost, config.attend.impl, current_device()
     shape = AttnShape(cost.num_heads_q, cost.num_heads_kv, *cost.head_dims, args.params_dtype)
-    if not torch.cuda.is_available():
-        return shape
-    return shape.kernels_for(torch.device("cuda", torch.cuda.current_device()), config.attend.impl)
+    shape = shape.kernels_for(device, impl)
+    if impl == "ffa" and shape.num_sms is None:
+        reason = why_not(device, shape.dtype, cost.head_dims, "sdpa_ol, or unset it")
+        raise ValueError(f"{KERNEL_BACKEND}: {reason}")
+    return shape
 
 
 class MagiForwardStep:

@@ -23,11 +23,27 @@ fail() {
 : "${SLURM_JOB_ID:?is not set: submit this file with sbatch}"
 cd "$SLURM_SUBMIT_DIR"
 [ -f pretrain_scripts/slurm/node.sh ] || fail "submit from the folder that holds pretrain_scripts/, not from $PWD"
+refuse() {
+  case $1 in
+    load) fail "$2: the job resumes from its own checkpoints; to begin with others give --pretrained-checkpoint" ;;
+    save) fail "$2: checkpoints are kept in RUN_DIR/checkpoints; set RUN_DIR" ;;
+  esac
+}
+
+# The job's own would win over those of a configuration file.
+config=
+previous=
 for argument in "$@"; do
   case $argument in
-    --load | --load=*) fail "--load: the job resumes from its own checkpoints; to begin with others give --pretrained-checkpoint" ;;
-    --save | --save=*) fail "--save: checkpoints are kept in RUN_DIR/checkpoints; set RUN_DIR" ;;
+    --load | --load=*) refuse load --load ;;
+    --save | --save=*) refuse save --save ;;
+    --config=*) config=${argument#*=} ;;
   esac
+  [ "$previous" != --config ] || config=$argument
+  previous=$argument
+done
+for name in load save; do
+  ! grep -Eqs "^[\"']?${name}[\"']?[[:space:]]*:" "${config:-/dev/null}" || refuse "$name" "$config: $name"
 done
 
 # Up to a byte 0, so of all lines; `read` calls the end without one a failure.

@@ -75,6 +75,24 @@ def test_a_damaged_calibration_is_an_error_that_names_the_file(gpu, text) -> Non
         present_rates()
 
 
+def test_a_calibration_that_cannot_be_read_is_an_error_that_names_the_file(gpu) -> None:
+    kept._read.cache_clear()
+    file = calibration_file(DEVICE)
+    file.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"{file.name}: Is a directory; .* MAGI_ATTENTION_WORKSPACE_BASE"):
+        present_rates()
+    file.rmdir()
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=f"{file.name}: 'utf-8' .*; remove it, or calibrate again"):
+        present_rates()
+
+
+def test_where_no_calibration_can_be_the_rates_are_those_of_the_kind(gpu, tmp_path) -> None:
+    kept._read.cache_clear()
+    (tmp_path / ".cache").write_text("")
+    assert present_rates() == rates_of(DEVICE)
+
+
 def test_who_names_an_algorithm_or_rates_gets_them(gpu) -> None:
     named = MagiConfig(DispatchConfig(algorithm="affinity"))
     assert with_present_rates(named) == named

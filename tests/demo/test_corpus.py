@@ -84,14 +84,14 @@ def test_vocabulary_size_out_of_range_is_refused(vocab_size: int, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("document", [np.array([256]), np.array([-1]), np.zeros((2, 2), dtype=np.int64)])
-def test_documents_that_are_no_rows_of_tokens_are_refused(document: np.ndarray, tmp_path: Path) -> None:
+@pytest.mark.parametrize("document", [np.array([256]), np.array([-1]), np.zeros((2, 2), dtype=np.int64), [1.5]])
+def test_documents_that_are_no_rows_of_tokens_are_refused(document: np.ndarray | list, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="documents: document 1"):
         write_indexed_dataset(tmp_path / "text", [np.array([1]), document], eod=256)
 
 
 def test_an_empty_document_is_its_eod(tmp_path: Path) -> None:
-    lengths = write_indexed_dataset(tmp_path / "text", [np.array([], dtype=np.int64), np.array([5])], eod=256)
+    lengths = write_indexed_dataset(tmp_path / "text", [np.array([], dtype=np.int64), [5]], eod=256)
     assert lengths.tolist() == [1, 2]
 
 

@@ -10,9 +10,10 @@ import torch
 from megatron.training import arguments
 
 from megatron_magi import envs
-from megatron_magi.config import CommConfig, DispatchConfig, MagiConfig, OverlapConfig
+from megatron_magi.config import AttendConfig, CommConfig, DispatchConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
 from megatron_magi.mcore.argv import add_arguments, rewrite_argv
+from megatron_magi.mcore.forward_step import attention_shape
 from megatron_magi.mcore.settings import layer_masks, magi_config, padded_seq_length, summary, with_nodes
 from megatron_magi.mcore.validate import check_unused, settle_arguments, validate_arguments
 from megatron_magi.plan import make_dispatch
@@ -324,6 +325,18 @@ def test_two_levels_that_only_the_environment_asks_for_are_an_error(monkeypatch)
     environment = envs.load({"MAGI_ATTENTION_HIERARCHICAL_COMM": "1"})
     with pytest.raises(ValueError, match="HIERARCHICAL_COMM: needs --hierarchical-context-parallel-sizes"):
         with_nodes(_parse(monkeypatch), MagiConfig(), environment)
+
+
+def test_kernels_that_are_asked_for_and_do_not_exist_are_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in the first step, after a line of the log that says torch computes attention."""
+    args = _parse(monkeypatch)
+    args.kv_channels, args.params_dtype = 16, torch.float32
+    assert attention_shape(args, magi_config(args, MagiConfig())).num_sms is None
+    config = magi_config(args, MagiConfig(attend=AttendConfig(impl="ffa")))
+    with pytest.raises(ValueError, match=r"MAGI_ATTENTION_KERNEL_BACKEND: .*'ffa' .*; use sdpa_ol, or unset it"):
+        attention_shape(args, config)
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,19 @@ def test_folders_of_checkpoints_are_the_jobs_own(lab: Lab, argument: str) -> Non
     assert output.startswith(argument.partition("=")[0] + ": ")
 
 
+@pytest.mark.parametrize("entry", ["load: x", "save: x", '"load" : x'])
+def test_checkpoints_of_the_configuration_file_are_refused_too(lab: Lab, entry: str) -> None:
+    """The job's own would win over them, and training would begin anew without a word."""
+    file = lab.work / "a b.yaml"
+    file.write_text(f"bf16: true\n{entry}\n")
+    for arguments in (["--config", str(file)], [f"--config={file}"]):
+        status, output = lab.run("exit 0", *arguments)
+        assert status == 2 and output.startswith(f"{file}: {entry.strip(': x').strip(chr(34))}: "), output
+        assert not (lab.work / "srun").exists()
+    file.write_text("save-interval: 5\n# load: x\nload-x: 1\n")
+    assert "complete at" in lab.run('touch "$COMPLETE_FILE"', "--config", str(file))[1]
+
+
 def test_an_interpreter_that_is_not_there_is_said_before_nodes_start(lab: Lab) -> None:
     lab.python = str(lab.work / "python")
     status, output = lab.run("exit 0")
