@@ -308,7 +308,8 @@ class _Undispatch(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         args: UndispatchArgs = ctx.args
         if not ctx.is_partial_grad or len(args.shard_lengths) == 1:
-            return dispatch(grad, args.local_index), None, None, None, None
+            # Where this is differentiated, the gradient of ``grad`` is whole on every rank too.
+            return dispatch_replicated(grad, args, ctx.group, verify=ctx.verify), None, None, None, None
         with calls_of(ctx.group, len(args.shard_lengths), ctx.verify) as calls:
             calls.agree(RowsCall.of("undispatch backward", grad))
             return _SumParts.apply(grad, args, ctx.group, ctx.verify), None, None, None, None

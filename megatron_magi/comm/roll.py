@@ -123,7 +123,7 @@ def _exchange_by_rank(
     total_seqlen = len(owner)
     partner_row = np.arange(len(mine), dtype=np.int64)
     rows = np.flatnonzero(mine < total_seqlen)
-    partner = (mine[rows] + distance) % max(total_seqlen, 1)
+    partner = (mine[rows] + distance) % total_seqlen  # of no token where there is none
     is_local = owner[partner] == cp_rank
     partner_row[rows[is_local]] = row[partner[is_local]]
     rows, partner = rows[~is_local], partner[~is_local]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_magi.attention import one_launch
 from megatron_magi.attention.runtime import joined_cast, joined_transfer
 from megatron_magi.comm import announced, peer_kernels
-from megatron_magi.config import MagiConfig, OverlapConfig
+from megatron_magi.config import CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.cuda import arriving
 from megatron_magi.cuda.build import source_root
 from megatron_magi.mask import builders
@@ -234,3 +234,16 @@ def test_stages_that_are_kept_or_not_overlapped_stay_stages():
         make_plan(mask, MagiConfig(overlap=OverlapConfig(one_launch=True)), 1).for_rank(0), (128, 128), "auto"
     )
     assert backward_pays((128, 128)) and not backward_pays((192, 128))
+
+
+def test_two_levels_and_heads_narrower_than_those_of_a_kernel_stay_stages():
+    for options, dims, expected in (
+        ({}, (128, 128), True),
+        ({}, (96, 96), False),
+        ({"ranks_per_node": 2}, (128, 128), False),
+    ):
+        config = MagiConfig(overlap=OverlapConfig(degree=1, one_launch=True), comm=CommConfig(**options))
+        assert one_launch.pays(make_plan(builders.causal(1024), config, 4).for_rank(0), dims, "auto") is expected
+    alone, one_of_two = (make_plan(builders.causal(1024), MagiConfig(), n).for_rank(0) for n in (1, 2))
+    assert one_launch.is_alone(alone, (128, 128)) and not one_launch.is_alone(alone, (96, 96))
+    assert not one_launch.is_alone(one_of_two, (128, 128))

@@ -104,7 +104,6 @@ def one_rank_alone(monkeypatch):
         return NothingUnderWay([x.new_zeros((args.num_recv, *x.shape[1:])) for x in tensors])
 
     monkeypatch.setattr(distributed, "group_cast", cast)
-    monkeypatch.setattr(distributed, "group_cast", cast)
     monkeypatch.setattr(distributed, "make_room", lambda *_: None)
     for module in (distributed, one_launch):
         monkeypatch.setattr(module, "group_reduce", lambda tensors, args, group, into, **_: NothingUnderWay(into))

@@ -69,7 +69,7 @@ def test_launches_are_made_ready_for_the_stream_on_which_the_batch_comes(monkeyp
         current, held = [0], []
         for module in USE_STREAMS:
             monkeypatch.setattr(module, "current_stream", lambda _device: current[0])
-        first = batch_of(None, [700, 548])
+        first = batch_of({}, [700, 548])  # of which it has nothing that is like it
         for stream in (7, 7, 0, 0):
             current[0] = stream
             attend(first[0], shape, config)
@@ -103,6 +103,16 @@ def test_passes_go_with_a_batch_only_where_it_brought_their_tables():
         batch = prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, shape, config)
         batch.to(CPU)
         assert one_launch.one_launch_of(batch.plans[0], "auto", CPU, lambda: None, {}).is_prepared == brings
+
+
+def test_tables_are_those_of_a_deterministic_backward_also_where_torch_asks_for_it(monkeypatch):
+    def prepared_bytes(**options):
+        config = MagiConfig(attend=AttendConfig(impl="ffa", **options))
+        return prepare_batch({0: make_plan(MASKS["many"], config).for_rank(0)}, SHAPE, config).num_bytes
+
+    plain, expected = prepared_bytes(), prepared_bytes(deterministic=True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert prepared_bytes() == expected != plain
 
 
 def test_threads_that_ask_for_tables_of_stages_at_once_find_the_same(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_magi.attention import StaticPlans, load_together, prepare_batch
-from megatron_magi.attention.runtime import plan_casts
+from megatron_magi.attention.runtime import cleared, plan_casts
 from megatron_magi.comm import group_collective
 from megatron_magi.comm.impl.native import Native
 from megatron_magi.comm.row_layout import RowLayout
@@ -131,6 +131,14 @@ def test_plans_that_one_rank_cannot_load_are_a_message_on_all(ranks):
     own = "plans: expected 0, got 1"
     told = f"static plans: rank 1 of the group (global rank 1) raised ValueError: {own}"
     assert ranks(2, load_other_names) == [told, own]
+
+
+def test_rows_behind_those_that_have_come_are_zeros():
+    """Kernels multiply hidden rows by 0, and what a buffer held before may be NaN."""
+    rows = [torch.full((4, 2), torch.nan) for _ in "kv"]
+    assert all(t is before and t.isnan().all() for t, before in zip(cleared(rows, None), rows, strict=True))
+    for t in cleared(rows, torch.tensor([2, 3])):
+        assert t[:2].isnan().all() and (t[2:] == 0).all()
 
 
 class Slots:

@@ -397,23 +397,6 @@ def test_a_recomputation_that_stops_early_is_no_error(ranks):
     assert ranks(2, recompute) == [set(), set()]
 
 
-def boards_of_two_lives(rank, num_ranks):
-    old = Board(dist.group.WORLD)
-    old.post({"kind": "failed", "call": 1, "text": "long ago"})
-    voted = old.vote(1, "digest")
-    dist.barrier()
-    new = Board(dist.group.WORLD)
-    first = new.unread()
-    dist.barrier()
-    return len(old.unread()), first, voted, new.vote(1, "digest")
-
-
-def test_a_group_reads_nothing_of_one_that_had_its_name(ranks):
-    found = ranks(2, boards_of_two_lives)
-    assert [events for events, *_ in found] == [1, 1] and all(first == [] for _, first, *_ in found)
-    assert sorted(voted for *_, voted, _ in found) == sorted(again for *_, again in found) == [False, True]
-
-
 def leave_group(rank, num_ranks):
     be_quick()
     group = dist.new_group([0, 1])

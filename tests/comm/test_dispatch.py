@@ -140,7 +140,12 @@ def round_trip(rank, num_ranks, total_seqlen, shard_lengths, device="cpu"):
     all_rows = UndispatchArgs.build(index, sum(shard_lengths), rank, device)
     mine = torch.from_numpy(index[rank]).to(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for dim, shape in ((0, (total_seqlen, 3)), (1, (2, total_seqlen)), (-1, (2, 1, total_seqlen))):
+        for dim, shape in (
+            (0, (total_seqlen, 3)),
+            (1, (2, total_seqlen)),
+            (-1, (2, 1, total_seqlen)),
+            (-2, (total_seqlen, 3)),
+        ):
             x = random_tensor(shape, dtype, 3).to(device)
             local = dispatch(x, mine, dim=dim, pad_value=99)
             back = undispatch(local, args, dim=dim)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_magi.comm.group_collective import GroupCastArgs, Handle, group_cast, group_reduce, group_reduce_lse
 from megatron_magi.comm.movement import Started
 from megatron_magi.comm.peer_tables import PeerRows
+from megatron_magi.comm.row_layout import RowLayout
 from megatron_magi.testing.spawn import run_ranks
 from tests.comm.random_transfers import check_casts, random_tensor, random_transfers, same_bits
 
@@ -260,6 +261,21 @@ def test_tensors_that_do_not_fit_raise_and_name_the_argument():
         group_reduce_lse(torch.ones(1, 2), torch.ones(1), args, into=(torch.ones(5, 2), torch.ones(5)))
     with pytest.raises(ValueError, match="into: rows must be contiguous"):
         group_reduce([torch.ones(1, 2)], args, into=[torch.ones(5, 4)[:, ::2]])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "offsets", "row_bytes"),
+    [
+        ([(3, torch.uint8)], (0,), 3),
+        ([(3, torch.bfloat16), (1, torch.bfloat16)], (0, 6), 8),
+        ([(3, torch.uint8), (1, torch.float32)], (0, 4), 8),
+        ([(1, torch.float32), (3, torch.uint8)], (0, 4), 8),
+        ([(0, torch.float32)], (0,), 4),  # views of no bytes could not be made
+    ],
+)
+def test_a_row_of_a_message_is_padded_only_where_widths_do_not_fit(tensors, offsets, row_bytes):
+    layout = RowLayout.of([torch.empty(0, size, dtype=dtype) for size, dtype in tensors])
+    assert (layout.offsets, layout.row_bytes) == (offsets, row_bytes)
 
 
 @pytest.mark.gpu

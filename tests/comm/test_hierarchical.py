@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from megatron_magi.comm.group_collective import (
     group_reduce,
     group_reduce_lse,
 )
+from megatron_magi.comm.groups import timeout_s
 from megatron_magi.comm.peer_tables import PeerRows
 from megatron_magi.plan import Transfer
 from megatron_magi.plan.hierarchy import two_levels
@@ -215,20 +217,22 @@ def merge_all(rank, num_ranks, per_node):
 
 def count_crossing(rank, num_ranks, per_node, impl):
     """Bytes that the backend is given for ranks of other nodes, what handles say of it, and the least possible."""
-    crossed = 0
+    crossed = sent = 0
     exchange, send = dist.all_to_all_single, dist.batch_isend_irecv
 
     def is_far(group, peer):
         return dist.get_process_group_ranks(group)[peer] // per_node != rank // per_node
 
     def all_to_all(received, rows, recv_splits, send_splits, group, async_op):
-        nonlocal crossed
+        nonlocal crossed, sent
         crossed += sum(n for peer, n in enumerate(send_splits) if is_far(group, peer)) * rows.shape[1]
+        sent += sum(n for peer, n in enumerate(send_splits) if peer != group.rank()) * rows.shape[1]
         return exchange(received, rows, recv_splits, send_splits, group=group, async_op=async_op)
 
     def point_to_point(ops):
-        nonlocal crossed
+        nonlocal crossed, sent
         crossed += sum(op.tensor.numel() for op in ops if op.op is dist.isend and is_far(op.group, op.group_peer))
+        sent += sum(op.tensor.numel() for op in ops if op.op is dist.isend)
         return send(ops)
 
     dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, point_to_point
@@ -240,13 +244,14 @@ def count_crossing(rank, num_ranks, per_node, impl):
         fetched = sum(counts[r, rank // per_node] for r in range(rank % per_node, num_ranks, per_node))
         x = torch.zeros(transfers.num_rows[rank], 6)
         for back, least in ((False, counts[rank].sum()), (True, fetched)):
-            crossed = 0
+            crossed = sent = 0
             if back:
                 handle = group_reduce([torch.zeros(args.num_recv, 6)], args, into=[x], impl=impl)
             else:
                 handle = group_cast([x], args, impl=impl)
             handle.wait()
             results.append((crossed, handle.far_sent_bytes, 24 * int(least)))
+            assert handle.sent_bytes == sent
     dist.all_to_all_single, dist.batch_isend_irecv = exchange, send
     return results
 
@@ -267,6 +272,11 @@ def refuse(rank, num_ranks):
         group_cast([torch.zeros(20, 1)], args, impl="native")
     with pytest.raises(ValueError, match="ranks_per_node: 4 ranks are no whole number of nodes of 3"):
         nodes.nodes_of(dist.group.WORLD, 3)
+    for seed in range(4):
+        transfers = random_transfers(4, seed, with_order=False)
+        assert level_args(transfers, rank, 2).num_rows_min == 1 + max(
+            rows.max(initial=-1) for rows in transfers.rows[rank]
+        )
     three = level_args(random_transfers(6, 1, with_order=False), rank, 2)
     with pytest.raises(ValueError, match="args: splits for 6 ranks, but group has 4"):
         group_cast([torch.zeros(20, 1)], three)
@@ -279,14 +289,16 @@ def make_again(rank, num_ranks):
     transfers = random_transfers(num_ranks, 3, with_order=True)
     args = level_args(transfers, rank, 2)
     x = [random_tensor((n, 3), torch.float32, r) for r, n in enumerate(transfers.num_rows)]
+    c10d, others = dist.distributed_c10d, len(dist.distributed_c10d._world.pg_map)
     for _ in range(2):
-        group = dist.new_group()
+        group = dist.new_group(timeout=timedelta(seconds=50))
         (got,) = group_cast([x[rank]], args, group).wait()
         assert same_bits(got, transfers.expected(x, rank))
+        assert timeout_s(nodes.nodes_of(group, 2).far) == 50
         dist.destroy_process_group(group)
         del group
         gc.collect()
-    c10d = dist.distributed_c10d
+        assert len(c10d._world.pg_map) == others, "those inside nodes and between them end with it"
     assert c10d._process_group_name([0], use_hashed_name=True) == c10d._hash_ranks_to_str([0])
 
 

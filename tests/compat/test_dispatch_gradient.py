@@ -114,6 +114,11 @@ def second_derivatives(rank, num_ranks):
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(first, 3 * x**2)
     torch.testing.assert_close(second, 6 * x)
+    out = api.undispatch(api.dispatch(x**3, key), key)
+    (first,) = torch.autograd.grad((out * x).sum(), x, create_graph=True)  # the gradient of out depends on x too
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first, 4 * x**3)
+    torch.testing.assert_close(second, 12 * x**2)
     return True
 
 
@@ -122,23 +127,25 @@ def test_second_derivatives_are_whole_too(ranks):
     assert all(ranks(2, second_derivatives))
 
 
-def second_derivatives_of_parts(rank, num_ranks):
+def higher_derivatives_of_parts(rank, num_ranks):
     """Each rank has a part of a loss that is not linear in what was rolled and gathered."""
     key = make_key(num_ranks, 7, {})
     x, weights = random(5, 7).requires_grad_(), torch.arange(1, num_ranks + 1)
     out = api.undispatch(api.roll(api.dispatch(x**3, key), 2, 0, key), key, is_partial_grad=True)
     loss = weights[rank] * (out * torch.roll(x.detach(), 2)).square().sum()
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    (second,) = torch.autograd.grad((first * x.detach()).sum(), x)
+    (second,) = torch.autograd.grad((first * x.detach()).sum(), x, create_graph=True)
+    (third,) = torch.autograd.grad((second * x.detach()).sum(), x)
     total = float(weights.sum())
     torch.testing.assert_close(first, 6 * total * x**7)
     torch.testing.assert_close(second, 30 * total * x**7)
+    torch.testing.assert_close(third, 120 * total * x**7)
     return True
 
 
 @pytest.mark.ranks(3)
-def test_second_derivatives_go_through_rolls_and_sums_of_parts(ranks):
-    assert all(ranks(3, second_derivatives_of_parts))
+def test_higher_derivatives_go_through_rolls_and_sums_of_parts(ranks):
+    assert all(ranks(3, higher_derivatives_of_parts))
 
 
 def nothing_is_sent_without_a_gradient(rank, num_ranks):

@@ -121,6 +121,7 @@ def test_long_tiles_follow_each_other_head_by_head_and_short_ones_take_all_heads
     assert first == sorted(first) and len(set(first)) == 32
     rows = [int(plan.tiles[tile, 0]) for tile, head, _ in long if head == 0]
     assert rows == sorted(rows)
+    assert unpack(schedule.items)[-len(long) :] == long, "some of these are sorted so that SMs end together"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,7 @@ def test_tiles_of_unlike_length_are_worked_on_section_by_section(mask):
         places[tile].append(place)
     for of_tile in places:
         assert len(of_tile) == 64 and of_tile[-1] - of_tile[0] < 64 * SECTION_TILES
+    assert places[0][0] < SECTION_TILES, "the section with the longest tile is the first"
     longest, mean = length_of_work(schedule.items, plan)
     assert longest <= 1.03 * mean
 
@@ -202,6 +204,26 @@ def test_tiles_of_which_there_are_few_pieces_are_not_cut_and_there_are_never_too
     costs = np.full(1 << 13, 1 << 14)  # a million queries and keys
     schedule = make_schedule(128 * np.arange(len(costs)), costs, 8, 8, SMS, max_split=10**6, long_tile=LONG_BLOCKS)
     assert len(schedule.items) < 2 * MOST_PIECES
+
+
+@pytest.mark.parametrize(
+    ("long", "blocks", "pieces"),
+    [
+        (LONG_BLOCKS, 512, [512]),
+        (LONG_BLOCKS, 513, [256, 257]),
+        (LONG_BLOCKS, 576, [256, 320]),
+        (LONG_BLOCKS, 577, [256, 256, 65]),
+        (LONG_BLOCKS_UNEVEN, 320, [320]),
+        (LONG_BLOCKS_UNEVEN, 321, [256, 65]),
+    ],
+)
+def test_pieces_are_of_one_length_but_the_last_of_a_tile_is_up_to_a_quarter_longer(long, blocks, pieces):
+    costs = np.full(30, blocks)
+    schedule = make_schedule(128 * np.arange(30), costs, 1, 2, 7, max_split=10**6, long_tile=long)
+    assert_complete(schedule, costs, 1, 2)
+    assert [
+        count or blocks for tile, heads, _, count in schedule.items.tolist() if (tile, heads) == (0, 1 << 16)
+    ] == pieces
 
 
 PACKED = builders.varlen(doc_lengths=[1024] * 17, causal=False)

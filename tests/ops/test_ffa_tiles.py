@@ -364,3 +364,4 @@ def test_groups_are_split_only_where_processors_would_idle():
     assert best_splits((16,) * 16, 1, 8, 132) == 8
     assert best_splits((16,) * 16, 1, 1, 132) == 1
     assert best_splits((), 8, 8, 132) == 1
+    assert best_splits((100,), 1, 6, 4) == 3, "single heads would take two rounds"

@@ -14,6 +14,8 @@ from megatron_magi.cuda.layout import Layout
 from megatron_magi.mask import builders
 from megatron_magi.ops.hopper import gated, gated_backward
 from megatron_magi.ops.hopper.one_launch import _later_numbers
+from megatron_magi.ops.hopper.plan import Tiling, device_plan
+from megatron_magi.ops.hopper.support import row_work
 from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 from tests.ops.fake_driver import fake_driver
@@ -68,7 +70,7 @@ def test_steps_depend_on_the_mask_by_form_and_numbers_alone(monkeypatch, determi
         # A launch that is kept has the last mask's numbers, none of which may stay.
         found = [[], []]
         for mask in MASKS.values():
-            for num_arriving in (0, 7, 600):
+            for num_arriving in (0, 1, 600):
                 for kind, made in zip(found, passes(mask, num_arriving, options), strict=True):
                     kind.append(made)
         for kind in found:
@@ -84,7 +86,7 @@ def test_a_mask_with_another_form_has_other_kernels_or_tiles(monkeypatch):
     with fake_driver(monkeypatch):
         forms = [
             [form for _, form, _ in passes(MASKS[name], count, AttnOptions(0.1))]
-            for name, count in (("causal", 0), ("causal", 7), ("short", 0))
+            for name, count in (("causal", 0), ("causal", 1), ("short", 0))
         ]
     for a, b in zip(forms[0], forms[1], strict=True):
         assert a.arrives != b.arrives
@@ -115,3 +117,39 @@ def test_what_a_worker_finds_for_another_shape_of_pass_is_found_anew(monkeypatch
         shape = gated.shape_of((q, k, k), num_arriving, use.options, 132)
         wrong = gated.MaskNumbers(shape._replace(sm_margin=9), None, {}, {})
         assert gated.forward_pass(*operands, num_arriving, bands, use, wrong).numbers == expected
+
+
+def test_rows_and_keys_that_see_and_are_seen_are_counted_apart_for_keys_that_arrive():
+    first, anywhere = gated.first_arriving(N), (-(1 << 40), 1 << 40)
+    own, later = (0, 100, 0, 50, *anywhere), (200, 300, first + 10, first + 20, *anywhere)
+    for bands, expected in (([own, later], (300, 50, 20)), ([own], (100, 50, 1))):
+        assert gated.seen_rows_and_keys(np.array(bands, dtype=np.int64), first) == expected
+
+
+def test_kernels_leave_the_margin_of_sms_free():
+    shape = gated.shape_of((lie(N, HEADS), lie(N, HEADS_KV), lie(N, HEADS_KV)), 0, AttnOptions(0.1, sm_margin=8), 132)
+    assert [shape.grid(num_items) for num_items in (0, 5, 10**6)] == [1, 5, 124]
+
+
+@pytest.mark.parametrize(("num_keys", "packed"), [(N, 1), (N, 4), (1 << 17, 2)])
+def test_kernels_of_one_launch_order_their_work_as_those_of_stages(num_keys, packed):
+    k = torch.empty(num_keys, HEADS_KV, DIM, dtype=torch.bfloat16, device="meta")
+    shape = gated.shape_of((lie(N, HEADS), lie(num_keys, HEADS_KV), lie(num_keys, HEADS_KV)), 0, AttnOptions(0.1), 132)
+    plan = device_plan(MASKS["causal"].bands, Tiling(False, N, (128, 64), packed), torch.device("cpu"))
+    found = gated.row_numbers("rows", plan.host, shape, 64)
+    expected = {"step": plan.host.step, "num_tiles": plan.num_tiles, **row_work(plan, HEADS, 64, k, k)}
+    assert found == {
+        "rows.grid": plan.num_tiles * HEADS // packed,
+        **{f"rows.{n}": x for n, x in expected.items()},
+    }
+
+
+def test_a_pass_that_is_not_to_be_remembered_is_in_no_cache(monkeypatch):
+    q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
+    operands, bands = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), bands_of(MASKS["documents"], 0)
+    with fake_driver(monkeypatch):
+        first, again, other = (
+            gated.forward_pass(*operands, 0, bands, gated.PassUse(AttnOptions(0.1), 0, remembered))
+            for remembered in (True, True, False)
+        )
+    assert first is again is not other and other.use is None

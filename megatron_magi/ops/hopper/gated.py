@@ -45,7 +45,7 @@ from megatron_magi.ops.operands import ForwardInputs, ForwardOutput
 from megatron_magi.ops.options import AttnOptions
 
 _passes: LruCache[tuple, Pass] = LruCache(MAX_BYTES, MAX_LAUNCHES)
-_seen: FrozenMemo[tuple[int, int, int, int, int]] = FrozenMemo()
+_seen: FrozenMemo[tuple[int, int, int]] = FrozenMemo()
 
 
 class PassShape(NamedTuple):
@@ -125,8 +125,8 @@ def first_arriving(num_keys: int) -> int:
     return num_keys + hopper_tiles.GAP
 
 
-def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, int, int]:
-    """Rows of q, k, v and of the arriving keys and values, up to the last that sees or is seen; at least one of each.
+def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int]:
+    """Queries, own keys and arriving keys, up to the last that sees or is seen; at least one of each.
 
     Results are cached by ``bands`` alone, so ``first``, the number of the first arriving key, must be the same for each
     call with a table.
@@ -136,14 +136,9 @@ def seen_rows_and_keys(bands: np.ndarray, first: int) -> tuple[int, int, int, in
         arrives = bands[:, bd.K0] >= first
         row, own = seen_rows(bands[~arrives])
         last_row, later = seen_rows(bd.shift_keys(bands[arrives], -first))
-        seen = max(row, last_row), own, own, later, later
+        seen = max(row, last_row), own, later
         _seen.put(bands, seen)
     return seen
-
-
-def remember_seen(bands: np.ndarray, seen: tuple[int, int, int, int, int]) -> None:
-    """Keeps a result of `seen_rows_and_keys` for a read-only table."""
-    _seen.put(bands, seen)
 
 
 def row_tiling(problem: Problem, tiles: RowTiles, num_arriving: int, num_sms: int, products: float = 2.0) -> Tiling:
@@ -175,7 +170,7 @@ def seen_numbers(bands: np.ndarray, num_own: int, num_arriving: int) -> dict[str
     """Rows of the tensors up to the last that sees or is seen, at least one, by the names of these numbers."""
     row, own, later = *seen_rows(bands), 1
     if num_arriving:
-        row, own, _, later, _ = seen_rows_and_keys(bands, first_arriving(num_own))
+        row, own, later = seen_rows_and_keys(bands, first_arriving(num_own))
     return {"seen.rows": row, "seen.keys": own, "seen.later": later}
 
 

@@ -28,13 +28,10 @@ from megatron_magi.ops.hopper.choices import (
 from megatron_magi.ops.hopper.gated import (
     MaskNumbers,
     PassShape,
-    first_arriving,
     forward_numbers,
     key_tiling,
-    remember_seen,
     row_tiling,
     seen_numbers,
-    seen_rows_and_keys,
 )
 from megatron_magi.ops.hopper.gated_backward import backward_numbers
 from megatron_magi.ops.hopper.plan import DevicePlan, DeviceSchedule, HostPlan, Ready, Tiling
@@ -72,7 +69,6 @@ class MaskTables:
         digest, facts: of the mask.
         plans: tilings with their plans, without tables.
         schedules: schedules of the backward in one kernel: tiling, `hopper_plan.schedule_key`, and `num_split`.
-        seen: result of `gated.seen_rows_and_keys`, if keys arrive.
         numbers: the mask's numbers for a forward and a backward in one launch, if these were asked for.
     """
 
@@ -80,7 +76,6 @@ class MaskTables:
     facts: MaskFacts
     plans: tuple[tuple[Tiling, HostPlan], ...]
     schedules: tuple[tuple[Tiling, tuple, int], ...]
-    seen: tuple[int, int, int, int, int] | None = None
     numbers: tuple[MaskNumbers | None, MaskNumbers | None] = (None, None)
 
     @property
@@ -100,8 +95,6 @@ class MaskTables:
             plan_bytes: of device memory that each plan keeps alive.
         """
         hopper_plan.remember(bands, self.digest, self.facts)
-        if self.seen is not None:
-            remember_seen(bands, self.seen)
         left = iter(tensors)
         plans = {tiling: DevicePlan(host, next(left), ready, plan_bytes) for tiling, host in self.plans}
         for tiling, key, num_split in self.schedules:
@@ -181,9 +174,7 @@ def make_gated_tables(
     problem, num_arriving, *_ = shapes.forward
     if not problem.num_rows or not num_arriving:
         return MaskTables(hopper_plan.content_digest(bands), hopper_plan.mask_facts(bands), (), ()), []
-    tables, arrays = make_tables(bands, problem, backward, planner, shapes=shapes)
-    seen = seen_rows_and_keys(bands, first_arriving(problem.num_keys - num_arriving))
-    return replace(tables, seen=seen), arrays
+    return make_tables(bands, problem, backward, planner, shapes=shapes)
 
 
 def _numbers(

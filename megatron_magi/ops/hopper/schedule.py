@@ -302,7 +302,7 @@ def best_splits(costs: Sequence[int] | np.ndarray, num_heads_kv: int, group: int
         extra = tuning.WHOLE_COST_BLOCKS if splits == 1 else tuning.SPLIT_COST_BLOCKS
         items = [c * (group // splits) + extra for c in costs for _ in range(num_heads_kv * splits)]
         if len(items) > tuning.ENOUGH_ITEMS * num_sms:
-            return best if splits > 1 else 1
+            return best
         time = _makespan(items, num_sms)
         if time < 0.98 * shortest:
             best, shortest = splits, time
