@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -173,6 +173,8 @@ class MagiParallelismConfig(ParallelismConfig):
             )
         if self.cp_size == 1:
             return
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError("parallelism_config: cp_size above 1 works with FSDP2 or DDP, not with DeepSpeed")
         group = self.get_device_mesh()["cp"].get_group()
 
         def sharded(prepare: Callable) -> Callable:

@@ -111,6 +111,7 @@ def refusals(mesh):
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     noisy = context_parallel(make_model("llama"), mesh)
     noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    scored = context_parallel(with_log_probs(make_model("llama")), mesh)
     classes = AutoModelForSequenceClassification, AutoModelForQuestionAnswering
     heads = [c.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi") for c in classes]
     return {
@@ -118,7 +119,8 @@ def refusals(mesh):
         "neftune_noise_alpha": raises(noisy.train(), **batch),
         "model: LlamaForSequenceClassification": raises(context_parallel, heads[0], mesh),
         "model: LlamaForQuestionAnswering": raises(context_parallel, heads[1], mesh),
-        "log_probs": raises(lambda: with_log_probs(model)(**batch).log_probs[:, -5:]),
+        "log_probs": raises(lambda: scored(**batch).log_probs[:, -5:]),
+        "log_probs: a": raises(lambda: scored(**batch).log_probs.clone()[:, -5:]),  # as DDP does
         "position_ids": raises(context_parallel(make_model(numbers), mesh), batch["input_ids"]),
         "model: BartForCausalLM": raises(context_parallel, make_model(bart), mesh),
         "dsink_all_reduce": raises(context_parallel(make_model("gpt_oss"), mesh, sums), **batch),
