@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -18,7 +18,7 @@ from megatron_magi.comm.groups import Group, group_of
 from megatron_magi.config import MagiConfig
 from megatron_magi.eager import outside_graphs
 from megatron_magi.hf.attention import CP_GROUP, check_implementation
-from megatron_magi.hf.shard import shard_batch
+from megatron_magi.hf.shard import Shard, shard_batch
 
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose only look at other tokens is attention."""
@@ -47,8 +47,8 @@ def context_parallel(
 
     Raises:
         ValueError: the model is over another group already, attends otherwise, has layers that look at other tokens in
-            another way (Mamba, indexed attention), or computes another loss than that of a causal language model. In
-            forward: as `shard_batch`.
+            another way (Mamba, indexed attention), has one output for a sequence, or computes another loss than that of
+            a causal language model. In forward: as `shard_batch`; in training, no labels.
     """
     group = group_of(cp_group_or_mesh, "cp_group_or_mesh")
     if group is None or group.size() == 1:
@@ -60,6 +60,7 @@ def context_parallel(
         return model
     _check_model(model)
     own_numbers = _own_numbers(model)
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
 
     @outside_graphs
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -68,12 +69,15 @@ def context_parallel(
         _check_call(module, batch, own_numbers)
         if hasattr(batch.get("attention_mask"), "magi_shard"):
             return (), batch
+        _check_training(module, batch, embeddings)
         return (), shard_batch(batch, group, module.config, config)[0]
 
     @outside_graphs
     def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not kwargs["attention_mask"].magi_shard.num_calls:
             raise RuntimeError("attention_mask: no layer attended by it; the model's attention is not transformers'")
+        if isinstance(output, dict):
+            _gather_numbers(output, kwargs["attention_mask"].magi_shard, tuple(kwargs["attention_mask"].shape))
         if kwargs.get("labels") is not None:
             loss = output[0]  # of a tuple, and of an output that is asked by number
             mean = loss.detach().clone()
@@ -89,6 +93,37 @@ def context_parallel(
     for module in model.modules():
         setattr(module, CP_GROUP, group.group_name)
     return model
+
+
+class RankNumbers(torch.Tensor):
+    """One number for each of this rank's rows: what adds them up is right, what takes sequences apart is not."""
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = function(*args, **(kwargs or {}))
+        return out.as_subclass(cls) if function is torch.Tensor.clone else out  # DDP clones what a model returns
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        raise ValueError(
+            "log_probs: a context-parallel model has those of this rank's rows; trainers that need whole sequences "
+            "(TRL's, except SFTTrainer) cannot use it: train without context parallelism, or with "
+            "megatron_magi.hf.log_probs in a loop of your own"
+        )
+
+
+def _gather_numbers(output: dict[str, Any], shard: Shard, shape: tuple[int, ...]) -> None:
+    """Makes numbers of tokens (TRL's log-probabilities, entropies) those of the batch, where there is no gradient.
+
+    With gradients they stay those of this rank's rows, without the shape of a batch.
+    """
+    for name, x in list(output.items()):
+        if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape:
+            continue
+        if torch.is_grad_enabled():
+            output[name] = x.flatten().as_subclass(RankNumbers)
+        else:
+            output[name] = shard.undispatch(x)[:, : shard.num_predictions]
 
 
 @dataclass
@@ -138,6 +173,8 @@ class MagiParallelismConfig(ParallelismConfig):
             )
         if self.cp_size == 1:
             return
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError("parallelism_config: cp_size above 1 works with FSDP2 or DDP, not with DeepSpeed")
         group = self.get_device_mesh()["cp"].get_group()
 
         def sharded(prepare: Callable) -> Callable:
@@ -225,6 +262,11 @@ def _check_model(model: PreTrainedModel) -> None:
             "model: layers that look at other tokens in another way than full, sliding or chunked attention cannot be "
             f"sharded: {sorted(others) or type(model).__name__}"
         )
+    if getattr(model, "loss_type", None) in ("ForSequenceClassification", "ForQuestionAnswering"):
+        raise ValueError(
+            f"model: {type(model).__name__} looks for a token in the whole sequence, of which a rank has its rows; "
+            "use it without context parallelism"
+        )
     ropes = getattr(text, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
     for rope in ropes:
@@ -251,4 +293,20 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str)
         raise ValueError(
             "logits_to_keep: tokens are not in order under context parallelism; keep all logits. To generate, save the "
             "model and load it again: it is then on one rank"
+        )
+
+
+def _check_training(model: PreTrainedModel, batch: dict[str, Any], embeddings: list[torch.nn.Embedding]) -> None:
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        raise ValueError(
+            "labels: none were given in training, and the logits of a context-parallel model are those of this rank's "
+            "rows, from which label_smoothing_factor, compute_loss_func and other losses cannot be computed; give "
+            "labels, or for a loss of your own call shard_batch before the model"
+        )
+    if any(hasattr(module, "neftune_noise_alpha") for module in embeddings):
+        raise ValueError(
+            "neftune_noise_alpha: its noise depends on the length of the sequence, of which a rank has its rows; it "
+            "cannot be used under context parallelism"
         )

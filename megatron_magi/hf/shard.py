@@ -46,6 +46,7 @@ class Shard:
     Attributes:
         group: the ranks.
         batch_size, seqlen: of the batch before it was dispatched.
+        num_predictions: of a sequence; one less than its tokens, unless labels were given shifted.
         key: of the dispatch; for functions of `megatron_magi.api`.
         num_calls: of attention so far.
     """
@@ -56,6 +57,7 @@ class Shard:
         tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]
         self.group, self.num_calls = group, 0
         self.batch_size, self.seqlen = int(tokens.shape[0]), int(tokens.shape[1])
+        self.num_predictions = self.seqlen
         self._magi_mask: AttnMask | None = batch.get("magi_mask")
         self._padding = _padding(batch.get("attention_mask"), self.batch_size, self.seqlen)
         # In the tokens of all sequences: documents by positions, and those that are given in addition.
@@ -178,9 +180,11 @@ def shard_batch(
     _check(given)
     if "position_ids" not in given:
         given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    if "labels" in given and "shift_labels" not in given:
+    is_shifted_here = "labels" in given and "shift_labels" not in given
+    if is_shifted_here:
         given["shift_labels"] = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
     shard = Shard(model_config, given, group, config)
+    shard.num_predictions -= is_shifted_here
     out = {name: value for name, value in given.items() if name not in _CONSUMED}
     shape = (shard.batch_size, shard.seqlen)
     for name, pad_value in (("input_ids", 0), ("inputs_embeds", 0), ("labels", IGNORED), ("shift_labels", IGNORED)):

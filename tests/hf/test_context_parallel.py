@@ -1,6 +1,8 @@
 """Models of transformers on two ranks: the losses and gradients of one."""
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import BartConfig, RobertaConfig
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, BartConfig, RobertaConfig
 
 from megatron_magi.config import CommConfig, MagiConfig
 from megatron_magi.hf import context_parallel, log_probs, shard_batch
@@ -107,7 +109,18 @@ def refusals(mesh):
     numbers = RobertaConfig(**sizes, intermediate_size=32, attention_probs_dropout_prob=0.0, is_decoder=True)
     sums = MagiConfig(comm=CommConfig(dsink_all_reduce="sum"))
     bart = BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
+    noisy = context_parallel(make_model("llama"), mesh)
+    noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    scored = context_parallel(with_log_probs(make_model("llama")), mesh)
+    classes = AutoModelForSequenceClassification, AutoModelForQuestionAnswering
+    heads = [c.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation="magi") for c in classes]
     return {
+        "labels: none were given": raises(model.train(), batch["input_ids"]),
+        "neftune_noise_alpha": raises(noisy.train(), **batch),
+        "model: LlamaForSequenceClassification": raises(context_parallel, heads[0], mesh),
+        "model: LlamaForQuestionAnswering": raises(context_parallel, heads[1], mesh),
+        "log_probs": raises(lambda: scored(**batch).log_probs[:, -5:]),
+        "log_probs: a": raises(lambda: scored(**batch).log_probs.clone()[:, -5:]),  # as DDP does
         "position_ids": raises(context_parallel(make_model(numbers), mesh), batch["input_ids"]),
         "model: BartForCausalLM": raises(context_parallel, make_model(bart), mesh),
         "dsink_all_reduce": raises(context_parallel(make_model("gpt_oss"), mesh, sums), **batch),
@@ -130,10 +143,52 @@ def as_tuple(mesh):
     batch = packed_batch()
     named = model(**batch)
     loss, logits, *_ = model(**batch, return_dict=False)
-    without_labels = model(batch["input_ids"], position_ids=batch["position_ids"], return_dict=False)
+    with torch.no_grad():
+        without_labels = model(batch["input_ids"], position_ids=batch["position_ids"], return_dict=False)
     assert type(without_labels) is tuple
     pairs = (loss, named.loss), (logits, named.logits), (without_labels[0], named.logits)
     return [torch.equal(x, y) for x, y in pairs]
+
+
+def with_log_probs(model):
+    """The model with the log-probability of each next token in its output, as TRL's trainers make it."""
+    plain = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, labels, shift_labels=None, **kwargs):
+        if shift_labels is not None:
+            kwargs["shift_labels"] = shift_labels
+        output = plain(*args, labels=labels, **kwargs)
+        logits, own = (
+            (output.logits, shift_labels) if shift_labels is not None else (output.logits[:, :-1], labels[:, 1:])
+        )
+        output["log_probs"] = -torch.nn.functional.cross_entropy(logits.mT, own, reduction="none")
+        return output
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def numbers_of_tokens(mesh):
+    """Differences to one rank: of log-probabilities without gradients, of their sum, and of the gradients of that."""
+    batch, found = padded_batch(), []
+    for ranks in (None, mesh):
+        model = with_log_probs(make_model("llama"))
+        if ranks is not None:
+            context_parallel(model, ranks)
+        with torch.no_grad():
+            each = model(**batch, use_cache=False).log_probs
+        total = model(**batch, use_cache=False).log_probs.sum()
+        total.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        total = total.detach().clone()
+        for x in (total, *gradients.values()) if ranks is not None else ():
+            dist.all_reduce(x)
+        found.append((each, total, gradients))
+    (each, total, gradients), (own_each, own_total, own_gradients) = found
+    assert own_each.shape == each.shape and type(own_total) is torch.Tensor
+    differences = (own_each - each).abs().max().item(), (own_total - total).abs().item() / total.abs().item()
+    return *differences, difference(own_gradients, gradients)
 
 
 def with_dropout():
@@ -258,6 +313,7 @@ def on_two_ranks(_rank, num_ranks):
     out["compiled"] = both("llama", "padded", mesh, compiled=True)
     out["refusals"] = refusals(mesh)
     out["tuple"] = as_tuple(mesh)
+    out["numbers of tokens"] = numbers_of_tokens(mesh)
     out["logits"] = undispatched_logits(mesh)
     out["number of tokens"] = divided_by_a_number_of_tokens(mesh)
     out["sharded before"] = sharded_before(mesh)
@@ -308,6 +364,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(results):
 def test_a_result_may_be_a_tuple(results):
     for result in results:
         assert all(result["tuple"]), result["tuple"]
+
+
+def test_numbers_of_tokens_are_those_of_the_batch_without_gradients_and_add_up_to_them_with(results):
+    assert max(max(result["numbers of tokens"]) for result in results) < 1e-5
 
 
 def test_logits_come_back_in_the_order_of_the_batch(results):

@@ -129,6 +129,9 @@ def wrong_size():
         MagiParallelismConfig(cp_size=4)._validate_accelerator(Accelerator(cpu=True))
     with pytest.raises(ValueError, match=r"cp_size: .* there are 1; on CPUs pass cpu=True"):
         MagiParallelismConfig(cp_size=2)._validate_accelerator(SimpleNamespace(num_processes=1))
+    deepspeed = SimpleNamespace(num_processes=2, distributed_type=DistributedType.DEEPSPEED)
+    with pytest.raises(ValueError, match=r"parallelism_config: .* not with DeepSpeed"):
+        MagiParallelismConfig(cp_size=2)._validate_accelerator(deepspeed)
 
 
 def on_two_ranks(rank, _num_ranks, folder):
