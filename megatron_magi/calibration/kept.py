@@ -60,11 +60,12 @@ def with_present_rates(config: MagiConfig) -> MagiConfig:
 def _read(file: Path, device_name: str) -> Rates:
     """Read once a process: ranks that begin together go on with the same rates."""
     try:
-        text = file.read_text()
-    except FileNotFoundError:
+        rates = Rates.from_json(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
         return rates_of(device_name)
-    try:
-        rates = Rates.from_json(text)
+    except OSError as error:  # the home directory of another user, as in a container
+        logger.warning("%s cannot be read (%s) and is not used", file, error)
+        return rates_of(device_name)
     except ValueError as error:
         raise ValueError(f"{file}: {error}; remove it, or calibrate again") from None
     logger.info("dispatches are chosen by the rates in %s", file)
