@@ -140,7 +140,8 @@ def _calibrate(_args: argparse.Namespace) -> int:
             is_first = dist.get_node_local_rank() == 0
         rates = calibrate()
         if is_first:
-            print(f"{rates.to_json()}kept in {keep(rates)}")
+            print(rates.to_json(), end="")  # measured, also where they cannot be kept
+            print(f"kept in {keep(rates)}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -19,13 +19,16 @@ def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
         version: that of the sources here.
 
     Returns:
-        None where it is not built, or built from other sources, which is logged.
+        None where it is not built; also, with a notice, where it cannot be loaded or is built from other sources.
     """
     path = folder / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        return None
     try:
         library = ctypes.CDLL(str(path))
         found = getattr(library, f"magi_{name}_version")
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:  # built on a machine with newer libraries, say
+        logger.warning("%s cannot be loaded (%s), so Python is used instead; rebuild it", path.name, error)
         return None
     found.restype = ctypes.c_int64
     if found() == version:
@@ -42,7 +45,7 @@ def chosen(planner: str, library: ctypes.CDLL | None) -> bool:
     """
     if planner == "native" and library is None:
         raise ValueError(
-            "planner: the planner in C++ is not built, or from other sources; `python setup.py build_ext --inplace` "
-            "builds it where there is a C++ compiler"
+            "planner: the planner in C++ is not built, or cannot be used here; installing the package where there is a "
+            "C++20 compiler builds it (`pip install -v` shows the compiler's errors)"
         )
     return planner != "python" and library is not None

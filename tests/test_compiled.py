@@ -1,7 +1,10 @@
 """Libraries in C++ that were built, of the sources that belong to this package or of others."""
 
+import sysconfig
+
 import pytest
 
+from megatron_magi import compiled
 from megatron_magi.cuda import call_list
 from megatron_magi.ops.hopper import native as tiles
 from megatron_magi.plan import native as solver
@@ -14,3 +17,11 @@ def test_a_library_of_other_sources_is_not_used_and_that_is_said(module, monkeyp
     monkeypatch.setattr(module, "_VERSION", module._VERSION + 1)
     assert module._library.__wrapped__() is None
     assert "built from other sources" in caplog.text
+
+
+def test_a_library_that_cannot_be_loaded_is_not_used_and_that_is_said(tmp_path, caplog) -> None:
+    """As one that was built against newer libraries than there are here; one that is not there needs no words."""
+    assert compiled.load(tmp_path, "calls", 1) is None and not caplog.text
+    (tmp_path / f"_calls{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"\x7fELF")
+    assert compiled.load(tmp_path, "calls", 1) is None
+    assert "_calls" in caplog.text and "cannot be loaded" in caplog.text

@@ -14,7 +14,6 @@ import torch
 from megatron_magi.config import MagiConfig
 from megatron_magi.cuda.build import default_cache_dir
 from megatron_magi.rates import H100, Rates, rates_of
-from megatron_magi.variables import WORKSPACE
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ def present_rates() -> Rates:
     """The rates of the current GPU: as calibrated, else those of its kind; of an H100 where there is no GPU.
 
     Raises:
-        ValueError: there is a calibration that cannot be read; the message names the file.
+        ValueError: there is a calibration that is damaged; the message names the file.
     """
     if not torch.cuda.is_available():
         return H100
@@ -64,8 +63,9 @@ def _read(file: Path, device_name: str) -> Rates:
         rates = Rates.from_json(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return rates_of(device_name)
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}; make it readable, or set {WORKSPACE} to another folder") from None
+    except OSError as error:  # the home directory of another user, as in a container
+        logger.warning("%s cannot be read (%s) and is not used", file, error)
+        return rates_of(device_name)
     except ValueError as error:
         raise ValueError(f"{file}: {error}; remove it, or calibrate again") from None
     logger.info("dispatches are chosen by the rates in %s", file)

@@ -137,7 +137,8 @@ def _as_tensor(name: str, values: RangesLike | TypesLike) -> Tensor:
     items = [list(item) if isinstance(item, Iterable) else item for item in values]
     for item in items:
         for number in item if isinstance(item, list) else [item]:
-            if isinstance(number, bool | float):  # which the tensor would round
+            # These the tensor would round.
+            if isinstance(number, (bool, float)):  # not a union, which Dynamo of torch 2.8 cannot read
                 raise ValueError(f"{name}: expected integers, got {number!r}")
     return torch.tensor(items, dtype=torch.int64, device="cpu")
 
