@@ -85,13 +85,7 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
     if (any) range = __ldg(p.plan.passes + 2 * pass), more = __ldg(p.plan.passes + 2 * pass + 1);
     board.pass[slot.index][0] = range;
     board.pass[slot.index][1] = more;
-#if GATED
-    // Of own keys, and of those that arrive.
-    const int blocks = range.y + (first && pass + 1 < item.w ? __ldg(p.plan.passes + 2 * (pass + 1)).y : 0);
-#else
-    constexpr int blocks = 0;
-#endif
-    board.pass[slot.index][3] = make_int4(pass, item_head(item) / p.group, blocks, 0);
+    board.pass[slot.index][3] = make_int4(pass, item_head(item) / p.group, 0, 0);
     ++pass;
     const int more_heads = (item_head(item) << p.log2_packed) - item_head(item);
     const int last = pass >= item.w;
@@ -102,11 +96,10 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
     if (item.x < 0) break;
   }
   let_next_kernel_start();
-  if (!GATED) leave(p.counter);
+  leave(p.counter);
 }
 
-// ---- producer: one thread. Params: also long_blocks, of which the keys and values exceed the L2 cache; with GATED
-// `even`, whether all items have as many blocks ----
+// ---- producer: one thread. Params: also long_blocks, of a pass whose keys and values exceed the L2 cache ----
 
 // Calls loader.block(key, head_kv, flags, pass, item) for each block, `item` in its first two words the
 // first row, and the first head and number of rows as in BlockInfo, and loader.nothing(item) for each item without
@@ -123,16 +116,8 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     const int count = pass[0].y, number = pass[3].x, head_kv = pass[3].y;
     int key = pass[0].x;
     const bool first = item.z >= 0;
-#if GATED
-    if (first) {
-      count_begun(p.counter);
-      if (pass[3].z >= p.long_blocks && (item.w || p.even))
-        begin_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, pass[3].z, p.even);
-    }
-#else
     if (first && item.w && count >= p.long_blocks)
       keep_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, count);
-#endif
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       const int4 range = pass[0], more = pass[1];
@@ -145,7 +130,6 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     barrier_arrive(smem_address(&board.empty[slot.index]));
     slot.advance();
   }
-  if (GATED) leave(p.counter);
 }
 
 // Waits for the place of the next keys and describes their block. The barrier it returns has yet to be told of bytes.

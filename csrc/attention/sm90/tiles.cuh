@@ -118,31 +118,18 @@ DEVICE void keep_together(const int* counter, int item, int num_items, int block
   const int enough = wave_end < num_items ? wave_end : num_items;
   const i64 until = clock64() + 32 * static_cast<i64>(blocks);
   while (true) {
-    const int taken = load_relaxed(counter);
+    // Where rows are awaited SMs come late, and the counter gives the first items as well.
+    const int taken = load_relaxed(counter) - (GATED ? static_cast<int>(gridDim.x) : 0);
     // 0: nothing is left and the counter is restored, or all have just begun.
-    if (taken >= enough || taken == 0 || clock64() > until) break;
+    if (taken >= enough || (GATED ? taken <= 0 : taken == 0) || clock64() > until) break;
     sleep_ns(100);
   }
 }
 
-// The same where items have several passes, before the last of which no SM takes its next item: begun items have a
-// count of their own. SMs that other kernels occupy come late, and those before them wait for them, longer where items
-// have one length, so that afterwards nobody waits.
-DEVICE void count_begun(int* counter) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter + 2) : "memory");
-}
-DEVICE void begin_together(const int* counter, int item, int num_items, int blocks, bool even) {
-  const int wave_end = (item / static_cast<int>(gridDim.x) + 1) * static_cast<int>(gridDim.x);
-  const int enough = wave_end < num_items ? wave_end : num_items;
-  const i64 until = clock64() + (even ? 128 : 32) * static_cast<i64>(blocks);
-  while (load_relaxed(counter + 2) < enough && clock64() < until) sleep_ns(100);
-}
-
-// The last block to leave restores the counts for the next launch.
+// The last block to leave restores the work counter for the next launch.
 DEVICE void leave(int* counter) {
   if (atomicAdd(counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
     counter[0] = 0;
     counter[1] = 0;
-    if (GATED) counter[2] = 0;
   }
 }

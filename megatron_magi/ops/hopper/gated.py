@@ -186,7 +186,6 @@ def row_numbers(name: str, plan: HostPlan, shape: PassShape, block: int) -> dict
         f"{name}.group": group, f"{name}.head_section": together * group,
         f"{name}.log2_packed": plan.packed.bit_length() - 1,
         f"{name}.long_blocks": -(-tuning.L2_BYTES // (block * of_row)),
-        f"{name}.even": int(len(plan.costs) > 0 and plan.costs.min() >= tuning.EVEN_SHARE * plan.costs.max()),
         f"{name}.grid": shape.grid(plan.num_tiles * packs),
     }  # fmt: skip
 
@@ -341,7 +340,7 @@ def forward_step(
     places, later, values = (), (), {}
     if arriving is not None:
         places, later = arriving.places, tuple(Layout.of(t).with_rows(max(1, len(t))) for t in arriving.tensors)
-        values, numbers = {"gate": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE, "even": "rows.even"}
+        values, numbers = {"gate": arriving.gate(first_arriving(k.shape[0]))}, {**numbers, **GATE}
     key = (
         "gated forward", bool(later), q.device, use.stream, q.dtype, use.options, form.tiles, q.shape, k.shape[1:],
         v.shape[1:], q.stride(), k.stride(), v.stride(), None if sink_lse is None else sink_lse.stride(),

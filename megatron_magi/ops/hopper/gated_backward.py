@@ -290,7 +290,7 @@ class _Steps:
 
     def _queries(self) -> Step:
         launch = queries_launch(self._common, self._known.plans["queries"], STORE_HALF, self._tensors.grads[0])
-        names = {name: f"queries.{name}" for name in (*TABLES, *ROW_WORK, *(("even",) if self._gate else ()))}
+        names = {name: f"queries.{name}" for name in (*TABLES, *ROW_WORK)}
         return launch.step(
             {**self._of_rows, "dq": ("dq", 0)}, (*self._maps, ("dq", 0)), mapped=self._mapped, values=self._gate,
             numbers={**names, **self._gate_numbers}, num_blocks="queries.grid", overlaps=self._overlaps,

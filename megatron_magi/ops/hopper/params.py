@@ -45,7 +45,7 @@ class CapturedForwardParams(ctypes.Structure):
 
 
 class GatedForwardParams(ctypes.Structure):
-    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_FORWARD_REST, ("even", ctypes.c_int32), ("gate", GateParams), _PAD]
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_FORWARD_REST, ("gate", GateParams), _PAD]
 
 
 _BACKWARD_REST = [
@@ -105,7 +105,7 @@ class CapturedBackwardPartParams(ctypes.Structure):
 
 
 class GatedBackwardPartParams(ctypes.Structure):
-    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("even", ctypes.c_int32), ("gate", GateParams), _PAD]
+    _fields_ = [*_MAPS, *_REMOTE_MAPS, *_PARTS_REST, ("gate", GateParams), _PAD]
 
 
 _PREPARE = [

@@ -25,9 +25,6 @@ ARRIVAL_US, ARRIVAL_BYTES_PER_US = 20, 250_000
 SM_FLOP_PER_US = 4.5e6
 """Rate of an SM in the forward."""
 
-EVEN_SHARE = 0.98
-"""Of the longest tile, what the shortest has where tiles are of one length: SMs then begin theirs together."""
-
 # ---- caches ----
 
 L2_BYTES = 24 << 20
