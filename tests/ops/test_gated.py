@@ -140,16 +140,10 @@ def test_kernels_of_one_launch_order_their_work_as_those_of_stages(num_keys, pac
     expected = {"step": plan.host.step, "num_tiles": plan.num_tiles, **row_work(plan, HEADS, 64, k, k)}
     assert found == {
         "rows.grid": plan.num_tiles * HEADS // packed,
-        "rows.even": 0,
+       
         **{f"rows.{n}": x for n, x in expected.items()},
     }
 
-
-@pytest.mark.parametrize(("mask", "even"), [("full", 1), ("causal", 0), ("documents", 0), ("short", 1)])
-def test_tiles_are_begun_together_where_all_have_one_length(mask, even):
-    shape = gated.shape_of((lie(N, HEADS), lie(N, HEADS_KV), lie(N, HEADS_KV)), 0, AttnOptions(0.1), 132)
-    plan = device_plan(MASKS[mask].bands, Tiling(False, N, (128, 64)), torch.device("cpu"))
-    assert gated.row_numbers("rows", plan.host, shape, 64)["rows.even"] == even
 
 
 def test_a_pass_that_is_not_to_be_remembered_is_in_no_cache(monkeypatch):

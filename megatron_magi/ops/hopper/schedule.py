@@ -6,8 +6,8 @@ the same gradients of queries, while these are in the L2 cache; each adds its pa
 is room for so many tiles; those for which there is none follow each other key head by key head. The longest are worked
 on in pieces, of all tiles the first before the second: else more queries would be in use than the cache keeps. Tiles
 that are not split, for want of room or as they are short, take all query heads of a key head at once, and write dk and
-dv themselves. Where dq is added they follow each other key head by key head: SMs drift apart, and neighbouring tiles of
-one key head, which share queries, should still begin one right after the other.
+dv themselves. Where dq is added, and query heads share key heads, they follow each other key head by key head: SMs
+drift apart, and neighbouring tiles of one key head, which share queries, should still begin one right after the other.
 Where all do so and dq is not added, what counts is that no SM is left with a long one at the end.
 """
 
