@@ -140,7 +140,6 @@ def test_kernels_of_one_launch_order_their_work_as_those_of_stages(num_keys, pac
     expected = {"step": plan.host.step, "num_tiles": plan.num_tiles, **row_work(plan, HEADS, 64, k, k)}
     assert found == {
         "rows.grid": plan.num_tiles * HEADS // packed,
-       
         **{f"rows.{n}": x for n, x in expected.items()},
     }
 
