@@ -144,7 +144,6 @@ def test_kernels_of_one_launch_order_their_work_as_those_of_stages(num_keys, pac
     }
 
 
-
 def test_a_pass_that_is_not_to_be_remembered_is_in_no_cache(monkeypatch):
     q, k, lse = lie(N, HEADS), lie(N, HEADS_KV), Layout.new((N, HEADS), torch.float32, torch.device("cpu"))
     operands, bands = (ForwardInputs(q, k, k), ForwardOutput(q, lse)), bands_of(MASKS["documents"], 0)
