@@ -51,18 +51,15 @@ class BuildWithKernels(build_py):
     """Compiles kernels into what is built, but not into a checkout: there they change too often.
 
     It runs in a process of its own, whose failure fails nothing: kernels that are missing are compiled on first use.
-    What an earlier build left is removed first: setuptools would put files into the wheel that the sources lost since.
     """
 
     def run(self) -> None:
-        if self.editable_mode:
-            super().run()
-            return
-        package = Path(self.build_lib).resolve() / "megatron_magi"
-        assert package != Path(__file__).resolve().parent / "megatron_magi", "build_lib is the checkout"
-        shutil.rmtree(package, ignore_errors=True)
         super().run()
-        command = [sys.executable, "-m", "megatron_magi", "build", "--optional", "--into", str(package / "prebuilt")]
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib).resolve() / "megatron_magi" / "prebuilt"
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "megatron_magi", "build", "--optional", "--into", str(folder)]
         if subprocess.run(command, cwd=Path(__file__).resolve().parent, check=False).returncode:
             print("no kernels are compiled ahead, each is when it is first used")
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -159,17 +158,6 @@ def test_a_source_distribution_holds_what_a_wheel_is_built_from_and_no_tests(tmp
     ]
     assert {path.relative_to(tmp_path).as_posix() for path in sources} <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks")) or name.endswith((".pyc", ".so"))]
-
-
-def test_a_wheel_holds_nothing_that_is_gone_from_the_sources(tmp_path):
-    """As after `pip install .` of an earlier version in the same checkout, which leaves its files in build."""
-    package = tmp_path / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "megatron_magi"
-    (package / "csrc").mkdir(parents=True)
-    for name in ("gone.py", "csrc/gone.cuh"):
-        (package / name).touch()
-    wheel, _ = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
-    assert not [name for name in wheel.namelist() if "gone" in name]
-    assert (package / "__init__.py").exists(), "it was to be built in the same folder"
 
 
 def test_compiling_ahead_can_be_switched_off(plain):
