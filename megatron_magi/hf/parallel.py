@@ -60,7 +60,6 @@ def context_parallel(
         return model
     _check_model(model)
     own_numbers = _own_numbers(model)
-    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
 
     @outside_graphs
     def shard(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -69,15 +68,18 @@ def context_parallel(
         _check_call(module, batch, own_numbers)
         if hasattr(batch.get("attention_mask"), "magi_shard"):
             return (), batch
-        _check_training(module, batch, embeddings)
-        return (), shard_batch(batch, group, module.config, config)[0]
+        _check_training(module, batch)
+        local, made = shard_batch(batch, group, module.config, config)
+        made.is_of_model = True
+        return (), local
 
     @outside_graphs
     def whole_loss(_module: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not kwargs["attention_mask"].magi_shard.num_calls:
             raise RuntimeError("attention_mask: no layer attended by it; the model's attention is not transformers'")
-        if isinstance(output, dict):
-            _gather_numbers(output, kwargs["attention_mask"].magi_shard, tuple(kwargs["attention_mask"].shape))
+        of_batch = kwargs["attention_mask"].magi_shard
+        if isinstance(output, dict) and of_batch.is_of_model:  # else the caller knows of rows, and undispatches them
+            _gather_numbers(output, of_batch, tuple(kwargs["attention_mask"].shape))
         if kwargs.get("labels") is not None:
             loss = output[0]  # of a tuple, and of an output that is asked by number
             mean = loss.detach().clone()
@@ -118,7 +120,7 @@ def _gather_numbers(output: dict[str, Any], shard: Shard, shape: tuple[int, ...]
     With gradients they stay those of this rank's rows, without the shape of a batch.
     """
     for name, x in list(output.items()):
-        if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or tuple(x.shape) != shape:
             continue
         if torch.is_grad_enabled():
             output[name] = x.flatten().as_subclass(RankNumbers)
@@ -296,16 +298,17 @@ def _check_call(model: PreTrainedModel, batch: dict[str, Any], own_numbers: str)
         )
 
 
-def _check_training(model: PreTrainedModel, batch: dict[str, Any], embeddings: list[torch.nn.Embedding]) -> None:
+def _check_training(model: PreTrainedModel, batch: dict[str, Any]) -> None:
     if not (model.training and torch.is_grad_enabled()):
         return
     if batch.get("labels") is None and batch.get("shift_labels") is None:
         raise ValueError(
             "labels: none were given in training, and the logits of a context-parallel model are those of this rank's "
             "rows, from which label_smoothing_factor, compute_loss_func and other losses cannot be computed; give "
-            "labels, or for a loss of your own call shard_batch before the model"
+            "labels, or for a loss of your own call shard_batch before the model; without gradients (torch.no_grad) "
+            "none are needed"
         )
-    if any(hasattr(module, "neftune_noise_alpha") for module in embeddings):
+    if hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
         raise ValueError(
             "neftune_noise_alpha: its noise depends on the length of the sequence, of which a rank has its rows; it "
             "cannot be used under context parallelism"

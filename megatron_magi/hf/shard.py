@@ -47,6 +47,7 @@ class Shard:
         group: the ranks.
         batch_size, seqlen: of the batch before it was dispatched.
         num_predictions: of a sequence; one less than its tokens, unless labels were given shifted.
+        is_of_model: a context-parallel model made it from a whole batch; else who calls the model did.
         key: of the dispatch; for functions of `megatron_magi.api`.
         num_calls: of attention so far.
     """
@@ -57,7 +58,7 @@ class Shard:
         tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]
         self.group, self.num_calls = group, 0
         self.batch_size, self.seqlen = int(tokens.shape[0]), int(tokens.shape[1])
-        self.num_predictions = self.seqlen
+        self.num_predictions, self.is_of_model = self.seqlen, False
         self._magi_mask: AttnMask | None = batch.get("magi_mask")
         self._padding = _padding(batch.get("attention_mask"), self.batch_size, self.seqlen)
         # In the tokens of all sequences: documents by positions, and those that are given in addition.

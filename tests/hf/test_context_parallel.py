@@ -187,6 +187,12 @@ def numbers_of_tokens(mesh):
         found.append((each, total, gradients))
     (each, total, gradients), (own_each, own_total, own_gradients) = found
     assert own_each.shape == each.shape and type(own_total) is torch.Tensor
+    # Who shards the batch undispatches what the model gives.
+    local, shard = shard_batch(batch, mesh.get_group(), model.config)
+    with torch.no_grad():
+        rows = model(**local, use_cache=False).log_probs
+    for x in (rows, model(**local, use_cache=False).log_probs):
+        assert (shard.undispatch(x)[:, : each.shape[1]] - each).abs().max() < 1e-4
     differences = (own_each - each).abs().max().item(), (own_total - total).abs().item() / total.abs().item()
     return *differences, difference(own_gradients, gradients)
 
