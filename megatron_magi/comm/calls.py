@@ -34,7 +34,7 @@ import torch.utils.checkpoint
 from megatron_magi.comm import waits
 from megatron_magi.comm.board import Board
 from megatron_magi.comm.groups import abort, names_of, pause, timeout_s
-from megatron_magi.comm.inquiry import Inquiry, failures
+from megatron_magi.comm.inquiry import Inquiry, failure_text
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class CallLog:
             time.sleep(waits.BUSY_S)
         if absent := self.names(inquiry.missing):
             return self._broken, f"{self.operation(call)}: {absent} did not take part"
-        return self._broken, failures(self, call, inquiry.answers) or ""
+        return self._broken, failure_text(self, call, inquiry.answers) or ""
 
     def _inquire(self, call: int, began: float, has_failed: bool = False) -> Inquiry:
         self.tell(call)
@@ -290,7 +290,7 @@ class CallLog:
                 if alarm.rank is None:
                     self._end(alarm.call, alarm.text)
                 elif now - since >= waits.GRACE_S:
-                    self._end(alarm.call, f"{self.operation(alarm.call)}: {self.names([alarm.rank])} {alarm.text}")
+                    self._end(alarm.call, failure_text(self, alarm.call, {alarm.rank: {"failed": alarm.text}}))
         return bool(self._questions or self._alarms)
 
     def _end(self, call: int, text: str) -> None:

@@ -86,7 +86,7 @@ class Inquiry:
     def _difference(self) -> str | None:
         """What is wrong with the call, None if the answers are alike."""
         told = {r: a for r, a in self.answers.items() if not (self._has_failed and "fields" in a)}
-        if failure := failures(self._log, self._call, told):
+        if failure := failure_text(self._log, self._call, told):
             return failure
         fields = {rank: self.answers[rank]["fields"] for rank in sorted(self.answers)}
         texts = {rank: json.dumps(f) for rank, f in fields.items()}
@@ -116,7 +116,7 @@ class Inquiry:
         raise RuntimeError(self._log.conclude(self._call, text, ends=ends))
 
 
-def failures(log: Log, call: int, answers: Answers) -> str | None:
+def failure_text(log: Log, call: int, answers: Answers) -> str | None:
     """Which ranks have raised which error in a call, None if none has."""
     failed = [f"{log.names([rank])} {a['failed']}" for rank, a in sorted(answers.items()) if "failed" in a]
     return f"{log.operation(call)}: {'; '.join(failed)}" if failed else None
