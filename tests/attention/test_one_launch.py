@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron_magi.attention import AttnShape, distributed, distributed_attention, prepare_batch
 from megatron_magi.config import AttendConfig, CommConfig, MagiConfig, OverlapConfig
 from megatron_magi.mask import builders
-from megatron_magi.ops.hopper import gated
+from megatron_magi.ops.hopper import gated, gated_backward, tuning
+from megatron_magi.ops.hopper.support import current_stream, work_counter
 from megatron_magi.ops.merge import sink_gradient
 from megatron_magi.ops.slice_attention import slice_attention
 from megatron_magi.ops.slice_passes import row_delta, slice_attention_backward, slice_attention_forward
@@ -239,6 +240,46 @@ def repeat(rank, num_ranks, num_calls):
 @on_gpus
 def test_calls_that_follow_each_other_give_the_same(num_ranks):
     assert not any(run_ranks(repeat, num_ranks, 60, backend="nccl", timeout_s=120))
+
+
+def start_items_in_step(rank, num_ranks):
+    """Calls in which each item counts as long, of ranks of which one is late; numbers that differ from the first's."""
+    torch.cuda.set_device(rank)
+    plan = make_plan(builders.full(2048 * num_ranks), MagiConfig(), num_ranks).for_rank(rank)
+    leaves = [t.requires_grad_() for t in tensors_of(plan.num_rows, rank, heads=(64, 8))]
+    dout = torch.randn(plan.num_rows, 64, 128, device="cuda").to(torch.bfloat16)
+    attend, seen, found = AttendConfig(deterministic=True), [], []
+    real = gated.row_numbers
+
+    def row_numbers(name, *args):
+        numbers = real(name, *args)
+        seen.append((name, numbers[f"{name}.long_blocks"], numbers[f"{name}.grid"]))
+        return numbers
+
+    with (
+        mock.patch.object(tuning, "L2_BYTES", 1),
+        mock.patch.object(gated, "row_numbers", row_numbers),
+        mock.patch.object(gated_backward, "row_numbers", row_numbers),
+    ):
+        for call in range(7):
+            config = MagiConfig(attend=attend, comm=NATIVE, overlap=OverlapConfig(one_launch=call > 0))
+            if call % num_ranks == rank:
+                torch.cuda._sleep(3_000_000)
+            out, _ = distributed_attention(*leaves, plan, dist.group.WORLD, config=config)
+            if call % 3 == rank:
+                torch.cuda._sleep(3_000_000)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    torch.cuda.synchronize()
+    assert {name for name, *_ in seen} == {"rows", "queries"} and {blocks for _, blocks, _ in seen} == {1}
+    assert not work_counter(leaves[0].device, current_stream(leaves[0].device)).any()
+    for a, b in zip(found[0], found[1], strict=True):  # stages
+        assert float((a.float() - b.float()).abs().max() / a.abs().max()) < 1e-2
+    return sum(int((a != b).sum()) for call in found[2:] for a, b in zip(found[1], call, strict=True))
+
+
+@on_gpus
+def test_thread_blocks_that_start_long_items_in_step_compute_the_same(num_ranks):
+    assert not any(run_ranks(start_items_in_step, num_ranks, backend="nccl", timeout_s=120))
 
 
 def stay_away(rank, num_ranks):

@@ -30,7 +30,7 @@ struct BackwardPartParams {
   const float* lse;    // [num_heads, stats_row]: times log2 e
   const float* delta;  // [num_heads, stats_row]: negated
   void *dq, *dk, *dv;
-  int* counter;                                           // two words, zero before and after
+  int* counter;                                           // three words, zero before and after
   i64 dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;  // strides, elements
   // num_heads and group count query heads packed together as one, which has as many times the rows, interleaved: the
   // statistics are of these rows, and for keys the plan (load_packed).
@@ -40,7 +40,7 @@ struct BackwardPartParams {
   int head_section;  // for queries: heads that are worked on together, counted likewise
   float scale, scale_log2, softcap_factor;
   int log2_packed;  // see row_tiles.cuh
-  int long_blocks;  // for queries: of a pass whose keys and values exceed the L2 cache
+  int long_blocks;  // for queries: of which the keys and values exceed the L2 cache
 #if GATED
   Gate gate;
 #endif

@@ -40,7 +40,7 @@ struct ForwardParams {
   float* lse;
   float* max_logits;      // of each head as ordered integers, or null
   const float* sink_lse;  // or null
-  int* counter;           // two words, zero before and after
+  int* counter;           // three words, zero before and after
   i64 out_row, out_head;  // strides, elements
   i64 lse_row, lse_head;
   i64 sink_row, sink_head;
@@ -51,7 +51,7 @@ struct ForwardParams {
   float logit_scale;     // of max_logits
   int accumulate, out_fp32;
   int log2_packed;  // see row_tiles.cuh
-  int long_blocks;  // of a pass whose keys and values exceed the L2 cache
+  int long_blocks;  // of which the keys and values exceed the L2 cache
 #if GATED
   Gate gate;
 #endif

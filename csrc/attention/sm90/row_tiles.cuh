@@ -96,10 +96,44 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
     if (item.x < 0) break;
   }
   let_next_kernel_start();
-  leave(p.counter);
+  if (!GATED) leave(p.counter);
 }
 
-// ---- producer: one thread. Params: also long_blocks, of a pass whose keys and values exceed the L2 cache ----
+// ---- producer: one thread. Params: also long_blocks, of which the keys and values exceed the L2 cache ----
+
+#if GATED
+// Where keys arrive while the kernel runs: keeps thread blocks in step through long items of several passes. Some
+// thread blocks start 1 to 2 ms after the others, because their SMs were still publishing rows. Thread blocks out of
+// step read keys at different places, together more than the L2 cache holds. So each waits, at the start of an item,
+// until all have started as many; but only after two items of one length, as items of different lengths are never in
+// step, and only for some 4 % of an item, so that one that is far behind is caught up with over several items.
+struct InStep {
+  u32* started;                           // items, by all thread blocks
+  u32 items = 0;                          // by this one
+  int num_blocks = 0, blocks_before = 0;  // of keys, of its last item and of the one before
+
+  DEVICE void start_item(int long_blocks, bool one_pass) {
+    count(1);
+    ++items;
+    if (!one_pass && num_blocks >= long_blocks && num_blocks == blocks_before) {
+      const i64 until = clock64() + 128 * static_cast<i64>(num_blocks);
+      while (load_volatile(started) < items * gridDim.x && clock64() < until) sleep_ns(200);
+    }
+    blocks_before = num_blocks;
+    num_blocks = 0;
+  }
+
+  // No thread block waits for this one from here on. The last of them sets the counters to zero.
+  DEVICE void end(int* counter) const {
+    count(1 << 24);
+    __threadfence();
+    if (leave(counter)) *started = 0;
+  }
+
+ private:
+  DEVICE void count(u32 n) const { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(started), "r"(n)); }
+};
+#endif
 
 // Calls loader.block(key, head_kv, flags, pass, item) for each block, `item` in its first two words the
 // first row, and the first head and number of rows as in BlockInfo, and loader.nothing(item) for each item without
@@ -107,6 +141,9 @@ DEVICE void prefetch_items(const Params& p, PassBoard& board, Rows& load_rows) {
 template <typename Params, typename Loader>
 DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
   Ring<2> slot;
+#if GATED
+  InStep in_step{reinterpret_cast<u32*>(p.counter + 2)};
+#endif
 #pragma unroll 1
   while (true) {
     barrier_wait(smem_address(&board.full[slot.index]), slot.parity);
@@ -118,6 +155,10 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     const bool first = item.z >= 0;
     if (first && item.w && count >= p.long_blocks)
       keep_together(p.counter, item.z, OF_MASK(p, num_tiles) * p.num_heads, count);
+#if GATED
+    if (first) in_step.start_item(p.long_blocks, item.w);
+    in_step.num_blocks += count;
+#endif
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       const int4 range = pass[0], more = pass[1];
@@ -130,6 +171,9 @@ DEVICE void walk_blocks(const Params& p, PassBoard& board, Loader& loader) {
     barrier_arrive(smem_address(&board.empty[slot.index]));
     slot.advance();
   }
+#if GATED
+  in_step.end(p.counter);
+#endif
 }
 
 // Waits for the place of the next keys and describes their block. The barrier it returns has yet to be told of bytes.

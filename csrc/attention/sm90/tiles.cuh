@@ -126,10 +126,12 @@ DEVICE void keep_together(const int* counter, int item, int num_items, int block
   }
 }
 
-// The last block to leave restores the work counter for the next launch.
-DEVICE void leave(int* counter) {
-  if (atomicAdd(counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+// The last block to leave restores the work counter for the next launch. Returns whether this one is the last.
+DEVICE bool leave(int* counter) {
+  const bool last = atomicAdd(counter + 1, 1) == static_cast<int>(gridDim.x) - 1;
+  if (last) {
     counter[0] = 0;
     counter[1] = 0;
   }
+  return last;
 }
