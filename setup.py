@@ -5,7 +5,6 @@ In a checkout the sources lie next to the package, so that C++ and Python do not
 pyproject.toml.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,14 +50,20 @@ class BuildWithKernels(build_py):
     """Compiles kernels into what is built, but not into a checkout: there they change too often.
 
     It runs in a process of its own, whose failure fails nothing: kernels that are missing are compiled on first use.
+    What an earlier build left is removed before: setuptools would put files into the wheel that the sources lost since.
     """
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        folder = Path(self.build_lib).resolve() / "megatron_magi" / "prebuilt"
-        shutil.rmtree(folder, ignore_errors=True)
+        package = Path(self.build_lib).resolve() / "megatron_magi"
+        if package != Path(__file__).resolve().parent / "megatron_magi":
+            outputs = (*self.get_outputs(), *self.get_finalized_command("build_ext").get_outputs())
+            made = {Path(name).resolve() for name in outputs}
+            for path in [path for path in package.rglob("*") if path.is_file() and path not in made]:
+                path.unlink()
+        folder = package / "prebuilt"
         command = [sys.executable, "-m", "megatron_magi", "build", "--optional", "--into", str(folder)]
         if subprocess.run(command, cwd=Path(__file__).resolve().parent, check=False).returncode:
             print("no kernels are compiled ahead, each is when it is first used")

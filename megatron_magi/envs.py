@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_magi.config import MagiConfig
 from megatron_magi.variables import (
@@ -155,7 +156,7 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads the environment: ``os.environ``, or another mapping.
 
     A variable that is set to nothing counts as not set. Unknown names that start with
-    ``MAGI_ATTENTION_`` are warned about.
+    ``MAGI_ATTENTION_`` are warned about, once.
 
     Raises:
         ValueError: a value is malformed, or asks for a feature that is not available yet.
@@ -169,10 +170,14 @@ def load(environ: Mapping[str, str] | None = None) -> Environment:
         raise ValueError(f"{OLD_HIGH_PRECISION}: contradicts {HIGH_PRECISION}, its newer name")
     if given.get(SDPA_BACKEND) and given.get(KERNEL_BACKEND, "sdpa") != "sdpa":
         raise ValueError(f"{SDPA_BACKEND}: contradicts {KERNEL_BACKEND}, which newer scripts set")
-    unknown = unknown_names(environ)
-    if unknown:
-        warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=2)
+    if unknown := unknown_names(environ):
+        _warn_of(unknown)
     return Environment(tuple(given.items()))
+
+
+@cache  # the environment is read in several places, and for each key
+def _warn_of(unknown: tuple[str, ...]) -> None:
+    warnings.warn(f"unknown environment variables: {', '.join(unknown)}", stacklevel=3)
 
 
 def profile_mode(environ: Mapping[str, str] | None = None) -> bool:

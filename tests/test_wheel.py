@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -158,6 +159,29 @@ def test_a_source_distribution_holds_what_a_wheel_is_built_from_and_no_tests(tmp
     ]
     assert {path.relative_to(tmp_path).as_posix() for path in sources} <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks")) or name.endswith((".pyc", ".so"))]
+
+
+def test_a_wheel_holds_nothing_that_is_gone_from_the_sources(tmp_path):
+    """As after `pip install .` of an earlier version in the same checkout, which leaves its files in build."""
+    package = tmp_path / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "megatron_magi"
+    (package / "csrc").mkdir(parents=True)
+    (package / "prebuilt").mkdir()
+    for name in ("gone.py", "_gone.so", "csrc/gone.cuh", "prebuilt/gone.cubin"):
+        (package / name).touch()
+    wheel, _ = build_wheel(tmp_path, MAGI_ATTENTION_PREBUILD_FFA="0")
+    assert not [name for name in wheel.namelist() if "gone" in name]
+    assert (package / "__init__.py").exists(), "it was to be built in the same folder"
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_a_wheel_holds_the_libraries_that_were_compiled_before(tmp_path):
+    wheel, _ = build_wheel(tmp_path, compiler=True, MAGI_ATTENTION_PREBUILD_FFA="0")
+    shutil.rmtree(tmp_path / "dist")
+    command = [sys.executable, "setup.py", "build_ext", "bdist_wheel"]
+    env = os.environ | {"MAGI_ATTENTION_PREBUILD_FFA": "0"}
+    subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True, timeout=200)
+    (again,) = (tmp_path / "dist").glob("*.whl")
+    assert set(zipfile.ZipFile(again).namelist()) == set(wheel.namelist())
 
 
 def test_compiling_ahead_can_be_switched_off(plain):

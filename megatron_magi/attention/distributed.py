@@ -14,7 +14,7 @@ from megatron_magi.attention.calls import AttentionCall, check_inputs, check_sin
 from megatron_magi.attention.kinds import Call, Kind, living
 from megatron_magi.attention.one_launch import is_alone, one_launch_of, pays
 from megatron_magi.attention.runtime import cleared, joined_cast, plan_casts
-from megatron_magi.checks import flag
+from megatron_magi.checks import flag, renamed
 from megatron_magi.comm.calls import CallLog, NoCalls, calls_of
 from megatron_magi.comm.group_collective import GroupCastArgs, group_cast, group_reduce, make_room
 from megatron_magi.comm.groups import Group, group_of
@@ -32,6 +32,7 @@ from megatron_magi.ops.operands import BackwardInputs
 from megatron_magi.ops.options import make_options
 from megatron_magi.ops.slice_passes import backward_pass, forward_pass, resolve_impl, row_delta
 from megatron_magi.plan import RankPlan, StepKind
+from megatron_magi.variables import NATIVE_COLLECTIVES
 
 _DEFAULTS = MagiConfig()
 _PLAIN = (float, int, bool, str)
@@ -250,7 +251,9 @@ def _make_room(k: torch.Tensor, v: torch.Tensor, call: Call, plan: RankPlan) -> 
     room = call.kind.room
     if most and room and all(count <= known for count, known in zip(most, room, strict=True)):
         return
-    if make_room(casts, of_keys, back, call.group, call.comm_impl) and most:
+    with renamed("impl", f"comm.impl ({NATIVE_COLLECTIVES})"):
+        is_made = make_room(casts, of_keys, back, call.group, call.comm_impl)
+    if is_made and most:
         room[:] = [max(counts) for counts in zip(most, room or most, strict=True)]
 
 

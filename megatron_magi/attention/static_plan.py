@@ -32,7 +32,7 @@ class StaticPlans:
     `distributed_attention` takes them as other plans, with the Hopper kernels and, on several ranks, where these reach
     each other's memory (``comm.impl`` ``native``). A CUDA graph that has captured such calls is replayed for another
     microbatch after `load`; it refers to memory of this object. Kernels and tile shapes are chosen for the first plans;
-    other masks get the same.
+    other masks get the same. Making it is collective over the group.
 
     Args:
         plans: of the first microbatch, which is loaded. On several ranks of at most one remote stage
@@ -40,7 +40,7 @@ class StaticPlans:
         device: a Hopper GPU.
         group: the ranks; None for one.
         headroom: how many times as long as the longest tables of ``plans`` and ``samples`` those of other masks may be,
-            at least 1, and how many times as many rows may be fetched.
+            at least 1, and how many times as many rows may be fetched. The same on all ranks.
         samples: plans of other microbatches for which there is to be room, the same ones on all ranks. Kernels are
             chosen for the first of them, if there is one.
 
@@ -50,6 +50,7 @@ class StaticPlans:
 
     Raises:
         ValueError: an argument, named in the message, is not as above.
+        RuntimeError: ranks differ in ``headroom`` or ``samples``, or another rank raised an error.
     """
 
     def __init__(
@@ -61,17 +62,21 @@ class StaticPlans:
         headroom: float = 2.0,
         samples: Sequence[Mapping[Any, RankPlan]] = (),
     ) -> None:
-        number(headroom, "headroom", 1)
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device, self._group, self._memory = device, group_of(group), StaticMemory(device)
-        for sample in samples:
-            _check_names(plans, sample)
-        made = {
-            name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, self._memory, headroom)
-            for name in plans
-        }
+        with told(self._group):
+            number(headroom, "headroom", 1)
+            for sample in samples:
+                _check_names(plans, sample)
+            made = {
+                name: _StaticPlan(name, [of[name] for of in (*samples, plans)], device, self._memory, headroom)
+                for name in plans
+            }
+        if self._group is not None:  # ranks that have room for different numbers of rows exchange different chunks
+            rooms = hash(tuple(static.room for static in made.values()))
+            start_agreement(rooms % (1 << 63), self._group, "headroom and samples of static plans").wait()
         self._static = made
         self.plans: dict[Hashable, RankPlan] = {name: static.plan for name, static in made.items()}
         self.facts = {name: tuple(mask.facts for mask in static.masks) for name, static in made.items()}
@@ -142,6 +147,7 @@ class _StaticPlan:
     Attributes:
         plan: stands for the plan of the microbatch that was loaded last.
         masks: one for each stage.
+        room: of the collectives, in rows, see `GroupCastArgs.most`; None for one rank.
     """
 
     def __init__(
@@ -171,6 +177,7 @@ class _StaticPlan:
             self._args = StaticArgs(casts, num_rows, cp_size, device, headroom)
             most_keys.append(self._args.args.num_recv)
             runtime = Runtime(casts={device: (self._args.args,)}, tail=self._args.tail)
+        self.room = None if self._args is None else self._args.args.most
         stages = zip(*(_stages(sample, len(most_keys)) for sample in samples), strict=True)
         self.masks = [
             StaticMask(masks, num_rows, most, device, memory, headroom)

@@ -414,7 +414,8 @@ def _find_way(args: Args, group: dist.ProcessGroup | None, impl: str) -> _Way:
         raise ValueError(f"args: splits for {num_ranks} ranks, but group has {dist.get_world_size(group)}")
     backend, rank = _backend(group, device), dist.get_rank(group)
     if backend is None or (backend == "gloo" and device.type != "cpu"):
-        raise ValueError(f"impl: {impl!r} cannot move tensors on {device.type} in a group with backend {backend}")
+        known = dist.get_backend_config(group)
+        raise ValueError(f"group: {known} cannot move tensors on {device.type}; gloo is for CPUs and NCCL for GPUs")
     plain = ("reference" if backend == "gloo" else "all_to_all") if impl in ("auto", "native") else impl
     if isinstance(args, LevelArgs):
         groups = nodes_of(dist.group.WORLD if group is None else group, args.ranks_per_node)

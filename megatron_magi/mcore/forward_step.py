@@ -33,7 +33,7 @@ from megatron_magi.mcore.settings import captures, layer_masks, magi_config, sum
 from megatron_magi.mcore.step import count_documents, is_first_run, load_batch, run_model
 from megatron_magi.ops.hopper.support import why_not
 from megatron_magi.upload import current_device
-from megatron_magi.variables import KERNEL_BACKEND
+from megatron_magi.variables import KERNEL_BACKEND, NATIVE_COLLECTIVES
 
 
 def make_dispatcher(args: Namespace) -> BatchDispatcher:
@@ -117,7 +117,7 @@ def check_captures(args: Namespace, shape: AttnShape, impl: str, group: dist.Pro
     if impl not in ("auto", "native"):
         raise ValueError(
             "cuda_graph_impl: full_iteration with context parallelism works with comm.impl native or auto, "
-            f"not {impl!r}; drop MAGI_ATTENTION_NATIVE_GRPCOLL"
+            f"not {impl!r}; drop {NATIVE_COLLECTIVES}"
         )
     native, reason = native_of(group, torch.device("cuda", torch.cuda.current_device()))
     if native is None:

@@ -42,8 +42,11 @@ for argument in "$@"; do
   [ "$previous" != --config ] || config=$argument
   previous=$argument
 done
+mark=$'\xef\xbb\xbf' # some editors begin a file with it
 for name in load save; do
-  ! grep -Eqs "^[\"']?${name}[\"']?[[:space:]]*:" "${config:-/dev/null}" || refuse "$name" "$config: $name"
+  # A line begins with the name, or has it inside {}.
+  ! grep -Eqs "^($mark)?([^#]*[{,])?[[:space:]]*[\"']?${name}[\"']?[[:space:]]*:" "${config:-/dev/null}" ||
+    refuse "$name" "$config: $name"
 done
 
 # Up to a byte 0, so of all lines; `read` calls the end without one a failure.

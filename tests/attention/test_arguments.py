@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_magi.attention import AttnShape, distributed_attention, prepare_batch
 from megatron_magi.attention.calls import check_inputs
-from megatron_magi.config import MagiConfig
+from megatron_magi.config import CommConfig, MagiConfig
+from megatron_magi.mask import builders
 from megatron_magi.plan import make_plan
 from tests.attention import cases as cs
 
@@ -67,6 +69,17 @@ def test_a_plan_for_several_ranks_needs_a_group() -> None:
     x = torch.zeros(4, 2, 8)
     with pytest.raises(ValueError, match=r"^group:"):
         distributed_attention(x, x, x, plan, None)
+
+
+def ask_for_native_collectives(rank: int, num_ranks: int) -> None:
+    config = MagiConfig(comm=CommConfig(impl="native"))
+    plan, x = make_plan(builders.causal(8), config, num_ranks).for_rank(rank), torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=r"^comm.impl \(MAGI_ATTENTION_NATIVE_GRPCOLL\): 'native' is for GPUs"):
+        distributed_attention(x, x, x, plan, dist.group.WORLD, config=config)
+
+
+def test_collectives_that_are_not_possible_are_named_as_users_ask_for_them(ranks) -> None:
+    ranks(2, ask_for_native_collectives)
 
 
 @pytest.mark.parametrize(

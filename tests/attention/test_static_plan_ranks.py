@@ -118,6 +118,23 @@ def test_several_are_loaded_together_on_all_ranks_or_none_is(ranks):
     assert found[1][3] == (1, "it has 64 rows, of 1 ranks, not 512 of 2")
 
 
+def make_with_other_room(rank: int, num_ranks: int, headrooms: list[float]) -> str:
+    be_quick()
+    window = shards_of(builders.sliding_window(1024, 30, 0))[rank]
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        StaticPlans({0: window}, CPU, dist.group.WORLD, headroom=headrooms[rank])
+    return str(error.value)
+
+
+def test_ranks_that_make_different_room_are_a_message_on_all(ranks):
+    """They would not wait for the rows that the others send."""
+    first, second = ranks(2, make_with_other_room, [1.0, 4.0])
+    assert first == second and first.startswith("headroom and samples of static plans: ranks disagree: rank 1 ")
+    own = "headroom: expected a finite number of at least 1, got 0.5"
+    told, first = ranks(2, make_with_other_room, [1.0, 0.5])
+    assert first == own and f"rank 1 of the group (global rank 1) raised ValueError: {own}" in told
+
+
 def load_other_names(rank: int, num_ranks: int) -> list[str]:
     be_quick()
     plan = shards_of(builders.causal(1024))[rank]

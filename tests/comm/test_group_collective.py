@@ -193,7 +193,7 @@ def refuses(rank, num_ranks):
     with pytest.raises(ValueError, match="tensors: all must be on the device"):
         group_cast([torch.ones(3, 2, device="meta")], args, impl="all_to_all")
     on_meta = GroupCastArgs.build(np.zeros(0, dtype=np.int64), [0] * num_ranks, [0] * num_ranks, None, "meta")
-    with pytest.raises(ValueError, match="impl: 'all_to_all' cannot move tensors on meta"):
+    with pytest.raises(ValueError, match=r"^group: .*gloo.* cannot move tensors on meta"):
         group_cast([torch.ones(3, 2, device="meta")], on_meta, impl="all_to_all")
 
 

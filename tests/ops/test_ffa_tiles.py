@@ -365,3 +365,11 @@ def test_groups_are_split_only_where_processors_would_idle():
     assert best_splits((16,) * 16, 1, 1, 132) == 1
     assert best_splits((), 8, 8, 132) == 1
     assert best_splits((100,), 1, 6, 4) == 3, "single heads would take two rounds"
+
+
+def test_more_columns_than_a_gpu_holds_are_refused() -> None:
+    """Bounds of a row are 32 bits, and those that cut nothing lie behind `EVERYTHING`."""
+    fits, beyond = (rectangles([0, 128, past - 500, past]) for past in (EVERYTHING, EVERYTHING + 1))
+    assert plan_tiles(fits, 128, 128, 128).bounds[0, 0].tolist() == [EVERYTHING - 500, EVERYTHING]
+    with pytest.raises(AssertionError):
+        plan_tiles(beyond, 128, 128, 128)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megatron_magi
 
@@ -185,16 +186,32 @@ def test_folders_of_checkpoints_are_the_jobs_own(lab: Lab, argument: str) -> Non
     assert output.startswith(argument.partition("=")[0] + ": ")
 
 
-@pytest.mark.parametrize("entry", ["load: x", "save: x", '"load" : x'])
-def test_checkpoints_of_the_configuration_file_are_refused_too(lab: Lab, entry: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bf16: true\nload: x\n",
+        "bf16: true\nsave: x\n",
+        'bf16: true\n"load" : x\n',
+        "  bf16: true\n  load: x\n",
+        "{bf16: true, load: x}\n",
+        '{\n"load":x}\n',
+        "\ufeffload: x\n",
+    ],
+)
+def test_checkpoints_of_the_configuration_file_are_refused_too(lab: Lab, text: str) -> None:
     """The job's own would win over them, and training would begin anew without a word."""
-    file = lab.work / "a b.yaml"
-    file.write_text(f"bf16: true\n{entry}\n")
+    file, name = lab.work / "a b.yaml", "save" if "save" in text else "load"
+    file.write_text(text)
+    assert name in yaml.safe_load(text)
     for arguments in (["--config", str(file)], [f"--config={file}"]):
         status, output = lab.run("exit 0", *arguments)
-        assert status == 2 and output.startswith(f"{file}: {entry.strip(': x').strip(chr(34))}: "), output
+        assert status == 2 and output.startswith(f"{file}: {name}: "), output
         assert not (lab.work / "srun").exists()
-    file.write_text("save-interval: 5\n# load: x\nload-x: 1\n")
+
+
+def test_other_entries_of_the_configuration_file_are_not_refused(lab: Lab) -> None:
+    file = lab.work / "a.yaml"
+    file.write_text("save-interval: 5\n# load: x\nload-x: 1  # {load: x}\ndata-path: save\n")
     assert "complete at" in lab.run('touch "$COMPLETE_FILE"', "--config", str(file))[1]
 
 

@@ -79,7 +79,8 @@ def plan_tiles(
     """Plans the tiles of a mask.
 
     Args:
-        bands: int64 ``[n, 6]``, inside ``num_rows`` rows; no two overlap.
+        bands: int64 ``[n, 6]``, inside ``num_rows`` rows and `EVERYTHING` columns, more than a GPU holds; no two
+            overlap.
         num_rows: rows of the mask.
         block_m: most rows of a tile.
         block_n: columns of a block.
@@ -90,6 +91,7 @@ def plan_tiles(
             are fewer the first follow again.
         packed: heads that a block is of, and takes as many times longer; see `pack_columns`.
     """
+    assert bands[:, bd.K1].max(initial=0) <= EVERYTHING
     bands = _join_columns(bd.tighten(bands))
     starts = tile_starts(bands, num_rows, block_m, tuning.MASKED_COST if hide_tail else 0.0)
     pieces, tile = _pieces(bands, starts, num_rows)
@@ -141,7 +143,7 @@ def local_first(plan: TilePlan, first: int, num_arriving: int, late: int, lead: 
     front: list[int] = []
     there: list[int] = []  # whose columns have arrived, the longest, which has the least number, first
     done, at = 0, 0
-    while done < lead and (there or at < len(by_need)):
+    while done < lead and at < len(by_need):  # at the end the rest of them are in their order already
         while at < len(by_need) and needs[by_need[at]] * lead <= done * late:
             heapq.heappush(there, by_need[at])
             at += 1
