@@ -75,7 +75,7 @@ DEVICE void store_relaxed_sys(u32* p, u32 x) {
 }
 
 // Whether a flag has reached the number of a call, also after wrap-around.
-DEVICE bool has_come(u32 flag, u32 call) { return static_cast<int>(flag - call) >= 0; }
+DEVICE bool has_reached(u32 flag, u32 call) { return static_cast<int>(flag - call) >= 0; }
 
 // Timeout: reports the absent rank to all ranks and to the host. Every rank then raises an error naming the same rank.
 DEVICE void give_up(const Peers& p, int absent, u32 call, u32 kind) {
@@ -87,7 +87,7 @@ DEVICE void give_up(const Peers& p, int absent, u32 call, u32 kind) {
 
 static __device__ __noinline__ bool await_slowly(const Peers& p, const u32* flag, int peer, u32 call, u32 kind) {
   const i64 begin = now_ns();
-  for (u32 i = 1; !has_come(load_acquire(flag), call); ++i) {
+  for (u32 i = 1; !has_reached(load_acquire(flag), call); ++i) {
     const u32 broken = load_relaxed_sys(&p.control[p.rank]->broken);
     if (broken) {
       store_release(&p.notice->absent, broken);
@@ -105,7 +105,7 @@ static __device__ __noinline__ bool await_slowly(const Peers& p, const u32* flag
 // Waits until `flag`, written by `peer`, has reached a call (acquire, system scope); false on timeout or stop. The slow
 // path is a function of its own, to keep registers for the caller.
 DEVICE bool await(const Peers& p, const u32* flag, int peer, u32 call, u32 kind) {
-  return has_come(load_acquire(flag), call) || await_slowly(p, flag, peer, call, kind);
+  return has_reached(load_acquire(flag), call) || await_slowly(p, flag, peer, call, kind);
 }
 
 // Addresses of rows in the slots of other ranks, for one thread. A place is the rank << kPeerShift | the row in its

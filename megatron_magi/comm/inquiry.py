@@ -106,7 +106,7 @@ class Inquiry:
     def _warn(self, waited: float) -> None:
         operation, names = self._log.operation(self._call), self._log.names(self.missing)
         if waited >= self._timeout_s:
-            self._raise(f"{operation}: {names} did not come within {self._timeout_s:g} s")
+            self._raise(f"{operation}: {names} did not arrive within {self._timeout_s:g} s")
         if waited >= waits.WARN_S and not self._has_warned:
             self._has_warned = True
             logger.warning("%s: waiting for %s for %.0f s", operation, names, waited)

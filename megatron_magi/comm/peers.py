@@ -75,7 +75,7 @@ class Meeting:
             waited = time.monotonic() - began
             if waited > self.timeout_s:
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise RuntimeError(f"{self._what}: {self.names(absent)} did not come within {self.timeout_s:g} s")
+                raise RuntimeError(f"{self._what}: {self.names(absent)} did not arrive within {self.timeout_s:g} s")
             pause(waited, _LONGEST_PAUSE_S)
         return [json.loads(store.get(key)) for key in keys]
 

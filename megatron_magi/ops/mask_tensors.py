@@ -187,7 +187,7 @@ def _array(t: Tensor) -> np.ndarray:
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Copies in host memory, by a single transfer where it can be: each waits for the device."""
+    """Copies to host memory, in a single transfer if possible, as each one waits for the device."""
     if any(t.dtype not in _INTEGERS for t in tensors):
         return [_array(t) for t in tensors]
     flat = torch.cat([t.reshape(-1).to(torch.int64) for t in tensors]).cpu()

@@ -464,12 +464,12 @@ def fail_beside(rank, num_ranks):
     key = new_key(group)
     undispatch(key)
     if rank == 0:
-        guard.text = "group collective: rank 1 of the group (global rank 1) did not come within 2 s"
+        guard.text = "group collective: rank 1 of the group (global rank 1) did not arrive within 2 s"
     end = time.monotonic() + 10
     while not (guard.is_stopped and other.is_stopped) and time.monotonic() < end:
         time.sleep(0.05)
     assert guard.is_stopped and other.is_stopped
-    with pytest.raises(RuntimeError, match=r"group collective: rank 1 .* did not come within 2 s"):
+    with pytest.raises(RuntimeError, match=r"group collective: rank 1 .* did not arrive within 2 s"):
         undispatch(key)
 
 

@@ -237,7 +237,7 @@ class Native:
         )
         if absent:
             names = self._meeting.names([absent - 1])
-            text = f"group collective: {names} did not come within {self._meeting.timeout_s:g} s"
+            text = f"group collective: {names} did not arrive within {self._meeting.timeout_s:g} s"
             return f"{text}; {waited}" if part else text
         if self._notice[0]:
             return "group collective: the group was ended by an earlier error"

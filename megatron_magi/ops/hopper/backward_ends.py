@@ -26,10 +26,10 @@ from megatron_magi.ops.hopper.support import check_support, current_stream, in_d
 from megatron_magi.ops.merge import row_products
 
 _SUMS_ALIGNMENT = 32  # floats: a cache line
-_FINISHED_ROWS = 64  # of a block of the kernel that finishes dq
+_FINISHED_ROWS = 64  # rows of a thread block of the kernel that finishes dq
 _ZEROING_BLOCKS = 1024
-_STATS_HEADS, _DELTA_HEADS = 32, 8  # of 32 rows, of a block of the kernel that prepares rows; where it computes delta
-_DELTA_ELEMENTS = 8 * 256 * 4  # of out, of a block of the kernel for delta
+_STATS_HEADS, _DELTA_HEADS = 32, 8  # heads (of 32 rows) of a thread block of the prepare kernel; if it computes delta
+_DELTA_ELEMENTS = 8 * 256 * 4  # elements of out of a thread block of the kernel for delta
 
 
 def row_delta(dout: Tensor, out: Tensor, memo: dict | None = None) -> Tensor:

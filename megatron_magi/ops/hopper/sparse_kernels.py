@@ -51,7 +51,7 @@ def backward_queries_kernel(device: torch.device, dtype: torch.dtype, dim: int) 
 
 
 def backward_keys_kernel(device: torch.device, dtype: torch.dtype, dim: int, k_block: int, adds_dq: bool) -> Kernel:
-    """Backward: dk and dv of blocks of so many keys, by lists of queries; with ``adds_dq`` sums of dq, of 128 keys."""
+    """Backward: dk and dv by lists of queries; with ``adds_dq``, for blocks of 128 keys, also sums of dq."""
     # Of blocks of 64 keys two teams of one warpgroup, else one team of two; stages of q and dout together.
     teams, stages = (2, 5) if k_block == PIECE else (1, 6 if adds_dq else 8)
     shared = teams * 2 * dim * (2 * k_block + stages * PIECE)

@@ -85,6 +85,6 @@ faster than two: 1.10 times as fast at 34 MB of one key head, 0.94 at 67, 0.67 a
 heads. Masks with 268 MB of eight: 0.69 to 0.83, before dq alone became faster."""
 
 SPARSE_PART_BYTES = 24 << 20
-"""Bytes of q and dout of a key head from which on lists of queries are cut into parts, one for so many bytes: dk and dv
+"""Bytes of q and dout of a key head from which on lists of queries are cut into parts of this size: dk and dv
 of blocks of 64 keys at 134 and 268 MB 1.10 to 1.12 and 1.12 to 1.14 times as fast, of 128 keys 1.00 to 1.03 and 1.03 to
 1.06."""
